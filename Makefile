@@ -1,0 +1,48 @@
+# `make test` is everything that CI runs. Each target makes the environments that it needs and reuses them afterwards.
+#
+#   PYTHON=python3.11       interpreter for new environments (3.10 or newer, one that torch-xla 2.9 has wheels for)
+#   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
+#   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
+#   PYTEST_ARGS="-k name"   further arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_PLAIN ?= .venv-plain
+PYTEST_ARGS ?=
+
+XLA_READY := $(VENV)/.nxd-ckpt-installed
+PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
+
+# Ranks are processes and share few cores: one thread each.
+export OMP_NUM_THREADS := 1
+
+.PHONY: test lint test-xla test-plain soak demo
+
+test: lint test-xla test-plain
+
+lint: $(XLA_READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+test-xla: $(XLA_READY)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-plain: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" $(PYTEST_ARGS)
+
+soak: $(XLA_READY)
+	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+demo: $(XLA_READY)
+	$(VENV)/bin/python examples/demo.py
+
+# The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.
+$(XLA_READY): pyproject.toml setup.py
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[xla,dev]'
+	touch $@
+
+$(PLAIN_READY): pyproject.toml setup.py
+	test -x $(VENV_PLAIN)/bin/python || $(PYTHON) -m venv $(VENV_PLAIN)
+	$(VENV_PLAIN)/bin/python -m pip install --quiet --editable '.[dev]' 'torch==2.13.*'
+	touch $@

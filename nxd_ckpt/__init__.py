@@ -1,0 +1,49 @@
+"""Checkpoints for training on AWS Trainium and Inferentia: neuronx-distributed's files, made safe and fast.
+
+============================  =========================================================================
+``save_checkpoint``           neuronx_distributed's functions: change the import, keep the script
+``load_checkpoint``
+``has_checkpoint``
+``finalize_checkpoint``
+``Checkpointer``              a job's handle on one directory; ``PendingSave`` is a save under way
+``open_checkpoint``           one tag opened for reading, anywhere
+``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
+``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
+``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
+``errors``                    every exception, as one tree
+============================  =========================================================================
+"""
+
+from nxd_ckpt import errors
+from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
+from nxd_ckpt.api import (
+    close_checkpointers,
+    finalize_checkpoint,
+    has_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+from nxd_ckpt.checkpointer import Checkpointer
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.background import PendingSave
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "Partition",
+    "PendingSave",
+    "Section",
+    "Topology",
+    "capture_random_state",
+    "close_checkpointers",
+    "errors",
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "load_checkpoint",
+    "open_checkpoint",
+    "restore_random_state",
+    "save_checkpoint",
+]

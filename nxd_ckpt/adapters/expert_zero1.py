@@ -1,0 +1,91 @@
+"""ZeRO-1 with expert parallelism: NxD's NeuronEPZero1Optimizer, two ZeRO-1 optimizers in one.
+
+The first shards ordinary parameters over dp, the second expert parameters over the replicas of each expert. In the
+state dict the entries from an offset on are the second's; its own indices restart at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.optimizer_names import if_known
+from nxd_ckpt.adapters.optimizer_state import Read, Slot, describe_path
+from nxd_ckpt.adapters.state import State, StateTensor, state_of
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS, Zero1Optimizer, check_kind
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.tensors import Path
+
+
+class ExpertZero1Optimizer:
+    """See OptimizerAdapter. Master weights, which upstream's state dict leaves out, are saved under the usual key."""
+
+    kind = "zero1"
+
+    def __init__(self, optimizer: Any, names: list[str], topology: Topology) -> None:
+        ordinary = sum(len(group["params"]) for group in optimizer.non_ep_zero_optimizer.param_groups)
+        self.parameter_names = if_known(names)
+        self._optimizer = optimizer
+        self._ordinary = Zero1Optimizer(optimizer.non_ep_zero_optimizer, names[:ordinary], topology)
+        self._experts = Zero1Optimizer(optimizer.ep_zero_optimizer, names[ordinary:], topology, expert=True)
+
+    def capture(self) -> State:
+        tree = self._optimizer.state_dict()
+        offsets = {"base_state": tree["ep_base_state_offset"], MASTERS: tree["ep_shape_info_offset"]}
+        ordinary, experts = self._ordinary.master_weights(), self._experts.master_weights()
+        if ordinary is not None and experts is not None:
+            tree[MASTERS] = dict(enumerate(ordinary)) | dict(enumerate(experts, offsets[MASTERS]))
+
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            owned = path[0] in offsets and isinstance(path[1], int)
+            return describe_path(path, tensor, self._slot(path[1], offsets[path[0]]) if owned else None)
+
+        return state_of(tree, describe)
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        check_kind(saved, self._optimizer, expert=True)
+        absent = [key for key in EXPERT_KEYS if key not in saved]
+        if absent:
+            raise OptimizerMismatch(f"optimizer: the checkpoint's expert-parallel state lacks {absent}")
+        ordinary, experts = split(saved)
+        self._ordinary.validate_part(ordinary)
+        self._experts.validate_part(experts)
+
+    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+        ordinary, experts = split(saved)
+        self._ordinary.load(ordinary, read)
+        self._experts.load(experts, read)
+        # Before each step upstream copies the outer groups' options onto the inner optimizers.
+        inner = self._optimizer.non_ep_zero_optimizer.param_groups
+        for outer, restored in zip(self._optimizer.param_groups, inner, strict=True):
+            outer.update({option: value for option, value in restored.items() if option != "params"})
+
+    def _slot(self, index: int, offset: int) -> Slot:
+        return self._ordinary.slots[index] if index < offset else self._experts.slots[index - offset]
+
+
+def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
+    groups = saved["param_groups"]
+    first = saved["ep_param_group_offset"]
+    parts = []
+    for expert, own_groups in ((False, groups[:first]), (True, groups[first:])):
+        part: dict[str, Any] = {"param_groups": own_groups}
+        for section, key in (
+            ("base_state", "ep_base_state_offset"),
+            ("shape_info", "ep_shape_info_offset"),
+            (MASTERS, "ep_shape_info_offset"),
+        ):
+            if section in saved:
+                part[section] = _rows(saved[section], saved[key], expert)
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+def _rows(entries: Mapping[int, Any], offset: int, expert: bool) -> dict[int, Any]:
+    if expert:
+        return {index - offset: value for index, value in entries.items() if index >= offset}
+    return {index: value for index, value in entries.items() if index < offset}

@@ -1,0 +1,246 @@
+"""Models: the names, tensors and specifications that a module (NxD's wrappers included) or a state dict holds."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+
+from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_of, refuse_unsupported, spec_of
+from nxd_ckpt.adapters.state import ModelState, StateTensor, state_of
+from nxd_ckpt.adapters.torch_xla import copy_in
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import Path
+
+logger = logging.getLogger(__name__)
+
+_EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
+_SHOWN = 8
+
+
+def open_model(model: Any) -> ModelAdapter:
+    """The adapter of ``model``: a module, an NxD wrapper, or a dict of tensors. For one save or one load.
+
+    Raises InvalidArgument for anything else.
+    """
+    if isinstance(model, dict):
+        return DictModel(model)
+    if callable(getattr(model, "state_dict", None)):
+        return ModuleModel(model)
+    raise InvalidArgument(
+        f"model must be a torch.nn.Module, an NxD model or a state dict, found {type(model).__name__}"
+    )
+
+
+class ModelAdapter:
+    """Named live values: tensors (parameters as such, with NxD's attributes on them), and others as extra state."""
+
+    def __init__(self, live: dict[str, Any]) -> None:
+        self._live = live
+
+    def capture(self, tp: int) -> ModelState:
+        """The state of the model on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
+
+        Raises UnsupportedState, naming the tensor, for DTensor, SPMD, meta and sparse ones.
+        """
+        tensors = self._tensors()
+        specs = {name: spec_of(tensor, tp) for name, tensor in tensors.items()}
+        ties = self._ties
+
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            name = "/".join(map(str, path))
+            spec = specs.get(name) if not _is_extra_state(name) else None
+            expert = spec is not None and spec.partition.expert
+            return StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
+
+        state = state_of(dict(self._live), describe)
+        parameters = {name: spec for name, spec in specs.items() if not _is_extra_state(name)}
+        return ModelState(state.tree, state.tensors, parameters)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Names by the id of the live parameter; of tied names, the first."""
+        names: dict[int, str] = {}
+        for name, value in self._live.items():
+            names.setdefault(id(value), name)
+        return names
+
+    def aliases(self, name: str) -> list[str]:
+        """All names of the parameter that ``name`` is one of (tied weights have several), in order."""
+        return self._names_by_tie.get(self._ties.get(name, name), [name])
+
+    def validate(self, saved: Mapping[str, Any], strict: bool) -> list[str]:
+        """The names of ``saved`` (to tensors, or to what stands for them) that are to be assigned. Changes nothing.
+
+        A live name may be absent from ``saved`` if one that it is tied to is there.
+
+        Raises:
+            KeyMismatch: under ``strict``, for names that are missing or unexpected; without it they are logged.
+            ShapeMismatch, DtypeMismatch: for a name that both have.
+            UnsupportedState: for a tensor that could not be written to.
+        """
+        ties = self._ties
+        given = {ties.get(name, name) for name in saved}
+        missing = [name for name in self._live if ties.get(name, name) not in given]
+        unexpected = [name for name in saved if name not in self._live]
+        if missing or unexpected:
+            if strict:
+                _raise_key_mismatch(missing, unexpected)
+            logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
+        names = [name for name in saved if name in self._live]
+        for name in names:
+            self._check_writable(name)
+            if not _is_extra_state(name):
+                _check_form(name, saved[name], self._live[name])
+        return names
+
+    def assign(self, name: str, value: Any) -> None:
+        """Overwrite what ``name`` is live with a CPU tensor (or other value) that :meth:`validate` accepted.
+
+        Tensors are written in place and may be reused afterwards. No device computation, nothing compiled.
+        """
+        copy_in(self._live[name], value)
+
+    def destination(self, name: str) -> torch.Tensor | None:
+        """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
+        live = self._live.get(name)
+        if not isinstance(live, torch.Tensor) or live.device.type != "cpu" or _is_extra_state(name):
+            return None
+        return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
+
+    @cached_property
+    def _ties(self) -> dict[str, Hashable]:
+        return _find_ties(self._tensors())
+
+    @cached_property
+    def _names_by_tie(self) -> dict[Hashable, list[str]]:
+        names: dict[Hashable, list[str]] = {}
+        for name, tie in self._ties.items():
+            names.setdefault(tie, []).append(name)
+        return names
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
+        for name, tensor in tensors.items():
+            refuse_unsupported(f"model/{name}", tensor)
+        return tensors
+
+    def _check_writable(self, name: str) -> None:
+        """Raise UnsupportedState if assigning to ``name`` would be lost."""
+
+
+class ModuleModel(ModelAdapter):
+    """A module. ``load_state_dict`` and its hooks are not called: values go straight into parameters and buffers.
+
+    Pipeline models are recognised by ``local_state_dict``: it holds this stage under the whole model's names.
+    """
+
+    def __init__(self, model: Any) -> None:
+        local = getattr(model, "local_state_dict", None)
+        # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
+        super().__init__(dict(local(keep_vars=True) if callable(local) else model.state_dict(keep_vars=True)))
+        self._model = model
+        modules = list(model.local_modules()) if callable(local) else [model]
+        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._held = {id(tensor) for tensor in held}
+
+    def assign(self, name: str, value: Any) -> None:
+        if _is_extra_state(name):
+            self._owner(name).set_extra_state(value)
+        else:
+            super().assign(name, value)
+
+    def _owner(self, name: str) -> torch.nn.Module:
+        owner: torch.nn.Module = self._model.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
+        return owner
+
+    def _check_writable(self, name: str) -> None:
+        if _is_extra_state(name):
+            try:
+                self._owner(name)
+            except AttributeError as error:
+                raise UnsupportedState(f"model/{name}: {error}; extra state needs its module by that name") from error
+        elif isinstance(self._live[name], torch.Tensor) and _overlaps_itself(self._live[name]):
+            raise UnsupportedState(f"model/{name} is expanded: several elements are one; load a contiguous() one")
+        elif id(self._live[name]) not in self._held:
+            raise UnsupportedState(
+                f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
+                "load into a dict (model={}) and pass that to the model's load_state_dict()"
+            )
+
+
+class DictModel(ModelAdapter):
+    """A state dict. An empty one is filled with CPU tensors, in another tensors are overwritten in place."""
+
+    def validate(self, saved: Mapping[str, Any], strict: bool) -> list[str]:
+        return super().validate(saved, strict) if self._live else list(saved)
+
+    def assign(self, name: str, value: Any) -> None:
+        """As for modules, but what has no live tensor is stored as given: the caller hands ``value`` over."""
+        if isinstance(self._live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+            copy_in(self._live[name], value)
+        else:
+            self._live[name] = value
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    sized = zip(tensor.shape, tensor.stride(), strict=True) if tensor.device.type == "cpu" else ()
+    return any(size > 1 and stride == 0 for size, stride in sized)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
+    """For every name whose memory has several: the first of them."""
+    memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
+    times = Counter(memory.values())
+    first: dict[Hashable, str] = {}
+    for name, place in memory.items():
+        first.setdefault(place, name)
+    return {name: first[place] for name, place in memory.items() if times[place] > 1}
+
+
+def _check_form(name: str, saved: Any, live: Any) -> None:
+    if not isinstance(live, torch.Tensor):
+        return
+    if not is_tensor(saved):
+        raise DtypeMismatch(f"model/{name}: saved as {type(saved).__name__}, live a tensor of {live.dtype}")
+    (saved_dtype, saved_shape), (dtype, shape) = form_of(saved), form_of(live)
+    if saved_shape != shape:
+        raise ShapeMismatch(
+            f"model/{name}: saved with shape {saved_shape}, live it has {shape}; "
+            "build the model as it was saved, on the same tp, pp and ep or with resharding"
+        )
+    if saved_dtype != dtype:
+        raise DtypeMismatch(
+            f"model/{name}: saved as {saved_dtype}, live it is {dtype}; cast the model (model.to(torch.{saved_dtype})) "
+            "before loading: values are never cast silently"
+        )
+
+
+def _raise_key_mismatch(missing: list[str], unexpected: list[str]) -> NoReturn:
+    lines = ["the names in the checkpoint and in the model differ"]
+    if missing:
+        lines.append(f"missing from the checkpoint: {_listed(missing, unexpected)}")
+    if unexpected:
+        lines.append(f"unexpected in the checkpoint: {_listed(unexpected, missing)}")
+    lines.append("load with strict=False to take the names that both have")
+    raise KeyMismatch("; ".join(lines))
+
+
+def _listed(names: Iterable[str], others: Collection[str]) -> str:
+    names = list(names)
+    shown = [_with_suggestion(name, others) for name in names[:_SHOWN]]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(shown) + more
+
+
+def _with_suggestion(name: str, others: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, others, n=1)
+    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)

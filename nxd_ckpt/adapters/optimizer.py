@@ -1,0 +1,87 @@
+"""Optimizers: which adapter a live one needs, and what its parameters are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from nxd_ckpt.adapters.expert_zero1 import ExpertZero1Optimizer
+from nxd_ckpt.adapters.model import ModelAdapter
+from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
+from nxd_ckpt.adapters.optimizer_names import parameter_names
+from nxd_ckpt.adapters.optimizer_state import Read
+from nxd_ckpt.adapters.plain import PlainOptimizer
+from nxd_ckpt.adapters.state import State
+from nxd_ckpt.adapters.zero1 import Zero1Optimizer
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument
+
+
+class OptimizerAdapter(Protocol):
+    """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank holds state of its own).
+
+    ``parameter_names`` lists the names of all parameters in the order of their indices, None if they are unknown.
+    """
+
+    kind: str
+    parameter_names: list[str] | None
+
+    def capture(self) -> State:
+        """The optimizer's state dict as NxD has it, with its live tensors. No device work."""
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        """Prove that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
+
+        Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
+        DtypeMismatch for a tensor that does not fit.
+        """
+
+    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+        """Continue from ``saved``, which :meth:`validate` accepted, reading one leaf at a time; after the model's load.
+
+        No collective, nothing compiled. Gradients are dropped: the next backward pass makes new ones. (With
+        ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients
+        and so go on decaying a parameter that had a gradient before and gets none in the next step.)
+        """
+
+
+def open_optimizer(
+    optimizer: Any,
+    *,
+    model: ModelAdapter | None = None,
+    param_names: Sequence[Sequence[str]] | None = None,
+    zero1_optimizer: bool = False,
+    topology: Topology | None = None,
+) -> OptimizerAdapter:
+    """The adapter of ``optimizer``, recognised by what it offers; wrappers (NxD's) are taken off.
+
+    Names come from ``param_names`` (per param group), else from the identity of ``model``'s parameters, else from
+    names that torch keeps in the groups. ``zero1_optimizer`` says that a dict, or an optimizer of another kind, holds
+    state of this rank alone.
+
+    Raises InvalidArgument for what is no optimizer, UnsupportedState for shards that do not follow the ``topology``.
+    """
+    topology = topology or Topology()
+    if isinstance(optimizer, dict):
+        return DictOptimizer(optimizer, param_names, model, zero1_optimizer, topology)
+    optimizer = _unwrapped(optimizer)
+    if hasattr(optimizer, "ep_zero_optimizer"):
+        inner = optimizer.non_ep_zero_optimizer, optimizer.ep_zero_optimizer
+        names = parameter_names([*inner[0].param_groups, *inner[1].param_groups], model, param_names)
+        return ExpertZero1Optimizer(optimizer, names, topology)
+    names = parameter_names(optimizer.param_groups, model, param_names)
+    if hasattr(optimizer, "sharding_groups"):
+        return Zero1Optimizer(optimizer, names, topology)
+    return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    seen = optimizer
+    # NxD's wrapper keeps no state of its own; others (Lookahead and its kind) do, and are saved as they are.
+    while hasattr(seen, "nxd_config") and hasattr(seen, "optimizer"):
+        seen = seen.optimizer
+    if not hasattr(seen, "param_groups") or not hasattr(seen, "state_dict"):
+        raise InvalidArgument(
+            f"optimizer must be a torch optimizer, an NxD optimizer or a state dict, found {type(optimizer).__name__}"
+        )
+    return seen

@@ -1,0 +1,201 @@
+"""An optimizer's state per parameter: describing, checking and filling it. Shared by plain and ZeRO-1 optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, StateTensor
+from nxd_ckpt.adapters.torch_xla import copy_in, place
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.formats.tensors import Path
+
+Read = Callable[[Any], torch.Tensor]
+"""Gives a saved leaf as a CPU tensor that the caller may keep."""
+
+Group = dict[str, Any]
+
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter of an optimizer.
+
+    ``key`` is the tensor that its state is kept under and shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
+    number ``shard`` of ``shards``. ``group`` is the param group of ``key``.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    key: torch.Tensor
+    group: Group
+    spec: ParameterSpec | None
+    shards: int = 1
+    shard: int = 0
+
+    def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
+        """What the state entry at ``parts`` ("exp_avg", ...) is: cut like the parameter if shaped like it."""
+        name = "/".join(map(str, (f"optim/{self.name}", *parts)))
+        expert = self.spec is not None and self.spec.partition.expert
+        if parts == (STEP,) or tensor.shape != self.key.shape:
+            return StateTensor(name, expert=expert)
+        return StateTensor(name, self.spec, self.shards, self.shard, expert=expert)
+
+    def clear_gradients(self) -> None:
+        for tensor in (self.parameter, self.key):
+            tensor.grad = None
+            if hasattr(tensor, "main_grad"):  # torch-xla's gradient accumulation: its presence alone means "step"
+                del tensor.main_grad
+
+
+def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
+    """The saved indices of all parameters, in live order. Raises OptimizerMismatch if the groups differ in size."""
+    wanted, found = ([len(group["params"]) for group in groups] for groups in (live, saved))
+    if wanted != found:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint has parameters per param group {found}, the live optimizer has {wanted}; "
+            "build param_groups as when it was saved (same groups, same frozen parameters)"
+        )
+    return [index for group in saved for index in group["params"]]
+
+
+def check_state(slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mapping[torch.Tensor, Any]) -> None:
+    """Prove that :func:`fill_state` can take ``saved``. A parameter without an entry never had a gradient.
+
+    Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit.
+    """
+    for index, entries in saved.items():
+        if isinstance(index, str):
+            continue  # state of the optimizer as a whole
+        if index not in slots:
+            raise OptimizerMismatch(
+                f"optimizer: the checkpoint has state for parameter {index!r}, but no param group lists that index; "
+                "it was not written by this kind of optimizer"
+            )
+        slot = slots[index]
+        for entry, value in entries.items():
+            if entry != STEP and is_tensor(value):
+                check_form(slot, entry, value, live.get(slot.key, {}).get(entry))
+
+
+def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
+    """Compare a saved tensor with the live one, or with what it will be kept under where there is none yet."""
+    dtype, shape = form_of(saved)
+    if isinstance(live, torch.Tensor):
+        wanted_dtype, wanted = form_of(live)
+    else:
+        # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape.
+        wanted_dtype = dtype
+        wanted = tuple(slot.key.shape) if 0 < len(shape) == slot.key.dim() else shape
+    if shape != wanted:
+        raise ShapeMismatch(
+            f"optim/{slot.name}/{entry}: saved with shape {shape}, live it has {wanted}; the checkpoint was saved for "
+            "another data- or tensor-parallel size, or for other param_groups"
+        )
+    if dtype != wanted_dtype:
+        raise DtypeMismatch(
+            f"optim/{slot.name}/{entry}: saved as {dtype}, live it is {wanted_dtype}; "
+            "build the optimizer with the dtype that was saved: values are never cast silently"
+        )
+
+
+def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: Read) -> None:
+    """Restore the options (lr, betas, ...) of each list of groups in ``live``, in place, all from ``saved``.
+
+    In place, because learning-rate schedulers hold on to the groups. Options that were not saved stay.
+    """
+    for number, options in enumerate(saved):
+        first, *others = (groups[number] for groups in live)
+        for option, value in options.items():
+            if option in ("params", "param_names"):
+                continue
+            first[option] = _option(option, value, first.get(option), read)
+            for group in others:
+                group[option] = first[option]
+
+
+def fill_state(state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[Any, Any], read: Read) -> None:
+    """Make the optimizer's ``state`` what was saved, one tensor at a time; what was not saved is dropped.
+
+    Tensors that fit are overwritten in place, others are made on the parameter's device, ``step`` stays where and as
+    the optimizer keeps it.
+    """
+    for key in [key for key in state if isinstance(key, str)]:
+        del state[key]
+    for index, slot in slots.items():
+        if index not in saved:
+            state.pop(slot.key, None)
+            continue
+        live = state.get(slot.key, {})
+        state[slot.key] = {
+            entry: _step(value, live.get(entry), slot, read)
+            if entry == STEP
+            else _entry(value, live.get(entry), slot.key.device, read)
+            for entry, value in saved[index].items()
+        }
+    for key, value in saved.items():
+        if isinstance(key, str):
+            state[key] = materialise(value, read, torch.device("cpu"))
+
+
+def materialise(tree: Any, read: Read, device: torch.device) -> Any:
+    """``tree`` with copied containers and every saved leaf as a tensor on ``device``."""
+    if is_tensor(tree):
+        return place(read(tree), device)
+    if isinstance(tree, Mapping):
+        return {key: materialise(value, read, device) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(materialise(value, read, device) for value in tree)
+    return tree
+
+
+def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:
+    """What the tensor at ``path`` of an optimizer's state dict is; ``slot`` is the parameter's that it belongs to."""
+    if slot is None:
+        return StateTensor("/".join(map(str, ("optim", *path))))
+    return slot.describe(path[2:] or (MASTER_WEIGHTS,), tensor)
+
+
+def flat_parameters(groups: Sequence[Group]) -> Iterator[tuple[torch.Tensor, Group]]:
+    return ((parameter, group) for group in groups for parameter in group["params"])
+
+
+def _option(option: str, value: Any, live: Any, read: Read) -> Any:
+    if isinstance(live, torch.Tensor):
+        # A tensor learning rate is part of compiled steps: it stays the same tensor.
+        copy_in(live, _like(read(value) if is_tensor(value) else value, live))
+        return live
+    value = materialise(value, read, torch.device("cpu"))
+    return tuple(value) if isinstance(value, list) and (option == "betas" or isinstance(live, tuple)) else value
+
+
+def _entry(value: Any, live: Any, device: torch.device, read: Read) -> Any:
+    if not is_tensor(value) or not isinstance(live, torch.Tensor):
+        return materialise(value, read, device)
+    copy_in(live, read(value))
+    return live
+
+
+def _step(value: Any, live: Any, slot: Slot, read: Read) -> Any:
+    value = read(value) if is_tensor(value) else value
+    if isinstance(live, torch.Tensor):
+        copy_in(live, _like(value, live))
+        return live
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(live, (int, float)):
+        return type(live)(value.item())
+    # torch: the count is on the device only for optimizers whose step runs there as a whole.
+    on_device = slot.group.get("capturable") or slot.group.get("fused")
+    return place(value, slot.key.device) if on_device else value
+
+
+def _like(value: Any, live: torch.Tensor) -> torch.Tensor:
+    """A number or CPU tensor as a CPU tensor of the form of ``live``."""
+    return torch.as_tensor(value, dtype=live.dtype).reshape(live.shape)

@@ -1,0 +1,82 @@
+"""What a live tensor is: the specification that NxD's attributes on it give, its memory, and whether we can save it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.tensors import dtype_name
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor or stands for a saved one: anything with ``dtype`` and ``shape``, but NumPy's."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
+
+
+def form_of(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the shape of a tensor or of what stands for one."""
+    dtype = leaf.dtype
+    return (dtype if isinstance(dtype, str) else dtype_name(dtype)), tuple(leaf.shape)
+
+
+def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
+    """The specification of a parameter or buffer, from the attributes that NxD's parallel layers set on it.
+
+    Without ``num_partitions`` (older NxD) a tensor-parallel parameter is cut over the ``tp`` ranks. A tensor-parallel
+    parameter that does not say along which dimension, or says what cannot be, is recorded as cut in an unknown way.
+    """
+    dtype, shape = form_of(tensor)
+    trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    return ParameterSpec(dtype, shape, _partition_of(tensor, tp), trainable)
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same memory seen the same way; on XLA for the same object only."""
+    if tensor.device.type == "cpu" and tensor.numel() > 0:
+        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return id(tensor)
+
+
+def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedState for tensors whose values this process does not simply hold."""
+    kind = type(tensor).__name__
+    if kind in ("DTensor", "XLAShardedTensor"):
+        advice = "save it with torch.distributed.checkpoint, or keep plain tensors with NxD's partition attributes"
+    elif torch_xla.is_spmd():
+        kind = "in an SPMD program (xr.use_spmd())"
+        advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
+    elif tensor.is_meta:
+        kind, advice = "on the meta device", "give it values (to_empty, param_init_fn) before saving or loading"
+    elif tensor.layout is not torch.strided:
+        kind, advice = f"of layout {tensor.layout}", "save it as user content, or densify it"
+    else:
+        return
+    raise UnsupportedState(f"{name} is {kind}, expected a plain dense tensor; {advice}")
+
+
+def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:
+    expert = bool(getattr(tensor, "expert_model_parallel", False))
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return Partition(expert=expert)
+    dim = getattr(tensor, "partition_dim", None)
+    if dim is None or not -tensor.dim() <= dim < tensor.dim():
+        return Partition(expert=expert, known=False)
+    ordering = getattr(tensor, "rank_ordering", None)
+    try:
+        return Partition(
+            partition_dim=dim % tensor.dim(),
+            partition_stride=int(getattr(tensor, "partition_stride", None) or 1),
+            num_partitions=int(getattr(tensor, "num_partitions", None) or tp),
+            rank_ordering=None if ordering is None else tuple(int(rank) for rank in ordering),
+            expert=expert,
+        )
+    except InvalidArgument:
+        return Partition(expert=expert, known=False)

@@ -1,0 +1,64 @@
+"""Plain torch optimizers: state kept under the parameters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.optimizer_names import if_known
+from nxd_ckpt.adapters.optimizer_state import (
+    Read,
+    Slot,
+    check_groups,
+    check_state,
+    describe_path,
+    fill_state,
+    flat_parameters,
+    restore_groups,
+)
+from nxd_ckpt.adapters.parameters import spec_of
+from nxd_ckpt.adapters.state import State, StateTensor, state_of
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.tensors import Path
+
+
+class PlainOptimizer:
+    """See OptimizerAdapter. ``sharded`` optimizers hold state of this rank alone, cut in a way that is not known."""
+
+    def __init__(self, optimizer: Any, names: list[str], tp: int, *, sharded: bool = False) -> None:
+        self.kind = "zero1" if sharded else "plain"
+        self.parameter_names = if_known(names)
+        self._optimizer = optimizer
+        self._slots = [
+            Slot(name, parameter, parameter, group, None if sharded else spec_of(parameter, tp))
+            for name, (parameter, group) in zip(names, flat_parameters(optimizer.param_groups), strict=True)
+        ]
+
+    def capture(self) -> State:
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            owned = path[0] == "state" and isinstance(path[1], int)
+            return describe_path(path, tensor, self._slots[path[1]] if owned else None)
+
+        return state_of(self._optimizer.state_dict(), describe)
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        if "base_state" in saved or "state" not in saved:
+            raise OptimizerMismatch(
+                f"optimizer: the checkpoint holds a {'ZeRO-1' if 'base_state' in saved else 'foreign'} state "
+                f"({', '.join(map(str, saved))}), the live {type(self._optimizer).__name__} is not sharded; "
+                "build the optimizer as when it was saved, or load with optimizer=None"
+            )
+        check_state(self._by_index(saved), saved["state"], self._optimizer.state)
+
+    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+        restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
+        fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read)
+        for slot in self._slots:
+            slot.clear_gradients()
+
+    def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
+        # By position, as torch does: the indices themselves are any numbers.
+        indices = check_groups(self._optimizer.param_groups, saved["param_groups"])
+        return dict(zip(indices, self._slots, strict=True))

@@ -1,0 +1,41 @@
+"""Random state of a process as plain data: Python's, NumPy's, torch's and torch-xla's generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters import torch_xla
+
+
+def capture_random_state() -> dict[str, Any]:
+    """The state of every generator that this process uses, made of tensors, lists and numbers only."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    if torch_xla.is_running():
+        from torch_xla.core import xla_model
+
+        state["xla"] = int(xla_model.get_rng_state())
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`capture_random_state` gave; generators that this process does not use are left out."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    if "torch_xla" in sys.modules and "xla" in state:
+        from torch_xla.core import xla_model
+
+        xla_model.set_rng_state(state["xla"])

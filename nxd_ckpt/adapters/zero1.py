@@ -1,0 +1,159 @@
+"""ZeRO-1: torch-xla's ZeroRedundancyOptimizer and NxD's subclasses, recognised by what they offer.
+
+Such an optimizer holds the full parameters (its ``param_groups``) and a ``base_optimizer`` that steps on shards of
+them (dimension 0, padded with zeros to a multiple of the sharding group; source: torch_xla.distributed
+.zero_redundancy_optimizer). Its own ``load_state_dict`` is not used: it copies everything, gathers, takes shards
+without saved master weights from whatever the parameters hold just then, and leaves zero gradients behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.optimizer_names import if_known
+from nxd_ckpt.adapters.optimizer_state import (
+    Read,
+    Slot,
+    check_form,
+    check_groups,
+    check_state,
+    describe_path,
+    fill_state,
+    flat_parameters,
+    restore_groups,
+)
+from nxd_ckpt.adapters.parameters import spec_of
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, State, StateTensor, state_of
+from nxd_ckpt.adapters.torch_xla import copy_in, to_cpu
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import Path, dtype_name
+
+logger = logging.getLogger(__name__)
+
+MASTERS = "sharded_master_weights"
+EXPERT_KEYS = ("ep_param_id_offset", "ep_param_group_offset", "ep_base_state_offset", "ep_shape_info_offset")
+
+
+class Zero1Optimizer:
+    """See OptimizerAdapter. ``expert`` ones are sharded over the replicas of each expert, not over all of dp."""
+
+    kind = "zero1"
+
+    def __init__(self, optimizer: Any, names: list[str], topology: Topology, *, expert: bool = False) -> None:
+        if not hasattr(optimizer, "base_optimizer"):
+            raise InvalidArgument(
+                f"{type(optimizer).__name__} has no shards yet (lazy_init=True): call its init_zero(), or "
+                "partition the pipeline model, before saving or loading"
+            )
+        shards, shard = _place_in_group(optimizer, topology, expert)
+        self.parameter_names = if_known(names)
+        self._optimizer = optimizer
+        full = flat_parameters(optimizer.param_groups)
+        cut = flat_parameters(optimizer.base_optimizer.param_groups)
+        self.slots = [
+            Slot(name, parameter, key, group, spec_of(parameter, topology.tp), shards, shard)
+            for name, (parameter, _), (key, group) in zip(names, full, cut, strict=True)
+        ]
+
+    def capture(self) -> State:
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            owned = path[0] in ("base_state", MASTERS) and isinstance(path[1], int)
+            return describe_path(path, tensor, self.slots[path[1]] if owned else None)
+
+        return state_of(self._optimizer.state_dict(), describe)
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        check_kind(saved, self._optimizer, expert=False)
+        self.validate_part(saved)
+
+    def validate_part(self, saved: Mapping[str, Any]) -> None:
+        indices = check_groups(self._optimizer.param_groups, saved["param_groups"])
+        if indices != list(range(len(self.slots))):
+            raise OptimizerMismatch(f"optimizer: indices of parameters must count up from 0, found {indices[:8]}")
+        slots = dict(enumerate(self.slots))
+        for index, shape in saved.get("shape_info", {}).items():
+            if index in slots and tuple(shape) != tuple(slots[index].parameter.shape):
+                raise ShapeMismatch(
+                    f"optim/{slots[index].name}: saved for a parameter of shape {tuple(shape)}, live it has "
+                    f"{tuple(slots[index].parameter.shape)}; is the order of parameters, or tp, another?"
+                )
+        check_state(slots, saved["base_state"], self._optimizer.base_optimizer.state)
+        for index, weights in saved.get(MASTERS, {}).items():
+            if index not in slots:
+                raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")
+            check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
+
+    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+        optimizer, base = self._optimizer, self._optimizer.base_optimizer
+        restore_groups([optimizer.param_groups, base.param_groups], saved["param_groups"], read)
+        fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read)
+        masters = saved.get(MASTERS, {})
+        for index, weights in masters.items():
+            copy_in(self.slots[index].key, read(weights))
+        _rederive([slot for index, slot in enumerate(self.slots) if index not in masters])
+        for slot in self.slots:
+            slot.clear_gradients()
+
+    def master_weights(self) -> list[torch.Tensor] | None:
+        """The shards' values, in the order of their indices, if this optimizer saves them."""
+        return [slot.key.data for slot in self.slots] if self._optimizer.save_master_weights else None
+
+
+def check_kind(saved: Mapping[str, Any], optimizer: Any, *, expert: bool) -> None:
+    """Raise OptimizerMismatch unless ``saved`` is a ZeRO-1 state dict, with expert parallelism or without."""
+    if "base_state" not in saved:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint holds a plain optimizer's state ({', '.join(map(str, saved))}), the live "
+            f"{type(optimizer).__name__} is ZeRO-1; build the optimizer as when it was saved, or pass optimizer=None"
+        )
+    if any(key in saved for key in EXPERT_KEYS) != expert:
+        kinds = ("without expert parallelism", "with expert parallelism")
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint's ZeRO-1 state was saved {kinds[not expert]}, the live "
+            f"{type(optimizer).__name__} is {kinds[expert]}; use the same expert_parallel_size, or optimizer=None"
+        )
+
+
+def shard_of(values: torch.Tensor, shards: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
+    """The ZeRO-1 shard of a CPU tensor: its rows ``shard * n .. (shard + 1) * n``, zeros beyond the end."""
+    rows = zero1_rows(values.shape[0], shards)
+    part = values[shard * rows : (shard + 1) * rows]
+    padded = torch.zeros((rows, *values.shape[1:]), dtype=dtype)
+    padded[: part.shape[0]] = part.to(dtype)
+    return padded
+
+
+def _rederive(slots: list[Slot]) -> None:
+    """Cut the shards from the (loaded) parameters, one at a time."""
+    lossy = {slot.parameter.dtype for slot in slots if slot.parameter.dtype != slot.key.dtype}
+    if lossy:
+        names = ", ".join(sorted(map(dtype_name, lossy)))
+        logger.warning(
+            "the checkpoint has no master weights: shards are cut from %s parameters, so the resumed run cannot "
+            "continue bit for bit; build the optimizer with save_master_weights=True",
+            names,
+        )
+    for slot in slots:
+        (values,) = to_cpu([slot.parameter])
+        copy_in(slot.key, shard_of(values, slot.shards, slot.shard, slot.key.dtype))
+
+
+def _place_in_group(optimizer: Any, topology: Topology, expert: bool) -> tuple[int, int]:
+    """How many shards there are and which is this rank's: its place in the optimizer's sharding groups."""
+    rank = getattr(optimizer, "global_rank", topology.rank)
+    group = next((list(group) for group in optimizer.sharding_groups if rank in group), None)
+    place = None if group is None else (len(group), group.index(rank))
+    expected = (topology.expert_dp, topology.expert_dp_rank) if expert else (topology.dp, topology.dp_rank)
+    if place != expected:
+        raise UnsupportedState(
+            f"ZeRO-1 on rank {rank}: expected shard {expected[1]} of {expected[0]} (topology {topology.describe()}), "
+            f"found (shards, shard) = {place} in sharding_groups {list(optimizer.sharding_groups)[:4]}; shard over the "
+            "data-parallel groups, and pass topology= if neuronx-distributed is not initialised"
+        )
+    return expected

@@ -1,0 +1,195 @@
+"""neuronx_distributed's four functions, with its names, order, defaults and return values.
+
+They keep one :class:`~nxd_ckpt.checkpointer.Checkpointer` per directory for the whole process: the only state that
+this package holds globally. :func:`finalize_checkpoint` waits for what is in flight, :func:`close_checkpointers` gives
+directories and memory back, and both happen at exit. A process that ends with a save that failed and was never
+reported exits with code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Union
+
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer, default_topology
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.opening import settle_swap
+from nxd_ckpt.storage.urls import open_storage
+
+_open: dict[tuple[str, Topology], Checkpointer] = {}
+_lock = threading.Lock()
+Directory = Union[str, "os.PathLike[str]"]
+
+
+def save_checkpoint(
+    checkpoint_dir_str: Directory | None = None,
+    tag: str | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
+    *,
+    path: Directory | None = None,
+    rank_content: Any = None,
+    topology: Topology | None = None,
+    run_id: str | None = None,
+    param_names: Sequence[Sequence[str]] | None = None,
+    partitions: Mapping[str, Partition] | None = None,
+    trust_pickle: bool = False,
+    durable: bool = True,
+    timeout: float = DEFAULT_TIMEOUT,
+    memory_cap: int | None = None,
+) -> None:
+    """Save a checkpoint; every rank calls this with the same arguments.
+
+    Positional parameters are neuronx_distributed's. ``path`` is another name for the first. See
+    :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the options mean, and
+    :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``, ``timeout`` and
+    ``memory_cap``, which count at a directory's first save. With ``async_save=True`` this returns once the state is
+    copied to host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it.
+
+    Raises:
+        CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
+    """
+    directory = _directory(checkpoint_dir_str, path)
+    key = (_absolute(directory), topology or default_topology())
+    with _lock:
+        checkpointer = _open.get(key)
+        if checkpointer is None:
+            checkpointer = _open[key] = Checkpointer(
+                directory,
+                topology=key[1],
+                run_id=run_id,
+                durable=durable,
+                timeout=timeout,
+                memory_cap=memory_cap,
+            )
+    checkpointer.save(
+        "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
+        model,
+        optimizer,
+        scheduler,
+        user_content,
+        rank_content=rank_content,
+        async_save=async_save,
+        num_workers=num_workers,
+        use_xser=use_xser,
+        num_kept_ckpts=num_kept_ckpts,
+        zero1_optimizer=zero1_optimizer,
+        use_zero1_dcp=use_zero1_dcp,
+        avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights,
+        param_names=param_names,
+        partitions=partitions,
+        trust_pickle=trust_pickle,
+    )
+
+
+def load_checkpoint(
+    path: Directory | None = None,
+    tag: str | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+    *,
+    checkpoint_dir_str: Directory | None = None,
+    rank_content: dict[Any, Any] | None = None,
+    topology: Topology | None = None,
+    param_names: Sequence[Sequence[str]] | None = None,
+    verify: bool = True,
+    trust_pickle: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Any:
+    """Load a checkpoint into live objects and return its user content, or None.
+
+    Positional parameters are neuronx_distributed's: ``tag=None`` takes the latest complete tag; only what is not None
+    is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.loading.LoadOptions` for the others. With
+    ``topology``, one process without a process group loads what that rank would.
+
+    Raises:
+        CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed.
+    """
+    directory = _directory(path, checkpoint_dir_str)
+    # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
+    where = topology or default_topology()
+    with _lock:
+        writing = _open.get((_absolute(directory), where))
+    checkpointer = writing or Checkpointer(directory, topology=where, timeout=timeout)
+    return checkpointer.load(
+        tag,
+        model,
+        optimizer,
+        scheduler,
+        strict=strict,
+        num_workers=num_workers,
+        use_zero1_dcp=use_zero1_dcp,
+        rank_content=rank_content,
+        param_names=param_names,
+        verify=verify,
+        trust_pickle=trust_pickle,
+    )
+
+
+def has_checkpoint(checkpoint_dir_str: Directory | None = None, *, path: Directory | None = None) -> bool:
+    """Whether the directory holds a complete checkpoint, one that ``load_checkpoint(tag=None)`` would load."""
+    storage = open_storage(_directory(checkpoint_dir_str, path))
+    settle_swap(storage)
+    return any(info.complete for info in list_tags(storage))
+
+
+def finalize_checkpoint() -> None:
+    """Wait for every save in flight in this process; raise what failed and was not raised before."""
+    _on_each(Checkpointer.wait)
+
+
+def close_checkpointers() -> None:
+    """Finish what is in flight and give directories and staging memory back; raise what failed."""
+    try:
+        _on_each(Checkpointer.close)
+    finally:
+        with _lock:
+            _open.clear()
+
+
+def _on_each(action: Callable[[Checkpointer], None]) -> None:
+    """``action`` on every checkpointer, whatever the others raise; the first error is raised at the end."""
+    failed: list[CheckpointError] = []
+    for checkpointer in _checkpointers():
+        try:
+            action(checkpointer)
+        except CheckpointError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def _checkpointers() -> list[Checkpointer]:
+    with _lock:
+        return list(_open.values())
+
+
+def _directory(first: Directory | None, other: Directory | None) -> Directory:
+    if (first is None) == (other is None):
+        raise InvalidArgument("pass the checkpoint directory once: as the first argument or by name")
+    directory = first if first is not None else other
+    if not isinstance(directory, (str, os.PathLike)):
+        raise InvalidArgument(f"the checkpoint directory must be a string or path, found {type(directory).__name__}")
+    return directory
+
+
+def _absolute(directory: Directory) -> str:
+    return os.path.abspath(os.fspath(directory))

@@ -1,0 +1,406 @@
+"""A job's handle on one checkpoint directory: saving in the background, loading, retention."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters.neuronx_distributed import live_topology
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, RanksDisagree
+from nxd_ckpt.runtime.agreement import Agreement, agreement_for, decided_by_rank0, on_all
+from nxd_ckpt.runtime.arena import Arena, default_cap
+from nxd_ckpt.runtime.at_exit import close_at_exit, forget
+from nxd_ckpt.runtime.background import PendingSave, Worker
+from nxd_ckpt.runtime.capture import SaveOptions, capture
+from nxd_ckpt.runtime.commit import clean_up
+from nxd_ckpt.runtime.loading import LoadOptions, load
+from nxd_ckpt.runtime.plan import SavePlan, plan_save
+from nxd_ckpt.runtime.saving import Saving, prepare
+from nxd_ckpt.runtime.session import Session, open_session
+from nxd_ckpt.runtime.staging import Wave, plan_waves, stage
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import open_storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds without any progress of a rank after which its save counts as failed."""
+
+_GRACE = 5.0
+"""Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
+
+
+class Checkpointer:
+    """Saves to and loads from one directory that all ranks of a job share.
+
+    ::
+
+        with Checkpointer("/fsx/run7") as checkpointer:
+            for step in range(1000):
+                ...
+                if step % 100 == 0:
+                    checkpointer.save(f"step_{step}", model, optimizer, async_save=True)
+
+    Every rank makes the same calls in the same order. One job at a time writes to a directory: it holds a lease.
+    What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
+
+    Args:
+        path: the directory; created by the first save.
+        topology: this rank's place; read from neuronx_distributed's parallel state when that is initialised, else one
+            data-parallel group of all ranks of the process group, else a single process.
+        run_id: needed only where several ranks save without a torch.distributed process group: the same on all
+            ranks, new for every launch.
+        durable: fsync everything before a tag becomes visible.
+        timeout: seconds without progress after which a rank counts as lost.
+        memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        topology: Topology | None = None,
+        run_id: str | None = None,
+        durable: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+        memory_cap: int | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        self.storage = storage if storage is not None else open_storage(path, durable)
+        self.topology = topology if topology is not None else default_topology()
+        self._run_id, self._timeout, self._memory_cap = run_id, timeout, memory_cap
+        self._counter = 0
+        self._agreement: Agreement | None = None
+        self._session: Session | None = None
+        self._worker: Worker | None = None
+        self._arena: Arena | None = None
+        self._pending: list[PendingSave] = []
+        self._lock = threading.Lock()
+        self._versions: dict[str, str] = {}
+
+    def save(
+        self,
+        tag: str,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        user_content: Any = None,
+        *,
+        rank_content: Any = None,
+        async_save: bool = False,
+        **options: Any,
+    ) -> PendingSave:
+        """Save what is given under ``tag``; ``options`` are the fields of :class:`SaveOptions`.
+
+        Returns once the state is staged in host memory (``async_save=True``) or the tag is visible and durable. From
+        the second async save on, this thread does the device-to-host copy and nothing else. If a save is still in
+        flight, it is waited for: there is one staging arena.
+
+        An earlier async save that failed does not make this one fail: its own ``PendingSave``, :meth:`wait` or
+        :meth:`close` reports it.
+
+        Raises:
+            CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
+        """
+        self._counter += 1
+        started = time.monotonic()
+        self._await_arena()
+        pending = PendingSave(str(tag))
+        plan: SavePlan | None = None
+        error: BaseException | None = None
+
+        def prepared() -> SavePlan:
+            validate_tag(tag)
+            chosen = _options(SaveOptions, options)
+            chosen.validate()
+            state = capture(
+                self.topology,
+                chosen,
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                user_content=user_content,
+                rank_content=rank_content,
+            )
+            plan = plan_save(state, self.topology)
+            plan_waves(plan.files, self._staging_arena().cap)  # one tensor too large: said before anything is written
+            return plan
+
+        if self._session is None:
+            with self._rejoining():
+                plan = self._open(prepared, str(tag))
+        if plan is None:
+            try:
+                plan = prepared()
+            except BaseException as problem:
+                error = problem
+        saving = self._saving(str(tag), plan, error, options)
+        self._submit(lambda: prepare(saving))
+        if plan is not None:
+            error = self._stage(saving, plan)
+        saving.timings["stage_seconds"] = time.monotonic() - started
+        pending.mark_staged()
+        # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
+        # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
+        interrupted = error is not None and not isinstance(error, Exception)
+        raise_now = error is not None and (plan is None or not async_save or interrupted)
+        pending.reported = raise_now
+        with self._lock:
+            self._pending.append(pending)
+        self._submit(lambda: _conclude(saving, pending))
+        if error is not None and raise_now:
+            raise error
+        if not async_save:
+            pending.wait()
+        return pending
+
+    def load(
+        self,
+        tag: str | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        strict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Load what is given from ``tag``, by default the latest complete one; return the user content or None.
+
+        ``options`` are the fields of :class:`LoadOptions`. Everything is validated on all ranks before anything is
+        changed on any. Empty dicts are filled.
+
+        Raises:
+            CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed.
+        """
+        self._await_arena()
+        chosen = _options(LoadOptions, {"strict": strict, **options})
+        agreement = self._joined()
+        with self._rejoining():
+            return load(self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen)
+
+    def wait(self) -> None:
+        """Wait for every save in flight; raise the first failure that was not raised before."""
+        with self._lock:
+            pending = list(self._pending)
+        for save in pending:
+            save.wait_decided()
+        self._raise_unreported()
+
+    def close(self) -> None:
+        """Finish what is in flight, give the directory and the memory back, raise what failed and was not raised."""
+        self._shut(None)
+        self._raise_unreported()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._shut(_GRACE)
+
+    def abandon(self, grace: float = _GRACE) -> None:
+        """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
+        self._shut(grace)
+
+    def _open(self, prepared: Callable[[], SavePlan], tag: str) -> SavePlan | None:
+        """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
+
+        Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
+        an error in making it becomes a vote, as in any later save.
+        """
+        agreement = self._joined()
+        plan: SavePlan | None = None
+        if agreement is not None:
+            agreed = plan = on_all(agreement, prepared)
+            words = agreement.gather(agreed.agreed(tag, self.topology))
+            decided_by_rank0(agreement, lambda: _must_agree(words))
+        self._versions = versions()  # reads files: not on a later save's way
+        self._session = open_session(self.storage, self.topology, agreement, self._run_id, self._timeout)
+        close_at_exit(self)
+        return plan
+
+    def _joined(self) -> Agreement | None:
+        """The agreement of this job's ranks. Made once; None for a single process that acts as one rank of many."""
+        if self._agreement is None:
+            size, rank = self.topology.world_size, self.topology.rank
+            self._agreement = agreement_for(rank, size, self._timeout)
+        return self._agreement
+
+    @contextmanager
+    def _rejoining(self) -> Iterator[None]:
+        """After a round that not all ranks took part in they are out of step: the next call joins anew."""
+        try:
+            yield
+        except PeerTimeout:
+            self._agreement = None
+            raise
+
+    def _saving(
+        self, tag: str, plan: SavePlan | None, error: BaseException | None, options: dict[str, Any]
+    ) -> Saving:
+        assert self._session is not None
+        use_xser = bool(options.get("use_xser", False))
+        saving = Saving(
+            self._session,
+            self._counter,
+            tag,
+            plan,
+            num_workers=None if use_xser else options.get("num_workers", 8),
+            num_kept_ckpts=_kept(options.get("num_kept_ckpts")),
+            error=error,
+        )
+        saving.versions = self._versions
+        return saving
+
+    def _stage(self, saving: Saving, plan: SavePlan) -> BaseException | None:
+        """Copy the state into the arena and hand it over, in as many waves as it takes; the error of this rank."""
+        try:
+            arena = self._staging_arena()
+            torch_xla.sync()
+            waves = plan_waves(plan.files, arena.cap)
+            for number, wave in enumerate(waves):
+                views = stage(plan.files, wave, arena)
+                self._hand_over(saving, wave, views, wait=number < len(waves) - 1)
+        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
+            saving.error = saving.error or problem
+            return problem
+        return None
+
+    def _staging_arena(self) -> Arena:
+        if self._arena is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world_size))
+            self._arena = Arena(self._memory_cap if self._memory_cap is not None else default_cap(local))
+        return self._arena
+
+    def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
+        written = threading.Event()
+
+        def write() -> None:
+            saving.write(wave, views)
+            views.clear()  # the arena may only grow once nobody looks into it
+            written.set()
+
+        self._submit(write)
+        if wait:
+            written.wait()
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        if self._worker is None:
+            self._worker = Worker("nxd_ckpt-writer")
+        self._worker.submit(task)
+
+    def _await_arena(self) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        for save in pending:
+            save.wait_decided()
+        with self._lock:
+            self._pending = [save for save in pending if save.error is not None and not save.reported]
+
+    def _raise_unreported(self) -> None:
+        with self._lock:
+            failed = [save for save in self._pending if save.error is not None and not save.reported]
+            self._pending = []
+        for save in failed:
+            save.reported = True
+        if failed and failed[0].error is not None:
+            raise failed[0].error
+
+    def _shut(self, grace: float | None) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        if grace is not None:
+            for save in pending:
+                save.wait_voted()
+        deadline = None if grace is None else time.monotonic() + grace
+        for save in pending:
+            save.wait_decided(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        undecided = [save for save in pending if not save.done]
+        if self._worker is not None and not undecided:
+            self._worker.stop()
+            self._worker = None
+        if self._session is not None and not undecided:
+            if self.topology.rank == 0:
+                self._clean_up(self._session.run_id)
+            self._session.close()
+            self._session = None
+            forget(self)
+        if self._arena is not None and not undecided:
+            self._arena.release()
+
+    def _clean_up(self, run_id: str) -> None:
+        try:
+            clean_up(self.storage, run_id, self._counter + 1, self.topology.world_size)
+        except OSError as error:  # the directory must be given back all the same; the next job sweeps
+            logger.warning("could not clean up %s: %s", self.storage.url, error)
+
+
+def default_topology() -> Topology:
+    """neuronx_distributed's live topology; without it, all ranks of the process group as data-parallel ones."""
+    live = live_topology()
+    if live is not None:
+        return live
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return Topology(dp=dist.get_world_size(), rank=dist.get_rank())
+    return Topology()
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint, for its manifest."""
+    from importlib import metadata
+
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
+    for name in ("nxd_ckpt", "torch_xla", "neuronx_distributed"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _conclude(saving: Saving, pending: PendingSave) -> None:
+    error: BaseException | None = None
+    try:
+        saving.conclude(pending.mark_voted)
+    except CheckpointError as problem:
+        error = problem
+    except Exception as problem:  # a defect of ours must not leave a waiter hanging
+        logger.exception("nxd_ckpt: unexpected error in the background thread")
+        error = problem
+    pending.timings, pending.nbytes = saving.timings, saving.nbytes
+    pending.settle(error)
+
+
+def _must_agree(words: list[Any] | None) -> None:
+    for rank, word in enumerate(words or []):
+        if words is not None and word != words[0]:
+            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")
+
+
+def _kept(num_kept_ckpts: int | None) -> int | None:
+    return None if num_kept_ckpts == -1 else num_kept_ckpts
+
+
+def _options(kind: type[Any], given: dict[str, Any]) -> Any:
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise InvalidArgument(f"{error}; the options are {', '.join(kind.__dataclass_fields__)}") from error

@@ -1,0 +1,1 @@
+"""The pure core: geometry, topology, manifests and policies. No torch, no files, no clock."""

@@ -1,0 +1,73 @@
+"""Boxes: rectangles of a global tensor, and the algebra of resharding, which is their overlap.
+
+A box is an offset and a size per dimension, in elements. A 0-dimensional tensor has one box, ``Box((), ())``, of one
+element. Boxes are half open: they cover ``offset <= index < offset + size`` in every dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """``offset`` and ``size`` per dimension, in elements of the global tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    @staticmethod
+    def whole(shape: Iterable[int]) -> Box:
+        size = tuple(shape)
+        return Box((0,) * len(size), size)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None where there is none (an empty box has no part in common with anything)."""
+        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        )
+        size = tuple(end - start for start, end in zip(offset, ends, strict=True))
+        return None if any(extent <= 0 for extent in size) else Box(offset, size)
+
+    def contains(self, other: Box) -> bool:
+        return other.numel == 0 or self.intersect(other) == other
+
+    def shifted(self, origin: tuple[int, ...]) -> Box:
+        """This box in coordinates whose zero is at ``origin``."""
+        return Box(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.size)
+
+    def narrowed(self, dim: int, start: int, length: int) -> Box:
+        """The part ``start <= index < start + length`` along ``dim``, counted from this box's own offset."""
+        offset, size = list(self.offset), list(self.size)
+        offset[dim] += start
+        size[dim] = length
+        return Box(tuple(offset), tuple(size))
+
+
+    def minus(self, other: Box) -> list[Box]:
+        """This box without ``other``, as at most two disjoint boxes per dimension."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.numel else []
+        rest, parts = self, []
+        for dim, size in enumerate(common.size):
+            start = common.offset[dim] - rest.offset[dim]
+            end = start + size
+            if start > 0:
+                parts.append(rest.narrowed(dim, 0, start))
+            if end < rest.size[dim]:
+                parts.append(rest.narrowed(dim, end, rest.size[dim] - end))
+            rest = rest.narrowed(dim, start, size)
+        return parts
+
+    def __str__(self) -> str:
+        """``[0:4, 2:3]``, as one would index the tensor."""
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.size, strict=True)) + "]"

@@ -1,0 +1,233 @@
+"""How a parameter is cut over ranks: a function from coordinates to pieces of the global tensor.
+
+A :class:`Piece` says which rectangle of a rank's *local* tensor is which rectangle of the *global* one. All the ways
+to cut end up as lists of pieces: a plain cut gives one, a strided or fused one (QKV, gate-up) one per section, a
+ZeRO-1 shard those parts of them that fall into its rows. Rows of a shard that are padding belong to no piece.
+
+The cuts, from outside in (source: neuronx_distributed 0.9 to 0.18; ``trace.trace.shard_children`` does all but the
+last at once, ``parallel_layers.layers.create_local_weight`` is what training does):
+
+1. expert parallel: dimension 0 in equal parts, by ``ep_rank``;
+2. tensor parallel: ``partition_dim``, see :class:`Partition`;
+3. ZeRO-1: dimension 0 of what is left, padded, by the rank in the sharding group (torch_xla's
+   ``ZeroRedundancyOptimizer``).
+
+Pipeline parallelism cuts no tensor: it says which names a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.section import Section, blocks_in, check_count, check_order
+from nxd_ckpt.errors import InvalidArgument, MalformedFile
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """``local`` (in the rank's tensor) holds the elements of ``box`` (in the global tensor); equal sizes."""
+
+    local: Box
+    box: Box
+
+    def within(self, window: Box) -> Piece | None:
+        """The part of this piece inside ``window`` of the local tensor, local offsets counted from the window's."""
+        common = self.local.intersect(window)
+        if common is None:
+            return None
+        return Piece(common.shifted(window.offset), _moved(common, self.local, self.box))
+
+    def local_of(self, part: Box) -> Box:
+        """Where ``part`` of the global tensor, inside ``box``, lies in the local tensor."""
+        return _moved(part, self.box, self.local)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A section of a parameter as the ranks hold it: partition i's ``local`` rectangle is ``first``, moved i blocks."""
+
+    section: Section
+    local: Box
+    first: Box
+    dim: int | None
+
+    def piece(self, partition: int) -> Piece:
+        if self.dim is None:
+            return Piece(self.local, self.first)
+        block = self.section.block
+        return Piece(self.local, Box(self.first.narrowed(self.dim, partition * block, block).offset, self.local.size))
+
+    def partitions_in(self, wanted: Box) -> range:
+        """The partitions whose pieces reach into ``wanted`` along the dimension that is cut."""
+        if self.dim is None:
+            return range(1)
+        return blocks_in(
+            wanted.offset[self.dim] - self.first.offset[self.dim],
+            wanted.size[self.dim],
+            self.section.block,
+            self.section.num_partitions,
+        )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How one parameter is cut, in NxD's terms (its parameter attributes of the same names).
+
+    ``partition_dim`` is cut into ``num_partitions * partition_stride`` equal blocks; partition ``i`` holds the blocks
+    ``i, i + num_partitions, ...`` (source: ``create_local_weight``). The rank ``r`` holds the partition
+    ``rank_ordering[r]``, or ``r`` without one, modulo ``num_partitions`` (source: ``shard_children``): with fewer
+    partitions than ranks, each is held by several. ``expert`` tensors are also cut along dimension 0 over the
+    expert-parallel ranks, outermost.
+
+    ``fused`` describes what those attributes cannot: a parameter that holds several tensors, cut each by itself. NxD's
+    ``GQAQKVColumnParallelLinear`` with ``fuse_qkv`` makes one of q, k and v, and leaves no attributes on it. With
+    ``kv_size_multiplier = m`` its k and v, fused or not, are ``m`` copies of a tensor in ``tp / m`` partitions,
+    although their attributes say ``tp``: rank ``r`` holds ``r % (tp / m)`` on Trn1, ``r // m`` on Trn2 (source:
+    ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``). For tp = 4, m = 2 on Trn1, unfused::
+
+        Partition(0, num_partitions=2)        # on Trn2, with rank_ordering=(0, 0, 1, 1)
+
+    and fused, with q's heads kept beside their k and v heads::
+
+        Partition(0, fused=(Section(64, 4, (0, 2, 1, 3)), Section(16, 2), Section(16, 2)))
+
+    ``known`` is False where the live parameter's attributes contradict what was seen (see the commit's comparison of
+    replicas): such a tensor is read by its own rank only.
+
+    Raises:
+        InvalidArgument: counts below 1, an ordering that leaves out a partition, or ``fused`` beside what it replaces.
+    """
+
+    partition_dim: int | None = None
+    partition_stride: int = 1
+    num_partitions: int = 1
+    rank_ordering: tuple[int, ...] | None = None
+    expert: bool = False
+    known: bool = True
+    fused: tuple[Section, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.partition_dim is not None:
+            check_count("partition_dim, counted from the front,", self.partition_dim, 0)
+        check_count("partition_stride", self.partition_stride, 1)
+        check_order(self.num_partitions, self.rank_ordering)
+        instead = (self.partition_stride, self.num_partitions, self.rank_ordering) != (1, 1, None)
+        if self.fused and (instead or self.partition_dim is None):
+            raise InvalidArgument(
+                "partition: fused needs partition_dim, and says for each section what partition_stride, "
+                "num_partitions and rank_ordering say for the whole: leave those out"
+            )
+
+    @property
+    def replicated_over_tp(self) -> bool:
+        if self.partition_dim is None:
+            return True
+        return all(section.num_partitions == 1 for section in self.fused or (self,))
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what differs from a replicated parameter, so that manifests stay small."""
+        full = {
+            "partition_dim": self.partition_dim,
+            "partition_stride": self.partition_stride,
+            "num_partitions": self.num_partitions,
+            "rank_ordering": _as_list(self.rank_ordering),
+            "expert": self.expert,
+            "known": self.known,
+            "fused": [[part.size, part.num_partitions, _as_list(part.rank_ordering)] for part in self.fused],
+        }
+        plain = {"partition_stride": 1, "num_partitions": 1, "expert": False, "known": True, "fused": []}
+        return {key: value for key, value in full.items() if value != plain.get(key)}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Partition:
+        try:
+            fused = tuple(Section(size, count, _as_tuple(order)) for size, count, order in fields.get("fused", ()))
+            return Partition(**{**fields, "rank_ordering": _as_tuple(fields.get("rank_ordering")), "fused": fused})
+        except (TypeError, ValueError) as error:
+            raise MalformedFile(f"partition {fields!r} is none that this version knows: {error}") from error
+
+    def global_shape(self, local_shape: Iterable[int], ep: int) -> tuple[int, ...]:
+        """The shape of the whole parameter, from the shape that every rank holds."""
+        shape = list(local_shape)
+        if self.fused and self.partition_dim is not None:
+            shape[self.partition_dim] = sum(section.size for section in self.fused)
+        elif self.partition_dim is not None:
+            shape[self.partition_dim] *= self.num_partitions
+        if self.expert:
+            shape[0] *= ep
+        return tuple(shape)
+
+    def pieces(self, local_shape: tuple[int, ...], tp_rank: int, tp: int, ep_rank: int) -> list[Piece] | None:
+        """What the rank at these coordinates holds, or None where the cut is not one of the regular ones."""
+        strips = self.strips(local_shape, tp, ep_rank)
+        return None if strips is None else [strip.piece(strip.section.partition_of(tp_rank)) for strip in strips]
+
+    def strips(self, local_shape: tuple[int, ...], tp: int, ep_rank: int) -> list[Strip] | None:
+        """The sections, as each of the ``tp`` ranks with this ``ep_rank`` holds one partition of; None as above."""
+        sections = self._sections(local_shape)
+        if sections is None or not all(section.fits(tp) for section in sections):
+            return None
+        local = Box.whole(local_shape)
+        dim = None if self.replicated_over_tp else self.partition_dim
+        whole = Box.whole(self.global_shape(local_shape, ep=1))
+        if self.expert:
+            whole = whole.narrowed(0, ep_rank * whole.size[0], whole.size[0])
+        if dim is None:
+            return [Strip(sections[0], local, whole, None)]
+        return list(_side_by_side(sections, local, whole, dim))
+
+    def _sections(self, local_shape: tuple[int, ...]) -> list[Section] | None:
+        """What is cut, by itself each, one after the other; None where the shape cannot have been cut so."""
+        dim = self.partition_dim
+        if not self.known or (self.expert and not local_shape) or (dim is not None and dim >= len(local_shape)):
+            return None
+        if self.fused and dim is not None:
+            return list(self.fused) if sum(part.block for part in self.fused) == local_shape[dim] else None
+        if dim is None or self.num_partitions == 1:
+            return [Section(0)]
+        block, rest = divmod(local_shape[dim], self.partition_stride)
+        section = Section(block * self.num_partitions, self.num_partitions, self.rank_ordering)
+        return None if rest else [section] * self.partition_stride
+
+
+def zero1_rows(rows: int, dp: int) -> int:
+    """Rows of each ZeRO-1 shard: dimension 0 padded with zeros to a multiple of ``dp``, cut into equal shards."""
+    return -(-rows // dp)
+
+
+def zero1_pieces(pieces: Iterable[Piece], local_shape: tuple[int, ...], dp: int, dp_rank: int) -> list[Piece]:
+    """The pieces that the ZeRO-1 shard ``dp_rank`` of ``dp`` holds; local offsets count from the shard's first row.
+
+    A 0-dimensional parameter has no rows to cut: every shard is all of it.
+    """
+    if not local_shape:
+        return list(pieces)
+    rows = zero1_rows(local_shape[0], dp)
+    start = min(dp_rank * rows, local_shape[0])
+    window = Box.whole(local_shape).narrowed(0, start, min(rows, local_shape[0] - start))
+    return [part for piece in pieces if (part := piece.within(window)) is not None]
+
+
+def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int) -> Iterator[Strip]:
+    here, there = 0, 0
+    for section in sections:
+        yield Strip(
+            section, local.narrowed(dim, here, section.block), whole.narrowed(dim, there, section.block), dim
+        )
+        here, there = here + section.block, there + section.size
+
+
+def _moved(part: Box, start: Box, end: Box) -> Box:
+    """``part`` of the rectangle ``start``, as the same part of ``end``."""
+    return Box(tuple(c + a - b for a, b, c in zip(part.offset, start.offset, end.offset, strict=True)), part.size)
+
+
+def _as_list(ordering: tuple[int, ...] | None) -> list[int] | None:
+    return None if ordering is None else list(ordering)
+
+
+def _as_tuple(ordering: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ordering is None else tuple(ordering)

@@ -1,0 +1,74 @@
+"""Sections: what is cut into equal blocks over tensor-parallel ranks. Most parameters are one, fused ones several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nxd_ckpt.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Section:
+    """One of the tensors that a fused parameter holds one after the other along ``partition_dim``, each cut by itself.
+
+    ``size`` elements of the *whole* section along that dimension are cut into ``num_partitions`` equal blocks.
+    ``rank_ordering`` as in :class:`Partition`.
+    """
+
+    size: int
+    num_partitions: int = 1
+    rank_ordering: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("size of a section", self.size, 0)
+        check_order(self.num_partitions, self.rank_ordering)
+        if self.size % self.num_partitions:
+            raise InvalidArgument(
+                f"partition: a section of {self.size} elements cannot be cut into {self.num_partitions} equal blocks"
+            )
+
+    @property
+    def block(self) -> int:
+        return self.size // self.num_partitions
+
+    def fits(self, tp: int) -> bool:
+        """Whether each of ``tp`` ranks holds one partition, and each partition is held equally often."""
+        return tp % self.num_partitions == 0 and (self.rank_ordering is None or len(self.rank_ordering) == tp)
+
+    def partition_of(self, tp_rank: int) -> int:
+        """The partition that a rank holds."""
+        return (tp_rank if self.rank_ordering is None else self.rank_ordering[tp_rank]) % self.num_partitions
+
+    def tp_ranks_of(self, partition: int, tp: int) -> Sequence[int]:
+        """The ranks that hold a partition: more than one where ``num_partitions`` is below ``tp``."""
+        if self.rank_ordering is None:
+            return range(partition, tp, self.num_partitions)
+        return [tp_rank for tp_rank in range(tp) if self.partition_of(tp_rank) == partition]
+
+
+def blocks_in(start: int, length: int, block: int, count: int) -> range:
+    """Which of ``count`` equal blocks, side by side from 0 on, have a part in ``start <= index < start + length``."""
+    if length <= 0 or block <= 0:
+        return range(0)
+    return range(max(0, start // block), min(count, -(-(start + length) // block)))
+
+
+def check_count(what: str, value: object, least: int) -> None:
+    """Raise InvalidArgument unless ``value`` is an int of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise InvalidArgument(f"partition: {what} must be an int of at least {least}, found {value!r}")
+
+
+def check_order(num_partitions: int, rank_ordering: tuple[int, ...] | None) -> None:
+    """Raise InvalidArgument unless the ordering, if any, names every one of the partitions."""
+    check_count("num_partitions", num_partitions, 1)
+    if rank_ordering is None:
+        return
+    for rank in rank_ordering:
+        check_count("each of rank_ordering", rank, 0)
+    if {rank % num_partitions for rank in rank_ordering} != set(range(num_partitions)):
+        raise InvalidArgument(
+            f"partition: rank_ordering must give one partition for each tensor-parallel rank, and each of the "
+            f"{num_partitions} to some rank; found {rank_ordering}"
+        )

@@ -1,0 +1,131 @@
+"""Votes and verdicts: what each rank reports of an attempt, and how rank 0 judges it. Pure.
+
+A rank votes once, after its data and index are durable or after it failed. Rank 0 alone decides, from all votes; the
+others learn its verdict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One rank's word on one attempt.
+
+    ``plan`` describes what the rank believes is being saved (tag, parts, format, sizes) and must be equal on all
+    ranks. ``replica`` is a digest of the names, shapes and dtypes of its model state: ranks that share the writing of
+    one replica each write their share of *the same* list, so equal digests mean that every tensor was written exactly
+    once. ``replicated`` is a digest of the content of its tensors that are believed equal on all tp ranks, None if it
+    wrote none of them.
+    """
+
+    rank: int
+    error: tuple[str, str] | None = None
+    plan: Mapping[str, Any] | None = None
+    replica: str | None = None
+    index: RankLine | None = None
+    replicated: int | None = None
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank 0's decision: visible, or the error (class name, message) and the rank it came from."""
+
+    error: tuple[str, str] | None = None
+    rank: int = 0
+
+
+def dump(word: Vote | Verdict) -> bytes:
+    return json.dumps(asdict(word)).encode()
+
+
+def load_vote(data: bytes, where: str) -> Vote:
+    fields = _fields(data, where)
+    index = fields.pop("index", None)
+    try:
+        error = _error_of(fields.pop("error", None))
+        return Vote(**fields, index=None if index is None else RankLine(**index), error=error)
+    except (TypeError, ValueError) as problem:
+        raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
+
+
+def load_verdict(data: bytes, where: str) -> Verdict:
+    fields = _fields(data, where)
+    try:
+        return Verdict(_error_of(fields.get("error")), int(fields.get("rank", 0)))
+    except (TypeError, ValueError) as problem:
+        raise MalformedFile(f"{where}: not a verdict of this version ({problem})") from problem
+
+
+def raise_error_of(vote: Vote) -> None:
+    """Raise SaveFailed, naming rank and cause, if this vote reports a failure."""
+    if vote.error is not None:
+        raise SaveFailed(f"rank {vote.rank} failed: {in_words(vote.error)}")
+
+
+def judge(votes: Sequence[Vote], topology: Topology) -> None:
+    """Raise unless these votes, one of each rank, add up to one complete checkpoint.
+
+    Raises:
+        SaveFailed: a rank failed; the message names it and its error.
+        RanksDisagree: two ranks were not saving the same thing.
+    """
+    for vote in votes:
+        raise_error_of(vote)
+    first = votes[0]
+    for vote in votes:
+        if vote.plan != first.plan:
+            raise RanksDisagree(_difference(first, vote))
+        leader = topology.rank_of(topology.writer_of(topology.coordinates_of(vote.rank)))
+        if vote.replica != votes[leader].replica:
+            raise RanksDisagree(
+                f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold model "
+                "states with different names, shapes or dtypes; a replica's tensors would be missing or written twice"
+            )
+
+
+def tp_groups_that_differ(votes: Sequence[Vote], topology: Topology) -> list[list[int]]:
+    """Groups of tp ranks whose tensors that should be replicas of each other have different content."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for vote in votes:
+        if vote.replicated is not None:
+            at = topology.coordinates_of(vote.rank)
+            groups.setdefault((at.pp_rank, at.dp_rank), []).append(vote.rank)
+    return [ranks for ranks in groups.values() if len({votes[rank].replicated for rank in ranks}) > 1]
+
+
+def _difference(first: Vote, other: Vote) -> str:
+    mine, theirs = dict(first.plan or {}), dict(other.plan or {})
+    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    found = ", ".join(f"{key}={mine.get(key)!r} against {theirs.get(key)!r}" for key in keys)
+    return (
+        f"ranks {first.rank} and {other.rank} disagree on what is being saved: {found}; all ranks must call "
+        "save_checkpoint with the same arguments, in the same order"
+    )
+
+
+def _fields(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise MalformedFile(f"{where}: expected a JSON object")
+    return fields
+
+
+def _error_of(wire: Any) -> tuple[str, str] | None:
+    if wire is None:
+        return None
+    name, message = wire
+    return str(name), str(message)

@@ -1,0 +1,153 @@
+"""Every exception that nxd_ckpt raises on purpose.
+
+Each message names the thing (tag, rank, file, tensor), what was expected, what was found, and what to do next::
+
+    CheckpointError
+    ├── InvalidArgument (ValueError)             a parameter that no rank could honour
+    │   └── InvalidTag
+    ├── UnsupportedState                         SPMD, DTensor, context parallel: named, with what to use instead
+    ├── CheckpointNotFound (FileNotFoundError)   no directory, no complete tag, no such tag
+    │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
+    ├── CorruptCheckpoint                        what is on disk is not what was written
+    │   ├── MalformedFile                        truncated, or not the format its name says
+    │   └── DigestMismatch                       the bytes of a tensor or file changed
+    ├── UnsafePickle                             a pickle that is more than data
+    ├── IncompatibleState                        checkpoint and live objects do not fit
+    │   ├── KeyMismatch                          missing or unexpected names under strict
+    │   ├── ShapeMismatch
+    │   ├── DtypeMismatch
+    │   ├── OptimizerMismatch                    ZeRO-1 into plain, plain into ZeRO-1, other groups
+    │   └── TopologyMismatch                     saved on other dp/tp/pp/ep sizes
+    ├── DirectoryInUse                           another live job writes here
+    ├── DirectoryNotShared                       the ranks see different directories
+    ├── StagingTooLarge (MemoryError)            one tensor does not fit under the staging cap
+    ├── SaveFailed                               this save did not become visible, on any rank
+    │   └── RanksDisagree                        on the tag, or on what is being saved
+    ├── OutcomeUnknown                           rank 0 gave no verdict in time: look at the directory
+    └── PeerTimeout                              a rank did not answer in an agreement
+
+An exception is made from its message alone, so that one rank's error can be raised again, as the same class, on every
+other rank (:func:`to_wire`, :func:`from_wire`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class CheckpointError(Exception):
+    """Base of all errors that nxd_ckpt raises on purpose."""
+
+
+class InvalidArgument(CheckpointError, ValueError):
+    """A parameter that cannot be honoured; nothing was written."""
+
+
+class InvalidTag(InvalidArgument):
+    """A tag that is empty, absolute, hidden, or not a plain directory name."""
+
+
+class UnsupportedState(CheckpointError):
+    """State that this library does not save (SPMD, DTensor, context parallel)."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """No such directory, no complete tag in it, or no such tag."""
+
+
+class PartNotFound(CheckpointNotFound):
+    """The tag does not hold what was asked for (model, optimizer, scheduler, a rank's file)."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """What is on disk is not what was written."""
+
+
+class MalformedFile(CorruptCheckpoint):
+    """A file is truncated or is not of the format that its name says."""
+
+
+class DigestMismatch(CorruptCheckpoint):
+    """The bytes of a file or tensor are not those that were written."""
+
+
+class UnsafePickle(CheckpointError):
+    """A pickle asks for something that is not plain data."""
+
+
+class IncompatibleState(CheckpointError):
+    """The checkpoint and the live objects do not fit together; nothing was changed."""
+
+
+class KeyMismatch(IncompatibleState):
+    """Names are missing from, or unexpected in, the checkpoint."""
+
+
+class ShapeMismatch(IncompatibleState):
+    """A tensor has another shape in the checkpoint than live."""
+
+
+class DtypeMismatch(IncompatibleState):
+    """A tensor has another dtype in the checkpoint than live."""
+
+
+class OptimizerMismatch(IncompatibleState):
+    """The optimizer in the checkpoint is of another kind or structure than the live one."""
+
+
+class TopologyMismatch(IncompatibleState):
+    """The checkpoint was saved on other dp/tp/pp/ep sizes than the live ones."""
+
+
+class DirectoryInUse(CheckpointError):
+    """Another live job holds the lease on the checkpoint directory."""
+
+
+class DirectoryNotShared(CheckpointError):
+    """The ranks of the job do not see the same checkpoint directory."""
+
+
+class StagingTooLarge(CheckpointError, MemoryError):
+    """The state cannot be staged within the memory cap, not even in waves."""
+
+
+class SaveFailed(CheckpointError):
+    """A save did not become visible; the message names rank, file and cause."""
+
+
+class RanksDisagree(SaveFailed):
+    """The ranks did not mean the same save."""
+
+
+class OutcomeUnknown(CheckpointError):
+    """No verdict arrived in time: the save may or may not have become visible."""
+
+
+class PeerTimeout(CheckpointError):
+    """A rank did not answer in time."""
+
+
+def _tree(base: type[CheckpointError]) -> Iterator[type[CheckpointError]]:
+    yield base
+    for child in base.__subclasses__():
+        yield from _tree(child)
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """``error`` as (class name, message), to be sent to other ranks."""
+    name = type(error).__name__
+    if isinstance(error, CheckpointError):
+        return name, str(error)
+    return "CheckpointError", f"{name}: {error}"
+
+
+def in_words(wire: tuple[str, str]) -> str:
+    """``DigestMismatch: model/x.pt ...``; errors of other libraries already carry their class."""
+    name, message = wire
+    return message if name == "CheckpointError" else f"{name}: {message}"
+
+
+def from_wire(name: str, message: str, rank: int) -> CheckpointError:
+    """The exception that ``rank`` raised, as the same class, its message led by the rank."""
+    known = {cls.__name__: cls for cls in _tree(CheckpointError)}
+    return known.get(name, CheckpointError)(f"on rank {rank}: {message}")

@@ -1,0 +1,131 @@
+"""Pickling a tree of tensors as ``torch.save`` does, without touching the tensors' data.
+
+Each tensor is written as a tight, contiguous CPU tensor on a storage of its own, whatever it is a view of
+and wherever it lives; ``torch.load`` rebuilds it by ``torch._utils._rebuild_tensor_v2`` (or v3, for dtypes
+without a legacy storage class), as from any file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+from nxd_ckpt.errors import UnsafePickle, UnsupportedState
+from nxd_ckpt.formats.tensors import (
+    TensorReference,
+    TensorStub,
+    contiguous_stride,
+    dtype_name,
+    torch_dtype,
+)
+from nxd_ckpt.formats.unpickle import STORAGE_CLASSES
+
+_PROTOCOL = 2  # torch.save's; a later one would also change how bytes and globals are written
+
+
+def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes, list[tuple[Any, int]]]:
+    """The pickle of ``tree``, and its distinct tensors with their tight bytes, in storage key order."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, tensor_key)
+    try:
+        pickler.dump(tree)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise UnsafePickle(f"this state cannot be pickled: {error}. Save a state_dict() of it instead") from error
+    return _with_torch_xla_references(file.getvalue()), [
+        (storage.tensor, storage.nbytes) for storage in pickler.storages.values()
+    ]
+
+
+class _Storage:
+    """A record to be: pickled as a persistent id."""
+
+    __slots__ = ("nbytes", "persistent_id", "tensor")
+
+    def __init__(self, key: str, tensor: Any, dtype: torch.dtype, numel: int) -> None:
+        kind, legacy = _storage_class(dtype)
+        self.tensor, self.nbytes = tensor, numel * dtype.itemsize
+        self.persistent_id = ("storage", kind, key, "cpu", numel if legacy else self.nbytes)
+
+
+class _NoHooks:
+    """A tensor's backward hooks, pickled as an empty OrderedDict: one for each tensor, which may get hooks
+    later.
+    """
+
+    __slots__ = ()
+
+
+@cache
+def _storage_class(dtype: torch.dtype) -> tuple[type, bool]:
+    """How storages of ``dtype`` are named, and whether that is a legacy class, which counts elements."""
+    legacy = STORAGE_CLASSES.get(dtype_name(dtype))
+    return (getattr(torch, legacy), True) if legacy else (torch.UntypedStorage, False)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensor_key: Callable[[Any], Hashable]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self._tensor_key = tensor_key
+        self.storages: dict[Hashable, _Storage] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.persistent_id if type(obj) is _Storage else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            _refuse_unusual(obj)
+            return self._reduce(obj, obj.dtype)
+        if type(obj) is _NoHooks:
+            return OrderedDict, ()
+        if isinstance(obj, TensorStub):
+            return self._reduce(obj, torch_dtype(obj.dtype))
+        return NotImplemented
+
+    def _reduce(self, tensor: Any, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+        shape = tuple(tensor.shape)
+        key = (self._tensor_key(tensor), dtype, shape)
+        storage = self.storages.get(key)
+        if storage is None:
+            storage = _Storage(str(len(self.storages)), tensor, dtype, math.prod(shape))
+            self.storages[key] = storage
+        args: tuple[Any, ...] = (storage, 0, shape, contiguous_stride(shape), False, _NoHooks())
+        if storage.persistent_id[1] is torch.UntypedStorage:
+            return _rebuild_tensor_v3, (*args, dtype)
+        return _rebuild_tensor_v2, args
+
+
+def _refuse_unusual(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedState(
+            f"a tensor {kind.__module__}.{kind.__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
+            "cannot be saved: save its dense local tensors instead"
+        )
+
+
+_OUR_REFERENCE = f"{TensorReference.__module__} {TensorReference.__qualname__}"
+_TORCH_XLA_REFERENCE = b"ctorch_xla.utils.serialization\nTensorReference\n"
+
+
+def _with_torch_xla_references(pickled: bytes) -> bytes:
+    """``pickled`` with our TensorReference renamed to torch-xla's, which need not be installed.
+
+    The class is named once, at the first reference, and remembered; so the search ends at the first tensor
+    of a reference file. It goes by opcodes, since user data may hold the same text.
+    """
+    if TensorReference.__module__.encode() not in pickled:
+        return pickled
+    for opcode, name, at in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL" and name == _OUR_REFERENCE and at is not None:
+            return pickled[:at] + _TORCH_XLA_REFERENCE + pickled[at + len(_OUR_REFERENCE) + 2 :]
+    return pickled

@@ -1,0 +1,102 @@
+"""What counts as plain data: said when saving, so that no file is written that load would refuse."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import pathlib
+import types
+import uuid
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from nxd_ckpt.errors import UnsafePickle
+from nxd_ckpt.formats.inert import BUILTIN_TYPES
+from nxd_ckpt.formats.tensors import TENSORS, TensorReference
+
+_ATOMS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        range,
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.torch_version.TorchVersion,
+        TensorReference,
+        datetime.date,
+        datetime.timedelta,
+        datetime.timezone,
+        decimal.Decimal,
+        fractions.Fraction,
+        uuid.UUID,
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+    }
+)
+
+
+def check_picklable_as_data(obj: Any, name: str = "object") -> None:
+    """Raise UnsafePickle, naming class and place, if loading ``obj`` would need ``trust_pickle=True``."""
+    seen: set[int] = set()
+
+    def walk(node: Any, path: str) -> None:
+        if id(node) in seen or type(node) in _ATOMS or isinstance(node, TENSORS) or _is_plain_numpy(node):
+            return
+        seen.add(id(node))
+        parts = _parts(node, path)
+        if parts is None:
+            kind = node if isinstance(node, type) else type(node)
+            raise UnsafePickle(
+                f"{path} is {kind.__module__}.{kind.__qualname__}, which load refuses: it is not plain data. "
+                "Keep its values in dicts, lists, numbers, strings and tensors (a state_dict()), "
+                "or load it with trust_pickle=True"
+            )
+        for part, where in parts:
+            walk(part, where)
+
+    walk(obj, name)
+
+
+def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
+    """The parts of an object of allowed type, each with its path; None if the type is not allowed."""
+    kind = type(node)
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        factory = [(node.default_factory, f"{path}.default_factory")] if kind is defaultdict else []
+        keys = [(key, f"{path}'s key {key!r:.80}") for key in node]
+        return [*factory, *keys, *((value, f"{path}[{key!r:.80}]") for key, value in node.items())]
+    if kind in (list, tuple):
+        return [(item, f"{path}[{index}]") for index, item in enumerate(node)]
+    if kind in (set, frozenset):
+        return [(item, f"{path}'s item {item!r:.80}") for item in node]
+    if kind in (Namespace, types.SimpleNamespace):
+        return [(value, f"{path}.{key}") for key, value in vars(node).items()]
+    if kind is slice:
+        return [(getattr(node, part), f"{path}.{part}") for part in ("start", "stop", "step")]
+    if kind in (datetime.datetime, datetime.time):
+        return [(node.tzinfo, f"{path}.tzinfo")]
+    return () if isinstance(node, type) and node in BUILTIN_TYPES else None
+
+
+def _is_plain_numpy(node: Any) -> bool:
+    """A numpy array, scalar or dtype (recognised without importing numpy) of numbers or text."""
+    kind = type(node)
+    if kind.__module__.partition(".")[0] != "numpy":
+        return False
+    dtype = node if kind.__module__ == "numpy.dtypes" or kind.__name__ == "dtype" else getattr(node, "dtype", None)
+    plain = getattr(dtype, "kind", "O") in "biufcSU" and getattr(dtype, "subdtype", None) is None
+    return plain and (kind.__name__ == "ndarray" or node is dtype or not hasattr(node, "__array_finalize__"))

@@ -1,0 +1,224 @@
+"""Where a tensor's bytes lie, and walking the trees that hold tensors.
+
+A *tree* is what a checkpoint file holds: dicts, lists, tuples and namespaces of plain data, with tensors
+(or what stands for them: :class:`TensorStub`, :class:`TensorReference`) as leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nxd_ckpt.errors import InvalidArgument, MalformedFile
+
+Path = tuple[Any, ...]
+"""Keys, indices and attribute names from the root of a tree to a leaf."""
+
+
+@dataclass(frozen=True)
+class StorageSpan:
+    """One record of a torch zip file: its name, where in the file its bytes begin, their number and digest.
+
+    ``crc32`` is None where the file says 0, which upstream means as "not recorded" and which proves nothing.
+    """
+
+    __slots__ = ("crc32", "nbytes", "offset", "record")
+
+    record: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+    def __reduce__(self) -> tuple[type[StorageSpan], tuple[Any, ...]]:
+        return StorageSpan, (self.record, self.offset, self.nbytes, self.crc32)
+
+
+@dataclass(frozen=True)
+class TensorStub:
+    """Where one tensor's bytes lie: nothing of them is in memory.
+
+    ``file`` is a key relative to the tag (posix), ``offset`` the absolute offset in bytes of the first
+    element in that file, ``dtype`` torch's name without prefix ("bfloat16"), ``shape`` and ``stride`` count
+    elements. ``storage`` is the record that the tensor is a view of; its digest is the only one that a
+    foreign file carries.
+    """
+
+    # Slots, frozen, no __setstate__: an unpickler's BUILD cannot point a stub elsewhere.
+    __slots__ = ("dtype", "file", "offset", "shape", "storage", "stride")
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage: StorageSpan
+
+    def __reduce__(self) -> tuple[type[TensorStub], tuple[Any, ...]]:
+        return TensorStub, (self.file, self.offset, self.dtype, self.shape, self.stride, self.storage)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor stored tightly: elements times element size."""
+        return self.numel * itemsize(self.dtype)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the bytes in the file are those of the tight, row-major tensor, one after the other."""
+        tight = contiguous_stride(self.shape)
+        return self.numel == 0 or all(
+            have == want for size, have, want in zip(self.shape, self.stride, tight, strict=True) if size > 1
+        )
+
+
+class TensorReference:
+    """Stands for a tensor kept in another file, ``NAME.pt.tensors/tensor_{tid}.pt``.
+
+    On disk it is torch-xla's class of this name (``torch_xla.utils.serialization``), which is neither
+    imported nor needed here.
+    """
+
+    __slots__ = ("tid",)
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"tid": self.tid}
+
+    def __setstate__(self, state: object) -> None:
+        tid = state.get("tid") if isinstance(state, dict) else None
+        if type(tid) is not int or tid < 0:
+            raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {state!r:.80}")
+        self.tid = tid
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorReference) and self.tid == other.tid
+
+    def __hash__(self) -> int:
+        return hash((TensorReference, self.tid))
+
+    def __repr__(self) -> str:
+        return f"TensorReference({getattr(self, 'tid', '?')})"
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name; raises InvalidArgument for one that the installed torch does not know."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}: a newer torch may be needed")
+    return dtype
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of the dtype of that name."""
+    return torch_dtype(name).itemsize
+
+
+@lru_cache(maxsize=4096)
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a tight row-major tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"a contiguous CPU tensor is needed, got one on {tensor.device} strided {tensor.stride()}"
+        )
+    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+TENSORS = (torch.Tensor, TensorStub)
+
+
+def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterator[tuple[Path, Any]]:
+    """Every leaf (an instance of ``leaves``) with its path, depth first, dicts in their order."""
+
+    def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
+        if isinstance(node, leaves):
+            yield path, node
+        elif id(node) not in above:  # a pickle may hold itself
+            for key, child in _children(node):
+                yield from walk(child, (*path, key), (*above, id(node)))
+
+    return walk(tree, (), ())
+
+
+def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, ...] = TENSORS) -> Any:
+    """A copy of ``tree`` with ``fn(leaf)`` for every leaf, depth first, dicts in their order.
+
+    Containers keep their type, and one that occurs twice is copied once; what is neither container nor leaf
+    is shared.
+    """
+    copies: dict[int, Any] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, leaves):
+            return fn(node)
+        if not isinstance(node, _CONTAINERS):
+            return node
+        if id(node) not in copies:
+            if isinstance(node, tuple):
+                copies[id(node)] = _like(node, [walk(child) for child in node])
+            else:
+                new = copies[id(node)] = copy.copy(node)  # before its children: it may hold itself
+                for key, child in _children(node):
+                    _set(new, key, walk(child))
+        return copies[id(node)]
+
+    return walk(tree)
+
+
+_CONTAINERS = (dict, list, tuple, Namespace, SimpleNamespace)
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        return node.items()
+    if isinstance(node, (list, tuple)):
+        return enumerate(node)
+    if isinstance(node, (Namespace, SimpleNamespace)):
+        return vars(node).items()
+    return ()
+
+
+def _set(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, (dict, list)):
+        container[key] = value
+    else:
+        setattr(container, key, value)
+
+
+def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    if type(original) is tuple:
+        return tuple(items)
+    if hasattr(original, "_fields"):
+        return type(original)(*items)
+    return original  # torch.Size and its kind hold numbers only

@@ -1,0 +1,157 @@
+"""Reading torch zip files (what ``torch.save`` writes) from any storage, without executing their pickle.
+
+The structure is read first, as a tree of :class:`~nxd_ckpt.formats.tensors.TensorStub`; tensors are read
+one by one, straight to where they belong, and verified on the way against the digest that the container
+carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nxd_ckpt.errors import DigestMismatch, InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.crc32 import BLOCK, crc32
+from nxd_ckpt.formats.tensors import (
+    StorageSpan,
+    TensorStub,
+    byte_view,
+    torch_dtype,
+)
+from nxd_ckpt.formats.unpickle import Leaf, unpickle
+from nxd_ckpt.formats.zip_container import Record
+from nxd_ckpt.formats.zip_directory import Pread, malformed, read_records, remembering
+
+PreadInto = Callable[[int, memoryview], None]
+"""(offset, memory) -> None: fills ``memory`` with the file's bytes from ``offset``, or raises."""
+
+_SMALL_FILE = 256 * 2**10
+
+
+def read_directory(pread: Pread, size: int, file: str) -> dict[str, Record]:
+    """The records of a torch zip file of ``size`` bytes, by name within the archive ("data.pkl", "data/0").
+
+    ``file`` names it in errors. Raises MalformedFile.
+    """
+    records = read_records(pread, size, file)
+    archives = {record.name.partition("/")[0] for record in records}
+    directory = {record.name.partition("/")[2]: record for record in records}
+    if len(archives) != 1 or "data.pkl" not in directory:
+        raise malformed(file, f"expected one archive with a data.pkl, found {sorted(archives)[:5]}")
+    return directory
+
+
+def read_tree(
+    pread: Pread,
+    size: int,
+    file: str,
+    *,
+    trust_pickle: bool = False,
+    leaf: Leaf = lambda stub: stub,
+) -> Any:
+    """What the file holds, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
+
+    ``file`` is the key that stubs carry. With ``trust_pickle=True`` any class is unpickled; objects that
+    hold tensors inside, where no tree walk finds them, then need a ``leaf`` that reads
+    (:func:`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle, UnsafePickle,
+    UnsupportedState for big-endian files.
+    """
+    if size <= _SMALL_FILE:
+        pread = remembering(pread, 0, pread(0, size))
+    directory = read_directory(pread, size, file)
+    if "byteorder" in directory and _contents(pread, directory["byteorder"], file) != b"little":
+        raise UnsupportedState(f"{file}: written on a big-endian machine: save it again on a little-endian one")
+    storages = {
+        name.removeprefix("data/"): StorageSpan(name, record.offset, record.nbytes, record.crc32)
+        for name, record in directory.items()
+        if name.startswith("data/")
+    }
+    pickled = _contents(pread, directory["data.pkl"], file)
+    return unpickle(pickled, file, storages, trust_pickle=trust_pickle, leaf=leaf)
+
+
+def _contents(pread: Pread, record: Record, file: str) -> bytes:
+    data = pread(record.offset, record.nbytes)
+    if len(data) != record.nbytes:
+        raise malformed(file, f"record {record.name!r} has {len(data)} bytes, expected {record.nbytes}")
+    _check(crc32(data), record.crc32, file, record.name)
+    return data
+
+
+def _check(found: int, expected: int | None, file: str, record: str) -> None:
+    if expected is not None and found != expected:
+        raise DigestMismatch(
+            f"{file}, record {record!r}: expected CRC-32 {expected:08x}, found {found:08x}. "
+            "The bytes changed since they were written: restore the file, or load another tag"
+        )
+
+
+def read_tensor(pread_into: PreadInto, stub: TensorStub, verify: bool = True) -> torch.Tensor:
+    """The tensor of ``stub``, contiguous on the CPU. As :func:`read_into` otherwise."""
+    tensor = torch.empty(stub.shape, dtype=torch_dtype(stub.dtype))
+    read_into(pread_into, stub, tensor, verify)
+    return tensor
+
+
+def read_into(pread_into: PreadInto, stub: TensorStub, out: memoryview | torch.Tensor, verify: bool = True) -> None:
+    """Fill ``out`` with the tensor of ``stub``: its elements one after the other, row-major.
+
+    ``out`` is a contiguous CPU tensor or memory of ``stub.nbytes`` bytes. With ``verify`` the whole storage
+    record that the tensor is a view of is read, in blocks of bounded memory, and compared with its CRC-32;
+    a record without one is not. Raises DigestMismatch, then what ``out`` holds is undefined.
+    """
+    memory = byte_view(out) if isinstance(out, torch.Tensor) else out.cast("B")
+    if len(memory) != stub.nbytes:
+        raise InvalidArgument(
+            f"{stub.file}: memory of {len(memory)} bytes for a tensor {stub.dtype} {stub.shape}, "
+            f"expected {stub.nbytes} bytes"
+        )
+    if stub.is_contiguous:
+        _read_span(pread_into, stub, memory, verify)
+        return
+    elements = 1 + sum((n - 1) * step for n, step in zip(stub.shape, stub.stride, strict=True))
+    span = torch.empty(elements, dtype=torch_dtype(stub.dtype))
+    _read_span(pread_into, stub, byte_view(span), verify)
+    tight = span.as_strided(stub.shape, stub.stride).contiguous()
+    memory[:] = byte_view(tight)
+
+
+def verify(pread_into: PreadInto, stub: TensorStub) -> None:
+    """Read the storage record that the tensor is a view of, in blocks of bounded memory, and prove its CRC-32.
+
+    A record without one proves nothing, but must be there. Raises DigestMismatch.
+    """
+    storage = stub.storage
+    found = 0
+    for offset, block in _blocks(storage.offset, storage.offset, memoryview(b""), storage.offset + storage.nbytes):
+        pread_into(offset, block)
+        found = crc32(block, found)
+    _check(found, storage.crc32, stub.file, storage.record)
+
+
+def _read_span(pread_into: PreadInto, stub: TensorStub, memory: memoryview, verify: bool) -> None:
+    """Fill ``memory`` from the tensor's first byte on, proving the storage that it lies in."""
+    storage = stub.storage
+    if not verify or storage.crc32 is None:
+        pread_into(stub.offset, memory)
+        return
+    found = 0
+    for offset, block in _blocks(storage.offset, stub.offset, memory, storage.offset + storage.nbytes):
+        pread_into(offset, block)
+        found = crc32(block, found)
+    _check(found, storage.crc32, stub.file, storage.record)
+
+
+def _blocks(begin: int, middle: int, memory: memoryview, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Blocks covering [begin, end) of a file: ``memory`` from ``middle`` on, reused scratch around it."""
+    after = middle + len(memory)
+    outside = max(middle - begin, end - after)
+    scratch = memoryview(bytearray(min(BLOCK, outside)))
+    for offset in range(begin, middle, BLOCK):
+        yield offset, scratch[: min(BLOCK, middle - offset)]
+    for offset in range(0, len(memory), BLOCK):
+        yield middle + offset, memory[offset : offset + BLOCK]
+    for offset in range(after, end, BLOCK):
+        yield offset, scratch[: min(BLOCK, end - offset)]

@@ -1,0 +1,74 @@
+"""xser mode: a state as a file of references and one file per tensor.
+
+``NAME.pt`` holds the state with a :class:`TensorReference` for each tensor, ``NAME.pt.info.pt`` what
+:func:`info` gives, ``NAME.pt.tensors/tensor_{tid}.pt`` each one tensor. Source: torch-xla's
+``utils/serialization.py`` and NxD's checkpoints.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nxd_ckpt.formats.tensors import TENSORS, TensorReference, TensorStub, map_tensors, torch_dtype
+
+__all__ = ["TensorReference", "balance", "info", "join", "normalise", "split"]
+
+
+def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
+    """``tree`` with references for its tensors, and the tensors with their tids.
+
+    A tid counts every tensor depth first, dicts in their order, CPU and 0-dim ones included; a tensor that
+    occurs twice has two.
+    """
+    tensors: list[tuple[int, Any]] = []
+
+    def refer(tensor: Any) -> TensorReference:
+        tensors.append((len(tensors), tensor))
+        return TensorReference(len(tensors) - 1)
+
+    return map_tensors(tree, refer), tensors
+
+
+def join(tree: Any, leaf: Callable[[int], Any]) -> Any:
+    """``tree`` with ``leaf(tid)`` for every reference. Tensors that are inline already (mixed files) stay."""
+    return map_tensors(tree, lambda reference: leaf(reference.tid), TensorReference)
+
+
+def info(tensors: Iterable[tuple[int, Any]], expert: Collection[int] = ()) -> dict[int, dict[str, Any]]:
+    """What ``NAME.pt.info.pt`` holds for (tid, tensor); ``expert`` are the tids of expert parameters."""
+    return {
+        tid: {
+            "dtype": torch_dtype(tensor.dtype) if isinstance(tensor, TensorStub) else tensor.dtype,
+            "shape": torch.Size(tensor.shape),
+            "expert_model_parallel": tid in expert,
+        }
+        for tid, tensor in tensors
+    }
+
+
+def balance(nbytes: Sequence[int], n: int) -> list[int]:
+    """Which of ``n`` ranks writes each tensor, given the tensors' bytes.
+
+    As NxD: smallest first, each to the rank that has the least so far; ties go to the lower tid and rank.
+    """
+    owners = [0] * len(nbytes)
+    ranks = [(0, rank) for rank in range(n)]
+    for index in sorted(range(len(nbytes)), key=lambda index: nbytes[index]):
+        load, owners[index] = heapq.heappop(ranks)
+        heapq.heappush(ranks, (load + nbytes[index], owners[index]))
+    return owners
+
+
+def normalise(tree: Any) -> Any:
+    """``tree`` as NxD's way to disk leaves it: tuples and ``torch.Size`` are lists, OrderedDicts dicts."""
+    if isinstance(tree, TENSORS):
+        return tree
+    if isinstance(tree, dict):
+        return {key: normalise(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [normalise(item) for item in tree]
+    return tree

@@ -1,0 +1,213 @@
+"""Reading the directory of a zip file that nobody vouches for, in few reads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.zip_container import (
+    CENTRAL,
+    CENTRAL_MARK,
+    END,
+    END64,
+    END64_MARK,
+    END_MARK,
+    FULL32,
+    LOCAL,
+    LOCAL_MARK,
+    LOCATOR64,
+    LOCATOR64_MARK,
+    STORED,
+    ZIP64,
+    Record,
+)
+
+Pread = Callable[[int, int], bytes]
+"""(offset, nbytes) -> those bytes of a file; fewer only where the file ends."""
+
+TAIL = 64 * 2**10
+"""Bytes read from the end of a file at first: the end mark and most directories."""
+
+ENCRYPTED, DIGEST_FOLLOWS = 0x1, 0x8
+
+
+def read_records(pread: Pread, size: int, file: str) -> list[Record]:
+    """Every record of the archive, by position. Few reads: the end, the directory, the headers in batches.
+
+    Proven: the directory ends the file, and every record is stored plainly, lies before the directory, agrees
+    with its own header and overlaps no other. Raises MalformedFile, naming ``file`` and what is wrong.
+    """
+    begin = max(0, size - TAIL)
+    pread = remembering(pread, begin, _exactly(pread, begin, size - begin, file))
+    end, count, offset, nbytes = _find_directory(pread, size, file)
+    if offset + nbytes != end:
+        raise malformed(file, f"its directory of {nbytes} bytes at {offset} does not end where it should, at {end}")
+    raw = _exactly(pread, offset, nbytes, file)
+    entries = sorted(_parse_entries(raw, count, file), key=lambda entry: entry.header_offset)
+    records: list[Record] = []
+    for entry, header in zip(entries, _headers(pread, entries, offset, file), strict=True):
+        records.append(_located(entry, header, file))
+        before = records[-2].end if len(records) > 1 else 0
+        if records[-1].header_offset < before or records[-1].end > offset:
+            raise malformed(file, f"record {entry.name!r} overlaps another, or the directory")
+    return records
+
+
+def remembering(pread: Pread, begin: int, data: bytes) -> Pread:
+    """``pread`` that takes from ``data``, the file's bytes from ``begin`` on, what lies in there."""
+
+    def remembered(offset: int, nbytes: int) -> bytes:
+        if begin <= offset and offset + nbytes <= begin + len(data):
+            return data[offset - begin : offset - begin + nbytes]
+        return pread(offset, nbytes)
+
+    return remembered
+
+
+def malformed(file: str, what: str) -> MalformedFile:
+    return MalformedFile(f"{file}: {what}. The file is truncated or damaged: restore it, or load another tag")
+
+
+def _exactly(pread: Pread, offset: int, nbytes: int, file: str) -> bytes:
+    data = pread(offset, nbytes)
+    if len(data) != nbytes:
+        raise malformed(file, f"expected {nbytes} bytes at {offset}, found {len(data)}")
+    return data
+
+
+def _find_directory(pread: Pread, size: int, file: str) -> tuple[int, int, int, int]:
+    """(where the directory must end, number of entries, offset, bytes)"""
+    begin = max(0, size - TAIL)
+    tail = _exactly(pread, begin, size - begin, file)
+    at = tail.rfind(END_MARK)
+    if at < 0 or at + END.size > len(tail):
+        raise _not_a_zip(pread, size, file)
+    _, disk, first_disk, here, count, nbytes, offset, comment = END.unpack_from(tail, at)
+    if begin + at + END.size + comment != size:
+        raise malformed(file, f"{size - begin - at - END.size} bytes follow its end mark, expected {comment}")
+    end = begin + at
+    locator = at - LOCATOR64.size
+    if locator >= 0 and tail.startswith(LOCATOR64_MARK, locator):
+        end = LOCATOR64.unpack_from(tail, locator)[2]
+        if end + END64.size != begin + locator:
+            raise malformed(file, f"its 64-bit end mark is not where it should be, at {begin + locator - END64.size}")
+        wide = END64.unpack(_exactly(pread, end, END64.size, file))
+        mark, (disk, first_disk, here, count, nbytes, offset) = wide[0], wide[4:]
+        if mark != END64_MARK:
+            raise malformed(file, f"no 64-bit end mark at {end}")
+    if disk or first_disk or here != count:
+        raise malformed(file, "it is one part of an archive in several files")
+    return end, count, offset, nbytes
+
+
+def _not_a_zip(pread: Pread, size: int, file: str) -> MalformedFile:
+    start = pread(0, min(size, 4))
+    if start == LOCAL_MARK:
+        return malformed(file, "it begins as a torch file and has no end mark")
+    if start[:1] == b"\x80":
+        return MalformedFile(
+            f"{file}: expected a torch zip file, found the format of before torch 1.6. "
+            "Save it again: torch.save(torch.load(path), path)"
+        )
+    return malformed(file, f"expected a torch zip file, found {size} bytes beginning with {start!r}")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    __slots__ = ("crc32", "header_offset", "name", "nbytes", "raw_name")
+
+    name: str
+    raw_name: bytes
+    header_offset: int
+    nbytes: int
+    crc32: int
+
+
+def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
+    at, names = 0, set[str]()
+    for _ in range(count):
+        if not raw.startswith(CENTRAL_MARK, at) or at + CENTRAL.size > len(raw):
+            raise malformed(file, f"its directory breaks off after {len(names)} of {count} entries")
+        fields = CENTRAL.unpack_from(raw, at)
+        flags, method, crc32, packed, nbytes, name_length, extra_length, comment = (
+            *fields[3:5],
+            *fields[7:13],
+        )
+        offset = fields[16]
+        at += CENTRAL.size
+        raw_name = raw[at : at + name_length]
+        extra = raw[at + name_length : at + name_length + extra_length]
+        at += name_length + extra_length + comment
+        name = raw_name.decode("utf-8", "backslashreplace")
+        packed, nbytes, offset = _widened(extra, [nbytes, packed, offset], name, file)
+        if method != STORED or packed != nbytes or flags & ENCRYPTED:
+            raise malformed(file, f"record {name!r} is compressed or encrypted, expected plain bytes")
+        if name in names:
+            raise malformed(file, f"record {name!r} occurs twice")
+        names.add(name)
+        yield _Entry(name, raw_name, offset, nbytes, crc32)
+    if at != len(raw):
+        raise malformed(file, f"its directory of {count} entries is {len(raw)} bytes long, expected {at}")
+
+
+def _widened(extra: bytes, numbers: list[int], name: str, file: str) -> Iterator[int]:
+    """``numbers``, those saturated at 32 bits taken from the 64-bit extra field, in order."""
+    field = _extra_field(extra)
+    wide = struct.iter_unpack("<Q", field[: len(field) // 8 * 8])
+    for number in numbers:
+        (value,) = next(wide, (None,)) if number == FULL32 else (number,)
+        if value is None:
+            raise malformed(file, f"record {name!r} lacks its 64-bit size or offset")
+        yield value
+
+
+def _extra_field(extra: bytes) -> bytes:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<2H", extra, at)
+        if kind == ZIP64:
+            return extra[at + 4 : at + 4 + nbytes]
+        at += 4 + nbytes
+    return b""
+
+
+_MERGE = 64 * 2**10
+_WINDOW = 2**20
+
+
+def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> Iterator[bytes]:
+    """Each entry's local header up to its name; neighbours no further apart than ``_MERGE`` share a read."""
+    begin, window = 0, b""
+    for index, entry in enumerate(entries):
+        end = _header_end(entry)
+        if end > limit:
+            raise malformed(file, f"the header of record {entry.name!r} at {entry.header_offset} is not in the file")
+        if end > begin + len(window):
+            begin = entry.header_offset
+            for next_index in range(index + 1, len(entries)):
+                reach = _header_end(entries[next_index])
+                if entries[next_index].header_offset - end > _MERGE or reach - begin > _WINDOW or reach > limit:
+                    break
+                end = reach
+            window = _exactly(pread, begin, end - begin, file)
+        at = entry.header_offset - begin
+        yield window[at : at + LOCAL.size + len(entry.raw_name)]
+
+
+def _header_end(entry: _Entry) -> int:
+    return entry.header_offset + LOCAL.size + len(entry.raw_name)
+
+
+def _located(entry: _Entry, header: bytes, file: str) -> Record:
+    """The record of a directory entry, its data found by its local header, which must tell the same."""
+    mark, _, flags, method, _, _, crc32, _, nbytes, name_length, extra_length = LOCAL.unpack_from(header)
+    same = mark == LOCAL_MARK and method == STORED and header[LOCAL.size :] == entry.raw_name
+    if not flags & DIGEST_FOLLOWS:
+        same = same and crc32 == entry.crc32 and nbytes in (FULL32, entry.nbytes)
+    if not same or name_length != len(entry.raw_name) or flags & ENCRYPTED:
+        raise malformed(file, f"record {entry.name!r} and its header at {entry.header_offset} differ")
+    offset = _header_end(entry) + extra_length
+    recorded = entry.crc32 if entry.crc32 or not entry.nbytes else None
+    return Record(entry.name, entry.header_offset, offset, entry.nbytes, recorded)

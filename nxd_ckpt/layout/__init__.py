@@ -1,0 +1,1 @@
+"""NxD names <-> coordinates: which tags a directory holds, and one tag's files as trees of tensors."""

@@ -1,0 +1,164 @@
+"""What a checkpoint directory holds: its tags, which of them are complete, and which may be removed.
+
+A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours), whose modification time is its order.
+NxD 0.6 knew no marker: there a tag counts if the file ``newest`` lists it and no rank's file is missing,
+because ``newest`` was written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
+is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any other.
+"""
+
+from __future__ import annotations
+
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.layout import legacy
+from nxd_ckpt.layout.grid import holes
+from nxd_ckpt.layout.names import (
+    DONE,
+    INDEX_DIR,
+    MANIFEST,
+    MARKER,
+    MODEL_DIR,
+    NEWEST,
+    OPTIMIZER_DIR,
+    RANK_CONTENT_DIR,
+    SCHEDULER,
+    USER_CONTENT,
+    parse,
+)
+from nxd_ckpt.storage.base import Entry, Storage
+
+NO_TAG = ""
+_NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
+_NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
+_SHOWN = 8
+_COPIED_WITHIN = 1.0
+"""Seconds between a copy of a tag's marker and of its manifest, at most, for the copy to be known as one."""
+
+
+def list_tags(storage: Storage) -> list[TagInfo]:
+    """The tags in a directory, complete or not, in order of name; hidden names and other directories are
+    skipped."""
+    top = storage.list()
+    newest = _listed_in_newest(storage) if Entry(NEWEST, False) in top else {}
+    found = [_inspect(storage, entry.name, newest) for entry in top if entry.is_dir and entry.name[0] != "."]
+    tags = [info for info in found if info is not None]
+    ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
+    if ranks:
+        tags.insert(0, TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False))
+    return tags
+
+
+def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
+    """Whether retention may remove this tag: complete, and holding nothing that is not a checkpoint's.
+
+    Either our manifest says so, or both of NxD's markers are there as NxD writes them (the one character
+    ``1``) with none but NxD's names beside them. A directory of the user that holds a file named
+    ``checkpoint`` is neither.
+    """
+    if not tag:
+        return False
+    entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if entries.get(DONE) is not False:
+        return False
+    if entries.get(MANIFEST) is False:
+        return _is_our_manifest(storage, f"{tag}/{MANIFEST}")
+    files = {name for name, is_dir in entries.items() if not is_dir}
+    known = files <= _NXD_FILES and entries.keys() - files <= _NXD_DIRS
+    return known and MARKER in files and all(storage.read(f"{tag}/{name}") == b"1" for name in (MARKER, DONE))
+
+
+def may_be_replaced(storage: Storage, tag: str) -> bool:
+    """Whether saving under this name may replace what is there: nothing, a checkpoint, or the remains of one.
+
+    Remains are marked as a checkpoint, and hold nothing but a checkpoint's files, down to the ranks' own.
+    """
+    entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):
+        return True
+    files = {name for name, is_dir in entries.items() if not is_dir}
+    folders = entries.keys() - files
+    marked = MARKER in files and storage.read(f"{tag}/{MARKER}") in (b"1", b"")
+    known = files <= _NXD_FILES | {MANIFEST} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
+    inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
+    return marked and known and all(map(_of_a_rank, inside))
+
+
+def _of_a_rank(name: str) -> bool:
+    """Whether a file or directory in a part's directory is one that a rank writes (or its temporary)."""
+    return name.lstrip(".").startswith(("dp_rank_", "full_tp_rank_", "rank_", "__", "metadata"))
+
+
+def describe_incomplete(storage: Storage) -> str:
+    """What a directory without a complete tag holds instead, for error messages."""
+    tags = {info.tag: info for info in list_tags(storage)}
+    lines = []
+    for entry in storage.list():
+        if entry.name.startswith("."):
+            continue
+        info = tags.get(entry.name)
+        if info is None:
+            lines.append(f"{entry.name!r} (not a checkpoint)")
+        else:
+            lines.append(f"{entry.name!r} ({'complete' if info.complete else 'no done marker: incomplete'})")
+    if not lines:
+        return "it is empty or absent"
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "it holds " + ", ".join(lines[:_SHOWN]) + more
+
+
+def _listed_in_newest(storage: Storage) -> dict[str, float]:
+    """The order time of each line of ``newest``: its modification time, less a second for every line that
+    follows."""
+    lines = [line.strip() for line in storage.read(NEWEST).decode(errors="replace").splitlines()]
+    tags = [line for line in lines if line]
+    written = storage.time(NEWEST)
+    return {tag: written - (len(tags) - 1 - position) for position, tag in enumerate(tags)}
+
+
+def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | None:
+    files = {entry.name for entry in storage.list(tag) if not entry.is_dir}
+    ours = MANIFEST in files
+    if DONE not in files and tag in newest:
+        return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=ours)
+    dated = next((name for name in (DONE, MARKER, MANIFEST) if name in files), None)
+    if dated is None:
+        return None
+    try:
+        order_time = _order_time(storage, tag, dated, ours)
+    except FileNotFoundError:
+        return None  # another process removed the tag since it was listed
+    return TagInfo(tag, order_time, complete=dated == DONE, ours=ours)
+
+
+def _order_time(storage: Storage, tag: str, dated: str, ours: bool) -> float:
+    """The marker's modification time; for a tag of ours that was copied, which loses it, the manifest's.
+
+    We set whole seconds, a copy hardly ever does. A marker newer than the manifest is another program's save.
+    """
+    marked = storage.time(f"{tag}/{dated}")
+    if not ours or dated != DONE or marked == int(marked):
+        return marked
+    key = f"{tag}/{MANIFEST}"
+    if storage.time(key) < marked - _COPIED_WITHIN:
+        return marked
+    try:
+        return load_manifest(storage.read(key), key).order_time
+    except MalformedFile:
+        return marked
+
+
+def _has_all_ranks(storage: Storage, tag: str) -> bool:
+    parts = [
+        [name for entry in storage.list(f"{tag}/{part}") if (name := parse(entry.name)) is not None]
+        for part in sorted(_NXD_DIRS)
+    ]
+    return any(parts) and not any(holes(part) for part in parts)
+
+
+def _is_our_manifest(storage: Storage, key: str) -> bool:
+    try:
+        load_manifest(storage.read(key), key)
+    except MalformedFile:
+        return False
+    return True

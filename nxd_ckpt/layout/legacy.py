@@ -1,0 +1,184 @@
+"""Checkpoints of neuronx_distributed 0.1 to 0.5, which have no tags: the directory itself is the checkpoint.
+
+=========  ====================================================================================
+NxD        layout
+=========  ====================================================================================
+0.1, 0.2   ``DIR/tp_rank_00``, one ``torch.save`` file (or a directory with ``checkpoint.pt``)
+0.3-0.5    ``DIR/tp_rank_00_pp_rank_00/checkpoint.pt``; xser: a file of that name and ``.tensors/`` beside it;
+           ``..._dp_rank_00`` where each data-parallel rank saved its own
+ZeRO-1     ``DIR/optim.dp_rank_00.tp_rank_00``, one ``torch.save`` file a rank
+=========  ====================================================================================
+
+A payload is what the script passed: usually a dict with the model's state under ``"model"`` and whatever else
+it liked, else a bare state dict, of a model or (in a directory of its own) of an optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.grid import describe, spanned
+from nxd_ckpt.layout.names import ParsedName
+
+_PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
+_ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
+_INNER = "checkpoint.pt"
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict")
+_RANK_KEYS = ("tp_rank", "pp_rank", "dp_rank")
+"""NxD added these to payloads itself: ranks, not state."""
+
+
+def parse(name: str) -> ParsedName | None:
+    """The ranks in a payload's name, or None if it is not exactly such a name."""
+    match = _PAYLOAD.fullmatch(name)
+    if match is None:
+        return None
+    tp, pp, dp = (int(group or 0) for group in match.groups())
+    return ParsedName(dp, None, tp, pp)
+
+
+def parse_zero1(name: str) -> ParsedName | None:
+    """The ranks in the name of a ZeRO-1 optimizer's file, or None if it is not exactly such a name."""
+    match = _ZERO1.fullmatch(name)
+    return None if match is None else ParsedName(int(match[1]), None, int(match[2]), 0)
+
+
+def is_optimizer(state: Any) -> bool:
+    """Whether a state dict is an optimizer's: torch's keys, or ZeRO-1's."""
+    return isinstance(state, dict) and "param_groups" in state and ("state" in state or "base_state" in state)
+
+
+class LegacyTag:
+    """One such directory; see :class:`nxd_ckpt.layout.tag.TagLayout` for what the methods promise."""
+
+    def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
+        self.files = files
+        listing = files.names()
+        self._payloads = {ranks: name for name in listing if (ranks := parse(name)) is not None}
+        self._zero1 = {ranks: name for name in listing if (ranks := parse_zero1(name)) is not None}
+        self._topology = topology
+
+    def topology(self) -> Topology:
+        if self._topology is not None:
+            return self._topology
+        size = spanned([*self._payloads, *self._zero1])
+        return Topology(dp=size.dp, tp=size.tp, pp=size.pp)
+
+    def parts(self) -> Parts:
+        optimizer = self._optimizer_kind()
+        first = self._payload(Coordinates()) if self._payloads else {}
+        return Parts(
+            model=_part(first, _MODEL_KEYS) is not None or _is_bare_model(first),
+            optimizer=optimizer,
+            scheduler=_part(first, _SCHEDULER_KEYS) is not None,
+            user_content=bool(_rest(first)),
+            use_xser=any(name.endswith(".tensors") for name in self.files.names()),
+            master_weights=optimizer is not None
+            and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
+        )
+
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        payload = self._payload(at)
+        model = _part(payload, _MODEL_KEYS)
+        if model is None and _is_bare_model(payload):
+            model = _without_ranks(payload)
+        if model is None:
+            raise PartNotFound(
+                f"{self.files.storage.url}: no model under {_MODEL_KEYS}; found keys {_keys(payload)}"
+            )
+        return model
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        if self._zero1:
+            return _without_ranks(self.files.tree(self._pick(self._zero1, at, dp=at.dp_rank)))
+        payload = self._payload(at)
+        optimizer = payload if is_optimizer(payload) else _part(payload, _OPTIMIZER_KEYS)
+        if optimizer is None:
+            raise PartNotFound(
+                f"{self.files.storage.url}: no optimizer under {_OPTIMIZER_KEYS}; found keys {_keys(payload)}"
+            )
+        return _without_ranks(optimizer)
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        return None
+
+    def scheduler(self) -> Any:
+        scheduler = _part(self._payload(Coordinates()), _SCHEDULER_KEYS)
+        if scheduler is None:
+            raise PartNotFound(f"{self.files.storage.url}: no scheduler under {_SCHEDULER_KEYS}")
+        return map_tensors(scheduler, self.files.read, TensorStub)
+
+    def user_content(self) -> Any:
+        """Whatever else the payload of the first rank holds: step, epoch, arguments."""
+        rest = _rest(self._payload(Coordinates()))
+        if not rest:
+            raise PartNotFound(f"{self.files.storage.url}: the payload holds nothing but model and optimizer")
+        return map_tensors(rest, self.files.read, TensorStub)
+
+    @cached_property
+    def _per_dp_rank(self) -> bool:
+        return any(ranks.dp for ranks in self._payloads)
+
+    def _optimizer_kind(self) -> str | None:
+        if self._zero1:
+            return "zero1"
+        try:
+            return "zero1" if "base_state" in self.optimizer_tree(Coordinates()) else "plain"
+        except PartNotFound:
+            return None
+
+    def _payload(self, at: Coordinates) -> dict[str, Any]:
+        name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
+        payload = self.files.joined(f"{name}/{_INNER}" if self.files.names()[name] else name)
+        if not isinstance(payload, dict):
+            raise MalformedFile(
+                f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}"
+            )
+        return payload
+
+    def _pick(self, files: dict[ParsedName, str], at: Coordinates, dp: int) -> str:
+        try:
+            return files[ParsedName(dp, None, at.tp_rank, at.pp_rank)]
+        except KeyError:
+            raise PartNotFound(
+                f"{self.files.storage.url}: no file for dp {dp} tp {at.tp_rank} pp {at.pp_rank}; "
+                f"found {describe(files)}"
+            ) from None
+
+
+def _part(payload: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any] | None:
+    found = (payload[key] for key in keys if isinstance(payload.get(key), dict))
+    return next(found, None)
+
+
+def _is_bare_model(payload: dict[str, Any]) -> bool:
+    """A state dict itself: tensors right below, or nothing but them."""
+    nested = any(_part(payload, keys) is not None for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS))
+    return (
+        not nested and not is_optimizer(payload) and any(len(path) == 1 for path, _ in iter_tensors(payload))
+    )
+
+
+def _rest(payload: dict[str, Any]) -> dict[str, Any]:
+    if is_optimizer(payload) or _is_bare_model(payload):
+        return {}
+    known = {*_MODEL_KEYS, *_OPTIMIZER_KEYS, *_SCHEDULER_KEYS}
+    return {key: value for key, value in _without_ranks(payload).items() if key not in known}
+
+
+def _without_ranks(payload: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in payload.items() if key not in _RANK_KEYS}
+
+
+def _keys(payload: dict[str, Any]) -> list[str]:
+    return [str(key) for key in payload][:8]

@@ -1,0 +1,217 @@
+"""ZeRO-1 optimizers in the form of NxD's ``use_zero1_dcp``: a torch DCP directory, entries by parameter name.
+
+Names are ``base_state.<parameter>.<state>``, followed by ``|pp-NNNN`` and ``|tp-NNNN`` for tensors where
+those sizes exceed 1; the data-parallel shards are the chunks of one entry along dimension 0, in order of dp
+rank. Plain objects (``param_groups``, ``shape_info``, an integer ``step``) are stored once for all ranks that
+agree on their name.
+
+What upstream leaves open (source: neuronx_distributed 0.9 to 0.18, ``optimizer/zero_dcp_utils.py``): the
+index behind a name is nowhere in the files. It is the position among the names, which stand in the order of
+the optimizer's state; a caller who knows the names by index passes ``param_names``. With pipeline stages
+``shape_info`` and ``params`` are those of one stage for all, so that there they are worked out from the
+chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
+from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.torch_dcp import Chunk, read_metadata
+
+_NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,}))?(?:\|tp-(?P<tp>\d{4,}))?", re.DOTALL)
+_BY_NAME = ("base_state", "sharded_master_weights")
+"""Sections of the state dict that are keyed by parameter name in the files, by index in memory."""
+
+
+class _Entry(NamedTuple):
+    """A name taken apart; ``pp`` and ``tp`` are None where the entry is for all ranks."""
+
+    path: tuple[str, ...]
+    pp: int | None
+    tp: int | None
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.chunks[0].offsets)
+
+    def is_of(self, at: Coordinates) -> bool:
+        return self.pp in (None, at.pp_rank) and self.tp in (None, at.tp_rank)
+
+
+class Zero1Dcp:
+    """The optimizer in the DCP directory ``directory`` of a tag; ``dp``, ``tp``, ``pp`` are its sizes."""
+
+    def __init__(self, files: TagFiles, directory: str) -> None:
+        self._files, self._where = files, files.key(directory)
+        metadata = read_metadata(files, directory)
+        # In the order of the state dict; where that is not recorded, one rank still wrote in that order.
+        names = [name for name in {**metadata.paths, **metadata.entries} if name in metadata.entries]
+        self._entries = [
+            _take_apart(name, metadata.paths.get(name), metadata.entries[name]) for name in names
+        ]
+        self.dp = max((len(entry.chunks) for entry in self._entries), default=1)
+        self.tp = max((entry.tp or 0 for entry in self._entries), default=0) + 1
+        self.pp = max((entry.pp or 0 for entry in self._entries), default=0) + 1
+
+    def names(self, at: Coordinates) -> list[str] | None:
+        """The parameter behind each index; None where one has no state, and so no name in the files."""
+        shapes = self._shapes_by_name(at)
+        return list(shapes) if len(shapes) == len(self._shape_info(at, shapes)) else None
+
+    def tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The ZeRO-1 state dict of the rank at these coordinates: NxD's keys, lists in place of tuples.
+
+        ``param_names`` are the parameters by index. Padding is not stored: the last shard of a parameter
+        whose rows dp does not divide is shorter than the others.
+
+        Raises:
+            PartNotFound: no such rank.
+            OptimizerMismatch: which index a name has cannot be told; pass ``param_names``.
+        """
+        if at.dp_rank >= self.dp or at.tp_rank >= self.tp or at.pp_rank >= self.pp:
+            raise PartNotFound(
+                f"{self._where}: no shards for dp {at.dp_rank} tp {at.tp_rank} pp {at.pp_rank}; "
+                f"found dp={self.dp} tp={self.tp} pp={self.pp}"
+            )
+        shapes = self._shapes_by_name(at)
+        shape_info = self._shape_info(at, shapes)
+        index_of = self._indices(shapes, shape_info, param_names)
+        found: dict[str, dict[int, Any]] = {"base_state": {}}
+        for entry in self._entries:
+            # A plain object has no ranks in its name: it may be of a parameter of another pipeline stage.
+            if entry.path[0] in _BY_NAME and entry.is_of(at) and entry.path[1] in shapes:
+                section, name, *state = entry.path
+                by_index, value = found.setdefault(section, {}), self._load(entry, at.dp_rank)
+                if state:
+                    by_index.setdefault(index_of[name], {})[state[0]] = value
+                else:
+                    by_index[index_of[name]] = value
+        groups = self._param_groups(len(index_of))
+        tree = {
+            "state": {},
+            "param_groups": groups,
+            "base_state": found.pop("base_state"),
+            "shape_info": shape_info,
+        }
+        return tree | found
+
+    def _param_groups(self, count: int) -> list[dict[str, Any]]:
+        groups: dict[int, dict[str, Any]] = {}
+        for entry in self._entries:
+            if entry.path[0] == "param_groups":
+                _, index, *keys, last = entry.path
+                node = groups.setdefault(int(index), {})
+                for key in keys:
+                    node = node.setdefault(key, {})
+                node[last] = self._load(entry, 0)
+        if self.pp > 1 and len(groups) == 1:
+            groups[0]["params"] = list(range(count))
+        return [groups[index] for index in sorted(groups)]
+
+    def _shape_info(self, at: Coordinates, shapes: dict[str, tuple[int, ...]]) -> dict[int, list[int]]:
+        """The full shape of each parameter by index."""
+        if self.pp > 1:
+            return {index: list(shape) for index, shape in enumerate(shapes.values())}
+        stored = (entry for entry in self._entries if entry.path[0] == "shape_info")
+        return {int(entry.path[1]): list(self._load(entry, 0)) for entry in stored}
+
+    def _shapes_by_name(self, at: Coordinates) -> dict[str, tuple[int, ...]]:
+        """The full shape of every parameter with state on this tp and pp rank, in the order of the state."""
+        first: dict[str, _Entry] = {}
+        for entry in self._entries:
+            if entry.path[0] in _BY_NAME and entry.is_sharded and entry.is_of(at):
+                first.setdefault(entry.path[1], entry)
+        return {name: self._full_shape(entry) for name, entry in first.items()}
+
+    def _full_shape(self, entry: _Entry) -> tuple[int, ...]:
+        last = self._load(entry, len(entry.chunks) - 1)
+        offsets = entry.chunks[-1].offsets or ()
+        return tuple(offset + size for offset, size in zip(offsets, last.shape, strict=True))
+
+    def _indices(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        shape_info: dict[int, list[int]],
+        param_names: Sequence[str] | None,
+    ) -> dict[str, int]:
+        if param_names is not None:
+            index_of = {name: index for index, name in enumerate(param_names)}
+        else:
+            index_of = _matched(shapes, shape_info, self._where)
+        for name, shape in shapes.items():
+            wanted = shape_info.get(index_of.get(name, -1))
+            if wanted != list(shape):
+                raise OptimizerMismatch(
+                    f"{self._where}: parameter {name!r} of shape {list(shape)} should have index "
+                    f"{index_of.get(name)}, whose shape is {wanted}; pass the names by index as param_names"
+                )
+        return index_of
+
+    def _load(self, entry: _Entry, dp_rank: int) -> Any:
+        """That dp rank's chunk as a TensorStub, or the object itself where all ranks share it."""
+        if not entry.is_sharded:
+            chunk = entry.chunks[0]
+            shared = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
+            return shared if chunk.offsets is not None else map_tensors(shared, self._files.read, TensorStub)
+        if len(entry.chunks) != self.dp:
+            raise MalformedFile(
+                f"{self._where}: {'.'.join(entry.path)} has {len(entry.chunks)} shards, others have {self.dp}"
+            )
+        chunk = entry.chunks[dp_rank]
+        stub = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
+        if not isinstance(stub, TensorStub) or len(stub.shape) != len(chunk.offsets or ()):
+            raise MalformedFile(f"{self._where}/{chunk.file}: expected the tensor {'.'.join(entry.path)}")
+        return stub
+
+
+def _take_apart(name: str, keys: tuple[Any, ...] | None, chunks: tuple[Chunk, ...]) -> _Entry:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise MalformedFile(f"torch DCP entry without a name: {name!r}")
+    pp, tp = (None if rank is None else int(rank) for rank in match.group("pp", "tp"))
+    section, _, rest = match["path"].partition(".")
+    if keys is not None:
+        path = (*map(str, keys[:-1]), str(keys[-1]).partition("|")[0])
+    elif section == "base_state":  # parameter names have dots, names of states have none
+        path = (section, *rest.rsplit(".", 1))
+    else:
+        path = (section, *rest.split("."))
+    return _Entry(path, pp, tp, chunks)
+
+
+def _matched(
+    shapes: dict[str, tuple[int, ...]], shape_info: dict[int, list[int]], where: str
+) -> dict[str, int]:
+    """The one way to give the names indices in ascending order, so that shapes agree.
+
+    Names are fewer than indices where parameters never had a gradient; then taking each name's first possible
+    index and taking its last must come to the same.
+    """
+    first = _greedy(list(shapes.items()), sorted(shape_info.items()))
+    last = _greedy(list(shapes.items())[::-1], sorted(shape_info.items(), reverse=True))
+    if first is None or last != first:
+        raise OptimizerMismatch(
+            f"{where}: {len(shapes)} parameters with state, {len(shape_info)} in all; which is which cannot "
+            "be told from their shapes and order; pass the names by index as param_names"
+        )
+    return first
+
+
+def _greedy(
+    shapes: list[tuple[str, tuple[int, ...]]], candidates: list[tuple[int, list[int]]]
+) -> dict[str, int] | None:
+    remaining = iter(candidates)
+    found = {}
+    for name, shape in shapes:
+        index = next((index for index, wanted in remaining if wanted == list(shape)), None)
+        if index is None:
+            return None
+        found[name] = index
+    return found

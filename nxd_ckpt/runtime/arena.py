@@ -1,0 +1,103 @@
+"""The staging arena: host memory that is allocated once and reused by every save.
+
+A fresh allocation costs six to eight times the copy itself (page faults), so the buffer is kept between saves. It is
+page aligned, as direct IO wants it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+PAGE = mmap.PAGESIZE
+_SHARE = 0.8
+"""Part of the available memory that staging may take: the rest stays for the training process itself."""
+
+
+class Arena:
+    """One growing, reusable, page-aligned buffer of at most ``cap`` bytes."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = max(cap // PAGE * PAGE, PAGE)
+        self._memory: mmap.mmap | None = None
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """A writable view of the first ``nbytes`` bytes; the content is whatever was there.
+
+        The caller must have dropped all views of an earlier call when it asks for more than the arena has.
+        """
+        if nbytes > self.cap:
+            raise MemoryError(f"staging arena: asked for {nbytes} bytes, its cap is {self.cap}")
+        wanted = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        if self._memory is None or len(self._memory) < wanted:
+            self._memory = None  # free the old one before asking for the new: the cap counts both
+            self._memory = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(self._memory)[:nbytes]
+
+    def release(self) -> None:
+        """Give the memory back to the system."""
+        self._memory = None
+
+
+def default_cap(local_world_size: int, available: Callable[[], int] | None = None) -> int:
+    """Bytes that one of ``local_world_size`` ranks of this host may stage."""
+    room = (available or available_memory)()
+    return max(int(room * _SHARE) // max(local_world_size, 1), 64 * 2**20)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes this process can still allocate: the smaller of the cgroup's room and the system's MemAvailable."""
+    rooms = [_cgroup_v2(root), _cgroup_v1(root), _meminfo(root)]
+    known = [room for room in rooms if room is not None]
+    if known:
+        return min(known)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _meminfo(root: Path) -> int | None:
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_v2(root: Path) -> int | None:
+    base = root / "sys/fs/cgroup"
+    own = [line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")]
+    folder = base / own[0].lstrip("/") if own else base
+    rooms = []
+    # Every level limits: a job's own group may be unlimited inside a limited one.
+    while folder == base or base in folder.parents:
+        limit = _text(folder / "memory.max").strip()
+        if limit.isdigit():
+            used = int(_text(folder / "memory.current") or 0) - _reclaimable(folder)
+            rooms.append(max(int(limit) - used, 0))
+        folder = folder.parent
+    return min(rooms, default=None)
+
+
+def _cgroup_v1(root: Path) -> int | None:
+    folder = root / "sys/fs/cgroup/memory"
+    limit = _text(folder / "memory.limit_in_bytes").strip()
+    if not limit.isdigit() or int(limit) >= 2**60:  # "no limit" is a huge number there
+        return None
+    used = int(_text(folder / "memory.usage_in_bytes") or 0) - _reclaimable(folder)
+    return max(int(limit) - used, 0)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache counts as used in a cgroup, but gives way."""
+    for line in _text(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,102 @@
+"""One background thread that runs tasks in order, and what a caller holds of a save while it runs."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class Worker:
+    """A daemon thread with a queue. Daemon: the exit hook decides how long an exit may take, not the interpreter."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task`` after those before it. It must not raise."""
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """Finish what was submitted, then end the thread."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+class PendingSave:
+    """A save under way, as its caller sees it.
+
+    ``timings`` holds seconds per phase (``stage_seconds``, ``write_seconds``, ``commit_seconds``); ``nbytes`` counts
+    what this rank wrote. Both are complete once the save is :attr:`done`.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.timings: Mapping[str, float] = {}
+        self.nbytes = 0
+        self.reported = False
+        self._staged = threading.Event()
+        self._voted = threading.Event()
+        self._decided = threading.Event()
+        self._error: BaseException | None = None
+
+    def staged(self, timeout: float | None = None) -> bool:
+        """Whether the snapshot is complete, waiting up to ``timeout`` seconds (None: until it is).
+
+        From then on the live state may change without being seen. ``save`` returns only staged saves.
+        """
+        return self._staged.wait(timeout)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is decided: visible, or failed."""
+        return self._decided.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while undecided and after success."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the tag is visible and durable.
+
+        Raises:
+            SaveFailed, OutcomeUnknown: it failed; see :mod:`nxd_ckpt.errors`.
+            TimeoutError: undecided after ``timeout`` seconds; it goes on.
+        """
+        if not self._decided.wait(timeout):
+            raise TimeoutError(f"save of {self.tag!r} is still under way after {timeout} s")
+        if self._error is not None:
+            self.reported = True
+            raise self._error
+
+    def wait_decided(self, timeout: float | None = None) -> bool:
+        """Like :meth:`wait`, but never raises: whether it is decided after ``timeout`` seconds."""
+        return self._decided.wait(timeout)
+
+    def wait_voted(self) -> None:
+        """Return once this rank has done its part: its own bytes are durable, or it failed."""
+        self._voted.wait()
+
+    def mark_staged(self) -> None:
+        self._staged.set()
+
+    def mark_voted(self) -> None:
+        self._voted.set()
+
+    def settle(self, error: BaseException | None) -> None:
+        self._error = error
+        self._staged.set()
+        self._voted.set()
+        self._decided.set()
+        if error is not None and not self.reported:
+            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)

@@ -1,0 +1,144 @@
+"""The ballot of one attempt on disk: casting votes, collecting them, announcing and awaiting the verdict.
+
+Files are found by *listing* the votes directory, with back-off, never by asking for an expected name: NFS clients
+cache the absence of a name, but a changed directory is seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from nxd_ckpt.core import votes as ballots
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
+from nxd_ckpt.runtime.paths import rank_file, verdict_file, votes_dir
+from nxd_ckpt.storage.base import Storage
+
+
+def cast(storage: Storage, attempt: str, vote: Vote) -> None:
+    """Make this rank's vote durable: the last thing it does for an attempt before it waits."""
+    storage.write(rank_file(attempt, vote.rank, "vote"), ballots.dump(vote))
+    storage.sync_dir(votes_dir(attempt))
+
+
+def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
+    """Tell the others that this rank is still at it; ``amount`` is any number that changes."""
+    storage.write(rank_file(attempt, rank, "progress"), str(amount).encode())
+
+
+def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> list[Vote]:
+    """All ranks' votes, by rank. Rank 0 only.
+
+    Passes on to the other ranks, as rank 0's own progress, what it sees of theirs: nobody else reads all of it.
+
+    Raises:
+        SaveFailed: at once when a vote is an error; else ``timeout`` seconds after the last progress of any rank,
+            naming the ranks that did not vote.
+    """
+    found: dict[int, Vote] = {}
+    backoff = _Backoff()
+    patience = _Patience(timeout, on_progress=lambda: report_progress(storage, attempt, 0, time.monotonic_ns()))
+    while True:
+        names = {entry.name for entry in storage.list(votes_dir(attempt))}
+        missing = []
+        for rank in range(world_size):
+            if rank in found:
+                continue
+            key = rank_file(attempt, rank, "vote")
+            if key.rpartition("/")[2] not in names:
+                missing.append(rank)
+                continue
+            found[rank] = ballots.load_vote(storage.read(key), f"{storage.url}/{key}")
+            ballots.raise_error_of(found[rank])
+            backoff.reset()
+        if not missing:
+            return [found[rank] for rank in range(world_size)]
+        if patience.is_over(len(found), partial(_progress, storage, attempt, names, missing)):
+            raise SaveFailed(
+                f"no vote from {_ranks(missing)} of {world_size} within {timeout:.0f} s of the last progress: "
+                "dead, stuck, or not in this save; see the logs of those ranks"
+            )
+        backoff.pause()
+
+
+def announce(storage: Storage, attempt: str, verdict: Verdict) -> None:
+    """Publish rank 0's decision."""
+    storage.write(verdict_file(attempt), ballots.dump(verdict))
+    storage.sync_dir(votes_dir(attempt))
+
+
+def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> Verdict:
+    """Rank 0's decision, as the other ranks learn it.
+
+    Raises:
+        OutcomeUnknown: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds. That its
+            process lives does not count: it may be elsewhere.
+    """
+    key = verdict_file(attempt)
+    name = key.rpartition("/")[2]
+    patience, backoff = _Patience(timeout), _Backoff()
+    while True:
+        names = {entry.name for entry in storage.list(votes_dir(attempt))}
+        if name in names:
+            return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
+        if patience.is_over(len(names), partial(_progress, storage, attempt, names, [0])):
+            raise OutcomeUnknown(
+                f"save of {tag!r}: rank 0 gave no verdict and made no progress for {timeout:.0f} s; it may have died, "
+                "or never have made this save. The tag may or may not have become visible: look for "
+                f"{storage.url}/{tag}/done"
+            )
+        backoff.pause()
+
+
+class _Patience:
+    """A timeout in seconds that counts from the last sign of progress, not from the start.
+
+    ``count`` is a cheap sign of progress; ``look_closer`` a dearer one, asked four times in the timeout.
+    ``on_progress`` is called when a closer look shows some.
+    """
+
+    def __init__(self, timeout: float, on_progress: Callable[[], None] = lambda: None) -> None:
+        self._timeout, self._on_progress = timeout, on_progress
+        self._since = self._looked = time.monotonic()
+        self._seen: dict[int, bytes] = {}
+        self._count = 0
+
+    def is_over(self, count: int, look_closer: Callable[[], dict[int, bytes]]) -> bool:
+        now = time.monotonic()
+        if count != self._count:
+            self._count, self._since = count, now
+        if now - self._looked >= self._timeout / 4:
+            seen = look_closer()
+            if seen != self._seen:
+                self._since = now
+                self._on_progress()
+            self._seen, self._looked = seen, now
+        return now - self._since >= self._timeout
+
+
+class _Backoff:
+    """Pauses that grow from 2 ms to a quarter of a second."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._seconds = 0.002
+
+    def pause(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(self._seconds * 1.5, 0.25)
+
+
+def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[int, bytes]:
+    """What ``ranks`` last said of their progress, as far as the votes directory's listing ``names`` shows it."""
+    keys = {rank: rank_file(attempt, rank, "progress") for rank in ranks}
+    return {rank: storage.read(key) for rank, key in keys.items() if key.rpartition("/")[2] in names}
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

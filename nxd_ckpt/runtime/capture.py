@@ -1,0 +1,148 @@
+"""From the objects a caller passes to the state that is saved. Reads no tensor data and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.optimizer import open_optimizer
+from nxd_ckpt.adapters.state import ModelState, StateTensor
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.retention import validate_num_kept
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.runtime.plan import SaveState
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
+
+    Attributes:
+        num_workers: ranks of a host that write at the same time (plain files; xser spreads the work itself).
+        use_xser: a file per tensor, shared out among data-parallel replicas.
+        num_kept_ckpts: complete tags to keep; None or -1 keeps all.
+        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
+        use_zero1_dcp: not supported for saving; reading is.
+        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for.
+        param_names: optimizer's parameter names, per group in order, where they cannot be known from a live model.
+        partitions: how parameters are cut, where their attributes were lost.
+        trust_pickle: allow user content that only an unsafe load can read back.
+    """
+
+    num_workers: int | None = 8
+    use_xser: bool = False
+    num_kept_ckpts: int | None = None
+    zero1_optimizer: bool = False
+    use_zero1_dcp: bool = False
+    avoid_saving_lower_precision_weights: bool = False
+    param_names: Sequence[Sequence[str]] | None = None
+    partitions: Mapping[str, Partition] | None = None
+    trust_pickle: bool = False
+
+    def validate(self) -> None:
+        """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
+        validate_num_kept(self.num_kept_ckpts)
+        if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
+            raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
+        if self.use_zero1_dcp:
+            raise UnsupportedState(
+                "use_zero1_dcp=True: writing the optimizer as a torch DCP directory is not supported (reading is); "
+                "leave it out: the plain files load on every rank, and are smaller"
+            )
+        if self.avoid_saving_lower_precision_weights and not self.use_xser:
+            raise InvalidArgument("avoid_saving_lower_precision_weights=True needs use_xser=True, as in NxD")
+
+
+def capture(
+    topology: Topology,
+    options: SaveOptions,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    rank_content: Any = None,
+) -> SaveState:
+    """What this rank is asked to save, with tensors still live.
+
+    Raises:
+        UnsupportedState: SPMD or DTensor state.
+        UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
+        InvalidArgument: weights are to be left out, but the optimizer has no master weights to stand for them; or
+            ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
+    """
+    model_adapter = None if model is None else open_model(model)
+    model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
+    if model_state is not None and options.partitions:
+        model_state = _with_partitions(model_state, options.partitions, topology)
+    optimizer_state, kind, names = None, None, None
+    if optimizer is not None:
+        adapter = open_optimizer(
+            optimizer,
+            model=model_adapter,
+            param_names=options.param_names,
+            zero1_optimizer=options.zero1_optimizer,
+            topology=topology,
+        )
+        optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
+        optimizer_state.tensors = _repartitioned(optimizer_state.tensors, options.partitions or {})
+    contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
+    for what, content in contents.items():
+        if not options.trust_pickle:
+            check_picklable_as_data(content, what)
+    state = SaveState(
+        model=model_state,
+        optimizer=optimizer_state,
+        optimizer_kind=kind,
+        optimizer_names=None if names is None else tuple(names),
+        use_xser=options.use_xser,
+        lower_precision_weights=not options.avoid_saving_lower_precision_weights,
+        **contents,
+    )
+    if options.avoid_saving_lower_precision_weights and not state.parts().master_weights:
+        raise InvalidArgument(
+            "avoid_saving_lower_precision_weights=True, but the optimizer holds no master weights that could stand "
+            "for the model's: construct it with save_master_weights=True"
+        )
+    return state
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
+
+
+def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:
+    unknown = [name for name in partitions if name not in state.parameters]
+    if unknown and topology.pp == 1:  # else it may be on another stage
+        raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
+    for name, partition in partitions.items():
+        held = state.parameters.get(name)
+        if held and partition.known and partition.strips(held.shape, topology.tp, topology.ep_rank) is None:
+            raise InvalidArgument(
+                f"partitions= says that {name} is cut as {partition}, which {topology.tp} tensor-parallel ranks that "
+                f"each hold shape {held.shape} cannot be; give the cut of the whole parameter"
+            )
+    parameters = {
+        name: replace(spec, partition=partitions.get(name, spec.partition)) for name, spec in state.parameters.items()
+    }
+    return replace(state, parameters=parameters, tensors=_repartitioned(state.tensors, partitions))
+
+
+def _repartitioned(
+    tensors: Mapping[Path, StateTensor], partitions: Mapping[str, Partition]
+) -> dict[Path, StateTensor]:
+    """The tensors with the partitions of the parameters that they belong to, where they are given."""
+
+    def repartitioned(about: StateTensor) -> StateTensor:
+        partition = partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"
+        if partition is None:
+            return about
+        spec = None if about.spec is None else replace(about.spec, partition=partition)
+        return replace(about, spec=spec, expert=partition.expert)
+
+    return {path: repartitioned(about) for path, about in tensors.items()}

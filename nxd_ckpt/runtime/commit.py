@@ -1,0 +1,175 @@
+"""Rank 0's part of a save: judge the votes, complete the tag, make it visible, keep only so many.
+
+The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the
+manifest and ``done`` are durable inside the staging directory before the one rename that makes the tag visible; the
+rename is durable before the verdict tells anyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from nxd_ckpt.core import votes as ballots
+from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_manifest, load_index
+from nxd_ckpt.core.retention import tags_to_remove
+from nxd_ckpt.core.tags import next_order_time
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
+from nxd_ckpt.runtime import journal
+from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0 knows of an attempt that is about to be decided."""
+
+    attempt: str
+    tag: str
+    parts: Parts
+    num_kept_ckpts: int | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def commit(storage: Storage, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
+    """Make the tag visible, complete and durable; then apply retention.
+
+    Raises SaveFailed or RanksDisagree (see core.votes.judge) before anything is visible.
+    """
+    ballots.judge(votes, topology)
+    if not may_be_replaced(storage, request.tag):
+        raise SaveFailed(
+            f"{storage.url}/{request.tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
+            "move that directory away"
+        )
+    folder = staging_dir(request.attempt)
+    parameters = _parameters(storage, folder, topology)
+    parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
+    lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
+    # Whole seconds: not every file system keeps the fraction of the marker's time.
+    order_time = float(math.ceil(next_order_time(time.time(), list_tags(storage))))
+    manifest = Manifest(
+        tag=request.tag,
+        attempt=request.attempt,
+        order_time=order_time,
+        topology=topology,
+        parts=request.parts,
+        ranks=lines,
+        parameters=parameters,
+        timings={
+            **request.timings,
+            "write_seconds": round(max(vote.seconds for vote in votes), 6),
+            "bytes": sum(vote.nbytes for vote in votes),
+        },
+        versions=request.versions,
+    )
+    storage.write(f"{folder}/{names.MARKER}", b"1")
+    storage.write(f"{folder}/{names.MANIFEST}", dump_manifest(manifest))
+    storage.write(f"{folder}/{names.DONE}", b"1")
+    storage.set_time(f"{folder}/{names.DONE}", order_time)
+    storage.sync_dir(folder)
+    journal.publish(storage, request.attempt, request.tag)
+    _retain(storage, request)
+
+
+def clean_up(storage: Storage, run_id: str, counter: int, world_size: int) -> None:
+    """Remove what this run's attempts left that no rank can still be writing to.
+
+    That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
+    """
+    everyone_is_past = _all_voted(storage, f"{run_id}-{counter}", world_size)
+    for entry in storage.list(STAGING):
+        run, _, number = entry.name.rpartition("-")
+        if run != run_id or not number.isdigit():
+            continue
+        if (everyone_is_past and int(number) < counter) or _all_voted(storage, entry.name, world_size):
+            _remove(storage, staging_dir(entry.name))
+    if everyone_is_past:
+        # Not those of ``counter`` itself: the other ranks read its verdict yet.
+        for entry in storage.list(VOTES):
+            run, _, number = entry.name.rpartition("-")
+            if run == run_id and number.isdigit() and int(number) < counter:
+                _remove(storage, votes_dir(entry.name))
+    journal.discard_trash(storage)
+
+
+def _all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
+    votes = [entry for entry in storage.list(votes_dir(attempt)) if entry.name.endswith(".vote.json")]
+    return len(votes) == world_size
+
+
+def _remove(storage: Storage, key: str) -> None:
+    try:
+        storage.remove(key)
+    except OSError as error:
+        logger.warning("could not remove %s/%s: %s", storage.url, key, error)
+
+
+def _leaders(topology: Topology) -> list[Coordinates]:
+    """One rank of each pipeline stage and expert group: together they hold every parameter."""
+    return [Coordinates(pp_rank, ep_rank, 0) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep)]
+
+
+def _parameters(storage: Storage, folder: str, topology: Topology) -> dict[str, ParameterSpec]:
+    found: dict[str, ParameterSpec] = {}
+    for at in _leaders(topology):
+        found.update(_index(storage, folder, at).parameters)
+    return found
+
+
+def _unknown_where_replicas_differ(
+    storage: Storage,
+    folder: str,
+    topology: Topology,
+    votes: Sequence[Vote],
+    parameters: Mapping[str, ParameterSpec],
+) -> dict[str, ParameterSpec]:
+    """Parameters believed replicated over tp whose content differs: their partition attributes were lost."""
+    unknown: dict[str, ParameterSpec] = {}
+    for ranks in ballots.tp_groups_that_differ(votes, topology):
+        content: dict[str, set[tuple[int, ...]]] = {}
+        for rank in ranks:
+            for entry in _index(storage, folder, topology.coordinates_of(rank)).tensors:
+                name = entry.name.removeprefix("model/")
+                spec = parameters.get(name) if entry.name.startswith("model/") else None
+                if spec is not None and spec.partition.replicated_over_tp:
+                    content.setdefault(name, set()).add(entry.crc32)
+        for name in (name for name, digests in content.items() if len(digests) > 1):
+            spec = parameters[name]
+            unknown[name] = replace(spec, partition=replace(spec.partition, known=False))
+    if unknown:
+        logger.warning(
+            "these parameters carry no tensor-parallel attributes, but differ between tp ranks: %s. They load on the "
+            "same topology only, until partitions= says how they are cut (attributes are lost when .to(device) "
+            "replaces a parameter: set them again after it)",
+            ", ".join(sorted(unknown)),
+        )
+    return unknown
+
+
+def _index(storage: Storage, folder: str, at: Coordinates) -> RankIndex:
+    key = f"{folder}/{names.index_file(at)}"
+    return load_index(storage.read(key), f"{storage.url}/{key}")
+
+
+def _retain(storage: Storage, request: Commit) -> None:
+    """Rename the tags that are too many out of sight. Never fails the save: the new tag is already safe."""
+    if request.num_kept_ckpts is None:
+        return
+    try:
+        tags = [info for info in list_tags(storage) if is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+        for tag in tags_to_remove(tags, request.num_kept_ckpts):
+            if tag != request.tag:
+                journal.remove_tag(storage, tag, request.attempt)
+    except (OSError, CheckpointError) as error:
+        logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

@@ -1,0 +1,193 @@
+"""The lease: at most one live job writes to a checkpoint directory.
+
+The holder is alive while its heartbeat changes. Clocks are never compared: a job on another host is judged by whether
+the heartbeat *changes* while one watches, and one on this host by whether its process still runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.storage.base import Storage
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
+    """
+
+    run_id: str
+    host: str
+    pid: int
+    born: str
+    beat: int = 0
+
+    @staticmethod
+    def of_this_process(run_id: str) -> Lease:
+        return Lease(run_id, _host(), os.getpid(), _born(os.getpid()) or "")
+
+    def holder_runs_here(self) -> bool | None:
+        """Whether the holder still runs; None if it is not of this host."""
+        if self.host != _host():
+            return None
+        born = _born(self.pid)
+        return born is not None and born == self.born
+
+    def describe(self) -> str:
+        return f"run {self.run_id} (pid {self.pid} on {self.host.partition('/')[0]})"
+
+
+def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
+    """Take the lease, from a dead holder too.
+
+    Args:
+        patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
+            several times in it.
+
+    Raises:
+        DirectoryInUse: another live job holds it.
+    """
+    mine = Lease.of_this_process(run_id)
+    while not storage.link_new(LEASE, _encode(mine)):
+        holder = read(storage)
+        if holder is None:
+            continue  # released in between
+        if holder.pid == mine.pid and holder.host == mine.host and holder.born == mine.born:
+            if holder.run_id == run_id:
+                return mine
+            raise DirectoryInUse(
+                f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
+                "one directory, or close the other first"
+            )
+        if _lives(storage, holder, patience):
+            raise DirectoryInUse(
+                f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
+                f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
+            )
+        _take_from(storage, holder, run_id)
+    storage.sync_dir(os.path.dirname(LEASE))
+    return mine
+
+
+def read(storage: Storage) -> Lease | None:
+    """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
+    try:
+        return _decode(storage.read(LEASE))
+    except FileNotFoundError:
+        return None
+
+
+def release(storage: Storage, lease: Lease) -> None:
+    """Give the lease back, if it is still ours."""
+    holder = read(storage)
+    if holder is not None and holder.run_id == lease.run_id:
+        storage.remove(LEASE)
+
+
+def require(storage: Storage, mine: Lease) -> None:
+    """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life."""
+    holder = read(storage)
+    if holder is not None and holder.run_id != mine.run_id:
+        raise DirectoryInUse(
+            f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
+            "too long; it must not publish there any more. Stop one of the two jobs"
+        )
+
+
+def job_lives(storage: Storage, patience: float) -> bool:
+    """Whether a live job holds the lease; used before rolling a journal forward or back from outside."""
+    holder = read(storage)
+    return holder is not None and _lives(storage, holder, patience)
+
+
+class Heartbeat:
+    """Renews the lease from a daemon thread, so that it stops with the process and not before."""
+
+    def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
+        self._storage, self._lease, self._interval = storage, lease, interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._lease = replace(self._lease, beat=self._lease.beat + 1)
+            try:
+                self._beat()
+            except OSError:
+                continue  # a full or absent disk shows in the save itself; the next beat may succeed
+
+    def _beat(self) -> None:
+        holder = read(self._storage)
+        if holder is None:
+            self._storage.link_new(LEASE, _encode(self._lease))
+        elif holder.run_id == self._lease.run_id:
+            self._storage.write(LEASE, _encode(self._lease))
+        # else it was taken over: the next save says so.
+
+
+def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
+    runs = holder.holder_runs_here()
+    if runs is not None:
+        return runs
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        time.sleep(min(patience / 20, 1.0))
+        if read(storage) != holder:
+            return True
+    return False
+
+
+def _take_from(storage: Storage, dead: Lease, run_id: str) -> None:
+    """Move a dead job's lease away; if someone else was faster and it is theirs that moved, put it back."""
+    aside = f"{LEASE}.{run_id}"
+    try:
+        storage.rename(LEASE, aside)
+    except FileNotFoundError:
+        return
+    moved = storage.read(aside)
+    storage.remove(aside)
+    if _decode(moved).run_id != dead.run_id:
+        storage.link_new(LEASE, moved)
+
+
+def _encode(lease: Lease) -> bytes:
+    return json.dumps(asdict(lease)).encode()
+
+
+def _decode(data: bytes) -> Lease:
+    try:
+        return Lease(**json.loads(data))
+    except (ValueError, TypeError):
+        return Lease("unknown", "unknown", 0, "", hash(data))
+
+
+def _host() -> str:
+    """This machine's boot and process namespace: pids mean the same within it and nothing outside."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = "", ""
+    return f"{os.uname().nodename}/{boot}/{namespace}"
+
+
+def _born(pid: int) -> str | None:
+    """When the process started (clock ticks since boot, from /proc), or None if it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Field 3 (state) follows the command: a zombie no longer runs. Field 22 is the start time.
+    return None if fields[0] in "ZX" else fields[19]

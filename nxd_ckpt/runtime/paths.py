@@ -1,0 +1,36 @@
+"""Where the job's own files lie: all below one hidden directory that NxD's listing never sees."""
+
+from __future__ import annotations
+
+import zlib
+
+from nxd_ckpt.layout.names import HIDDEN
+
+LEASE = f"{HIDDEN}/lease.json"
+JOURNAL = f"{HIDDEN}/journal.json"
+STAGING = f"{HIDDEN}/staging"
+VOTES = f"{HIDDEN}/votes"
+TRASH = f"{HIDDEN}/trash"
+RUNS = f"{HIDDEN}/runs"
+PROBES = f"{HIDDEN}/probes"
+
+
+def staging_dir(attempt: str) -> str:
+    return f"{STAGING}/{attempt}"
+
+
+def votes_dir(attempt: str) -> str:
+    return f"{VOTES}/{attempt}"
+
+
+def verdict_file(attempt: str) -> str:
+    return f"{votes_dir(attempt)}/verdict.json"
+
+
+def rank_file(attempt: str, rank: int, kind: str) -> str:
+    """``kind`` is ``vote`` or ``progress``."""
+    return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"
+
+
+def trash_file(attempt: str, tag: str) -> str:
+    return f"{TRASH}/{attempt}-{zlib.crc32(tag.encode()):08x}"  # a tag may be as long as a name may be

@@ -1,0 +1,242 @@
+"""Which files this rank writes, and how each is laid out: the plan of one save, before any byte is copied.
+
+Who writes what (source: neuronx_distributed 0.18; where it leaves something out, the note says so):
+
+===================  ===============================================================================
+model, plain files   the first rank of each replica group, whole
+model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
+optimizer, ZeRO-1    every rank its own file
+optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written)
+scheduler, user      the master rank (global rank 0)
+rank content         every rank its own file
+===================  ===============================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.state import ModelState, State, StateTensor
+from nxd_ckpt.core.manifest import ParameterSpec, Parts
+from nxd_ckpt.core.partition import Piece, zero1_pieces
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.tensors import dtype_name, iter_tensors
+from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
+from nxd_ckpt.layout import names
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a planned file, as the index will show it; ``storage`` numbers the image's storages."""
+
+    name: str
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] | None
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file to write: its key relative to the tag, its image, and which global tensors lie in it."""
+
+    key: str
+    image: ZipImage
+    tensors: tuple[NamedTensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts."""
+
+    model: ModelState | None = None
+    optimizer: State | None = None
+    optimizer_kind: str | None = None
+    optimizer_names: tuple[str, ...] | None = None
+    scheduler: Any = None
+    user_content: Any = None
+    rank_content: Any = None
+    use_xser: bool = False
+    lower_precision_weights: bool = True
+
+    def parts(self) -> Parts:
+        masters = self.optimizer is not None and bool(self.optimizer.master_weight_entries())
+        return Parts(
+            model=self.model is not None,
+            optimizer=self.optimizer_kind,
+            scheduler=self.scheduler is not None,
+            user_content=self.user_content is not None,
+            rank_content=self.rank_content is not None,
+            use_xser=self.use_xser,
+            master_weights=masters,
+            lower_precision_weights=self.lower_precision_weights,
+        )
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote)."""
+
+    files: tuple[PlannedFile, ...]
+    parts: Parts
+    replica: str
+    parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    optimizer_names: tuple[str, ...] | None = None
+
+    def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
+        """What every rank must believe of this save: a vote's ``plan``. What only one rank writes is not in it."""
+        everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
+        parts = {name: value for name, value in asdict(self.parts).items() if name in everywhere}
+        return {"tag": tag, "topology": topology.describe(), **parts}
+
+
+def plan_save(state: SaveState, topology: Topology) -> SavePlan:
+    """The plan of the rank that ``topology`` is seen from. Reads no tensor data."""
+    files = []
+    group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
+    shared = [part for part in (state.model, state.optimizer) if part is not None]
+    if state.model is not None:
+        skipped = set() if state.lower_precision_weights else _covered(state)
+        key = names.model_file(topology, topology.coordinates)
+        experts_only = topology.ep_rank > 0
+        files += _shared_files(key, state.model, state.use_xser, group, topology, skipped, experts_only)
+    if state.optimizer is not None:
+        zero1 = state.optimizer_kind != "plain"
+        key = names.optimizer_file(topology, topology.coordinates, zero1)
+        owners = [topology.rank] if zero1 else group
+        experts_only = topology.ep_rank > 0 and not zero1
+        files += _shared_files(key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
+        shared = shared[:-1] if zero1 else shared
+    files += _plain_objects(state, topology)
+    leads = topology.rank == group[0] and topology.tp_rank == 0
+    return SavePlan(
+        files=tuple(files),
+        parts=state.parts(),
+        replica=_digest_of_structure(shared),
+        parameters=state.model.parameters if leads and state.model is not None else {},
+        optimizer_names=state.optimizer_names if leads else None,
+    )
+
+
+def pieces_of(tensor: StateTensor, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
+    """Which parts of the global tensor this rank's ``tensor`` of ``shape`` is; None where that is not known."""
+    spec = tensor.spec
+    if spec is None:
+        return None
+    pieces = spec.partition.pieces(spec.shape, topology.tp_rank, topology.tp, topology.ep_rank)
+    if pieces is None or tensor.shards == 1:
+        return None if pieces is None or tuple(shape) != spec.shape else tuple(pieces)
+    return tuple(zero1_pieces(pieces, spec.shape, tensor.shards, tensor.shard))
+
+
+def _shared_files(
+    key: str,
+    state: State,
+    use_xser: bool,
+    group: list[int],
+    topology: Topology,
+    skipped: Collection[str],
+    experts_only: bool,
+) -> list[PlannedFile]:
+    """This rank's files of a part whose writing the ranks in ``group`` share.
+
+    ``skipped`` names tensors that are referred to but not written. ``experts_only`` does the same for all but expert
+    tensors: the others are equal on all ep ranks, and NxD keeps them in ep_rank_00's folder (xser only).
+    """
+    tree = xser.normalise(state.tree)
+    if not use_xser:
+        if topology.rank != group[0]:
+            return []
+        return [_planned(key, tree, state, topology, list(iter_tensors(tree)))]
+    references, tensors = xser.split(tree)
+    leaves = list(iter_tensors(tree))
+    experts = {tid for tid, (path, _) in enumerate(leaves) if state.tensors[path].expert}
+    if topology.ep > 1 and not experts:
+        # A dict of plain tensors, or attributes that a device move dropped: any tensor may be an expert's, of which
+        # each ep rank has its own. Writing one too often costs space, leaving one out would lose it.
+        experts = set(range(len(leaves)))
+    share = [
+        tid
+        for tid, (path, _) in enumerate(leaves)
+        if (tid in experts or not experts_only) and state.tensors[path].name not in skipped
+    ]
+    owners = xser.balance([_nbytes(leaves[tid][1]) for tid in share], len(group))
+    mine = [tid for tid, owner in zip(share, owners, strict=True) if group[owner] == topology.rank]
+    files = [
+        _planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine
+    ]
+    if topology.rank == group[0]:
+        info = xser.info(tensors, experts)
+        files.append(PlannedFile(key, image_of(references)))
+        files.append(PlannedFile(names.info_file(key), image_of(info)))
+    return files
+
+
+def _planned(
+    key: str, tree: Any, state: State, topology: Topology, leaves: list[tuple[tuple[Any, ...], torch.Tensor]]
+) -> PlannedFile:
+    memory: dict[int, Hashable] = {}
+    for path, tensor in leaves:
+        tie = state.tensors[path].tie
+        memory[id(tensor)] = id(tensor) if tie is None else tie
+    image = image_of(tree, tensor_key=lambda tensor: memory[id(tensor)])
+    storage_of = {memory[id(storage.tensor)]: index for index, storage in enumerate(image.storages)}
+    entries = []
+    for path, tensor in leaves:
+        about, shape = state.tensors[path], tuple(tensor.shape)
+        replicated = about.spec is not None and about.spec.partition.replicated_over_tp and about.shards == 1
+        entries.append(
+            NamedTensor(
+                name=about.name,
+                storage=storage_of[memory[id(tensor)]],
+                dtype=dtype_name(tensor.dtype),
+                shape=shape,
+                pieces=pieces_of(about, topology, shape),
+                replicated=replicated and about.name.startswith("model/"),
+            )
+        )
+    return PlannedFile(key, image, tuple(entries))
+
+
+def _plain_objects(state: SaveState, topology: Topology) -> list[PlannedFile]:
+    """Scheduler, user content and rank content: pickled now, so that later changes are not seen (promise 5)."""
+    objects: list[tuple[str, Any]] = []
+    if topology.rank == 0:
+        objects += [(names.SCHEDULER, state.scheduler), (names.USER_CONTENT, state.user_content)]
+    objects.append((names.rank_content_file(topology.rank), state.rank_content))
+    return [PlannedFile(key, image_of(value)) for key, value in objects if value is not None]
+
+
+def _covered(state: SaveState) -> set[str]:
+    """Names of model tensors that the optimizer's master weights stand for."""
+    if state.model is None or state.optimizer is None:
+        return set()
+    return {f"model/{name}" for name in _with_ties(state.model, set(state.optimizer.master_weight_entries()))}
+
+
+def _with_ties(model: ModelState, parameters: set[str]) -> set[str]:
+    """Tied parameters are one in the optimizer, under one of their names; the master weights stand for all."""
+    ties = {about.name.removeprefix("model/"): about.tie for about in model.tensors.values() if about.tie is not None}
+    covered = {ties[name] for name in parameters if name in ties}
+    return parameters | {name for name, tie in ties.items() if tie in covered}
+
+
+def _digest_of_structure(parts: list[State]) -> str:
+    """Equal on ranks whose states have the same names, shapes and dtypes, in the same order."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for path, tensor in iter_tensors(part.tree):
+            line = (part.tensors[path].name, dtype_name(tensor.dtype), list(tensor.shape))
+            digest.update(repr(line).encode())
+    return digest.hexdigest()[:32]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,86 @@
+"""Whether the tensors that a tag's files show are those that its indexes say were written.
+
+A file proves its own bytes (the CRC-32s in its zip directory), not that it belongs to this save: one that was copied
+from another is whole too. The indexes, which the manifest vouches for, say what belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nxd_ckpt.core.manifest import RankIndex, TensorEntry
+from nxd_ckpt.errors import DigestMismatch, PartNotFound
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.tensors import Path, TensorStub, iter_tensors
+from nxd_ckpt.layout.files import MissingTensor
+
+
+def prove_tensors(where: str, tree: Any, indexes: Iterable[RankIndex], *, left_out: bool = False) -> None:
+    """Compare every leaf of ``tree`` with what the ``indexes`` hold; reads no tensor, and no more indexes than needed.
+
+    The bytes are still to be compared with the digests in their file. ``left_out`` says that tensors without a file
+    are no loss as long as no index lists one.
+
+    Raises:
+        PartNotFound: a tensor's file is missing.
+        DigestMismatch: a tensor is not the one that was written.
+    """
+    leaves = [(_named(path), leaf) for path, leaf in iter_tensors(tree, (TensorStub, MissingTensor))]
+    entries, listed = _entries({leaf.file for _, leaf in leaves}, indexes)
+    for name, leaf in leaves:
+        if isinstance(leaf, MissingTensor):
+            if leaf.file in listed or not left_out:
+                raise PartNotFound(f"{where}/{leaf.file} is missing, tensor {name!r}: the tag has lost files since")
+            continue
+        entry = entries.get((leaf.file, leaf.storage.offset))
+        if entry is None or _form(entry) != (leaf.dtype, leaf.shape, leaf.storage.nbytes, leaf.storage.crc32 or 0):
+            raise DigestMismatch(
+                f"{where}/{leaf.file}, tensor {name!r}: expected {_shown(entry)}, found {leaf.dtype} {leaf.shape} with "
+                f"CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or load another tag"
+            )
+
+
+def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
+    """Names of the tensors whose bytes in a file, all of it in ``data``, are not those that were written."""
+    view = memoryview(data)
+    return [
+        entry.name
+        for entry in entries
+        if tuple(crc32.block_crcs(view[entry.offset : entry.offset + entry.nbytes])) != entry.crc32
+    ]
+
+
+def refuse_missing(where: str, tree: Any) -> None:
+    """Raise PartNotFound, naming tensor and file, if a leaf of ``tree`` is in no file."""
+    for path, leaf in iter_tensors(tree, MissingTensor):
+        raise PartNotFound(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
+
+
+def _entries(
+    files: set[str], indexes: Iterable[RankIndex]
+) -> tuple[dict[tuple[str, int], TensorEntry], set[str]]:
+    """What the indexes say of ``files``, by file and offset, and which of the files they list."""
+    entries: dict[tuple[str, int], TensorEntry] = {}
+    listed: set[str] = set()
+    for index in indexes:
+        entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
+        listed |= files & index.files.keys()
+        if listed == files:
+            break
+    return entries, listed
+
+
+def _form(entry: TensorEntry) -> tuple[str, tuple[int, ...], int, int]:
+    return entry.dtype, entry.shape, entry.nbytes, crc32.combine_blocks(entry.crc32, entry.nbytes)
+
+
+def _shown(entry: TensorEntry | None) -> str:
+    if entry is None:
+        return "no tensor there"
+    dtype, shape, _, crc = _form(entry)
+    return f"{dtype} {shape} with CRC-32 {crc:08x}"
+
+
+def _named(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,203 @@
+"""One save on one rank, from staged memory to the verdict: everything that the background thread does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, SaveFailed, from_wire, in_words, to_wire
+from nxd_ckpt.layout import names
+from nxd_ckpt.runtime import ballot, lease
+from nxd_ckpt.runtime.commit import Commit, clean_up, commit
+from nxd_ckpt.runtime.paths import staging_dir, votes_dir
+from nxd_ckpt.runtime.plan import SavePlan
+from nxd_ckpt.runtime.session import Session
+from nxd_ckpt.runtime.slots import writing_slot
+from nxd_ckpt.runtime.staging import Wave
+from nxd_ckpt.runtime.writing import FileWriter, write_index
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class Saving:
+    """The effects of one attempt, in order, on the background thread; a failure becomes this rank's vote."""
+
+    def __init__(
+        self,
+        session: Session,
+        counter: int,
+        tag: str,
+        plan: SavePlan | None = None,
+        *,
+        num_workers: int | None = None,
+        num_kept_ckpts: int | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        self.session, self.counter, self.tag, self.plan = session, counter, tag, plan
+        self.attempt = session.attempt(counter)
+        self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
+        self.error = error
+        self.timings: dict[str, float] = {}
+        self.versions: dict[str, str] = {}
+        self._slot = ExitStack()
+        self._holds_slot = False
+        self._moved: Callable[[], None] = lambda: None
+        self._writer = self._file_writer(plan) if plan is not None else None
+        self._reported = time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank wrote so far."""
+        return self._writer.nbytes if self._writer is not None else 0
+
+    def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
+        """Write one staged wave. A failure is kept for the vote and returned to no one else."""
+        if self.error is not None or self._writer is None:
+            return
+        started = time.monotonic()
+        try:
+            if not self._holds_slot:
+                # Held until all waves are written.
+                slot = writing_slot(self.session.run_id, self.num_workers, self.session.timeout)
+                self._moved = self._slot.enter_context(slot)
+                self._holds_slot = True
+            self._writer.write(wave, views)
+        except Exception as error:
+            self.error = error
+        self._count("write_seconds", started)
+
+    def conclude(self, voted: Callable[[], None]) -> None:
+        """Finish the files, vote (then call ``voted``), and wait until the attempt is decided.
+
+        Raises:
+            SaveFailed: the tag did not become visible; on the rank that failed, from its own error.
+            OutcomeUnknown: no verdict came.
+        """
+        index = self._finish_files()
+        started = time.monotonic()
+        try:
+            self._cast(index)
+            voted()
+            verdict = self._decide() if self.session.topology.rank == 0 else self._learn()
+        finally:
+            self._count("commit_seconds", started)
+        if verdict.error is not None and self.error is not None:
+            raise self._failed(self.error) from self.error
+        if verdict.error is not None:
+            # Rank 0 speaks for the rank that failed: its message names that one.
+            name, message = verdict.error
+            kind = type(from_wire(name, message, 0))
+            failed = kind if issubclass(kind, SaveFailed) else SaveFailed
+            raise failed(f"save of {self.tag!r} failed: {message}")
+
+    def _finish_files(self) -> RankLine | None:
+        started = time.monotonic()
+        try:
+            if self.error is None and self._writer is not None and self.plan is not None:
+                self._writer.finish()
+                at = self.session.topology.coordinates
+                index = self._writer.index(self.plan, at)
+                folder = staging_dir(self.attempt)
+                return RankLine(*write_index(self.session.storage, folder, names.index_file(at), index))
+        except Exception as error:
+            self.error = error
+        finally:
+            self._slot.close()
+            if self.error is not None and self._writer is not None:
+                self._writer.abort()
+            self._count("write_seconds", started)
+        return None
+
+    def _cast(self, index: RankLine | None) -> None:
+        try:
+            ballot.cast(self.session.storage, self.attempt, self._vote(index))
+        except OSError as error:
+            # Rank 0 misses this vote, or sees it all the same: its verdict counts.
+            self.error = self.error or error
+
+    def _vote(self, index: RankLine | None) -> Vote:
+        rank = self.session.topology.rank
+        if self.error is not None or self.plan is None or self._writer is None:
+            return Vote(rank, error=to_wire(self.error or CheckpointError("nothing was staged")))
+        return Vote(
+            rank,
+            plan=self.plan.agreed(self.tag, self.session.topology),
+            replica=self.plan.replica,
+            index=index,
+            replicated=self._writer.replicated_digest(),
+            nbytes=self.nbytes,
+            seconds=round(self.timings.get("write_seconds", 0.0), 6),
+        )
+
+    def _learn(self) -> Verdict:
+        """The other ranks: await rank 0's verdict, for longer than its own patience with them."""
+        try:
+            patience = 1.5 * self.session.timeout + 5.0
+            return ballot.await_verdict(self.session.storage, self.attempt, self.tag, patience)
+        except OutcomeUnknown:
+            if self.error is not None:
+                return Verdict(to_wire(self.error), self.session.topology.rank)  # without its vote, no tag
+            raise
+        except OSError as error:
+            where = f"{self.session.storage.url}/{votes_dir(self.attempt)}"
+            raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
+
+    def _decide(self) -> Verdict:
+        """Rank 0: collect, commit, announce. The verdict is announced whatever happens, and holds if that fails."""
+        session = self.session
+        try:
+            if self.error is not None:
+                raise SaveFailed(f"rank 0 failed: {in_words(to_wire(self.error))}")
+            votes = ballot.collect(session.storage, self.attempt, session.topology.world_size, session.timeout)
+            parts = self.plan.parts if self.plan is not None else None
+            if parts is None:
+                raise SaveFailed("rank 0 staged nothing")
+            if session.lease is not None:
+                lease.require(session.storage, session.lease)
+            request = Commit(self.attempt, self.tag, parts, self.num_kept_ckpts, self.timings, self.versions)
+            commit(session.storage, session.topology, votes, request)
+            verdict = Verdict()
+        except SaveFailed as error:
+            verdict = Verdict(to_wire(error))
+        except Exception as error:
+            verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
+        try:
+            ballot.announce(session.storage, self.attempt, verdict)
+            clean_up(session.storage, session.run_id, self.counter, session.topology.world_size)
+        except OSError as error:
+            logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
+        return verdict
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        rank = self.session.topology.rank
+        if isinstance(error, (SaveFailed, OutcomeUnknown)):
+            return error
+        return SaveFailed(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
+
+    def _file_writer(self, plan: SavePlan) -> FileWriter:
+        return FileWriter(self.session.storage, staging_dir(self.attempt), plan.files, self._progress)
+
+    def _progress(self, nbytes: int) -> None:
+        """Show rank 0, and who waits for the slot, that a slow write is moving."""
+        self._moved()
+        now = time.monotonic()
+        if now - self._reported > self.session.timeout / 10:
+            self._reported = now
+            ballot.report_progress(self.session.storage, self.attempt, self.session.topology.rank, nbytes)
+
+    def _count(self, name: str, started: float) -> None:
+        self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started
+
+
+def prepare(saving: Saving) -> None:
+    """Create the attempt's directories, so that even a rank that fails can vote."""
+    storage = saving.session.storage
+    try:
+        storage.make_dir(votes_dir(saving.attempt))
+        storage.make_dir(staging_dir(saving.attempt))
+    except OSError as error:
+        saving.error = saving.error or error

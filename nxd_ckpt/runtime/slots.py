@@ -1,0 +1,73 @@
+"""How many ranks of a host write at the same time: file-lock slots.
+
+The kernel frees a lock when its holder dies, so a killed rank never blocks the others; one that lives, but is stuck,
+is waited for as long as the save's timeout says. The lock files live in the host's temporary directory: slots are per
+host, not per checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_POLL = 0.02
+
+
+@contextmanager
+def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterator[Callable[[], None]]:
+    """Hold one of this host's ``num_workers`` slots of the run ``run_id``; None means no limit.
+
+    Gives a function to be called now and then while the holder makes progress.
+
+    Raises TimeoutError after ``timeout`` seconds in which no holder made any, and none changed.
+    """
+    if num_workers is None:
+        yield lambda: None
+        return
+    folder = Path(tempfile.gettempdir()) / f"nxd_ckpt-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    fd = _take(folder, run_id, num_workers, timeout)
+    try:
+        yield lambda: os.utime(fd)
+    finally:
+        # Unlocked, not just closed: a process forked meanwhile (a data loader's) has the descriptor as well.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
+    seen: list[int] = []
+    since = time.monotonic()
+    while True:
+        moved = []
+        for slot in range(num_workers):
+            fd = os.open(folder / f"{run_id}.{slot}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.utime(fd)
+                return fd
+            except BlockingIOError:
+                moved.append(os.fstat(fd).st_mtime_ns)
+                os.close(fd)
+        now = time.monotonic()
+        if moved != seen:
+            seen, since = moved, now
+        elif now - since >= timeout:
+            raise TimeoutError(
+                f"waited for one of {num_workers} writing slots of this host: those who hold them made no progress for "
+                f"{timeout:.0f} s (num_workers= says how many there are)"
+            )
+        time.sleep(_POLL)
+
+
+def forget_slots(run_id: str) -> None:
+    """Remove the lock files of a finished run from this host."""
+    folder = Path(tempfile.gettempdir()) / f"nxd_ckpt-{os.getuid()}"
+    for path in folder.glob("*.*"):
+        if path.name.rpartition(".")[0] == run_id:
+            path.unlink(missing_ok=True)

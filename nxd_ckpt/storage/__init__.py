@@ -1,0 +1,1 @@
+"""Bytes by key. ``base`` states the contract, ``local`` is a directory; ``nxd_ckpt.testing.storage`` ships doubles."""

@@ -1,0 +1,80 @@
+"""The contract that every storage keeps.
+
+A storage holds bytes under keys: posix paths relative to one root (``step_300/model/x.pt``). It is naive on purpose:
+retries, latency and faults are wrappers around it. What a caller may rely on:
+
+1. After :meth:`Storage.write` or :meth:`Writer.close` returned, the bytes are complete and, on a durable storage,
+   on the disk. The *name* is only durable after :meth:`Storage.sync_dir` of the directory that holds it.
+2. :meth:`Storage.write` replaces at once: a reader sees the old bytes or the new ones, never a mixture.
+3. :meth:`Storage.rename` is atomic and moves a whole directory.
+4. A missing key raises FileNotFoundError; reading past the end raises EOFError.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Entry(NamedTuple):
+    """One name in a directory listing."""
+
+    name: str
+    is_dir: bool
+
+
+class Writer(Protocol):
+    """One file being written: any order of offsets, each byte once."""
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Put ``data`` at byte ``offset``."""
+
+    def close(self) -> None:
+        """Complete the file; on a durable storage its bytes are on the disk after this."""
+
+    def abort(self) -> None:
+        """Give up; the file is left incomplete or removed, and never raises."""
+
+
+class Storage(Protocol):
+    """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch."""
+
+    url: str
+
+    def read(self, key: str) -> bytes: ...
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from byte ``offset`` on."""
+
+    def size(self, key: str) -> int: ...
+
+    def is_dir(self, key: str) -> bool: ...
+
+    def is_file(self, key: str) -> bool: ...
+
+    def list(self, key: str = "") -> list[Entry]:
+        """Names directly below the directory ``key``, sorted; an absent directory is empty."""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write a small file whole, creating directories on the way."""
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        """A new file that will have ``nbytes`` bytes, creating directories on the way."""
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        """Write a small file only if the key is free; False if it exists. The one test-and-set there is."""
+
+    def make_dir(self, key: str) -> None:
+        """Create a directory, durably, with those above it; an existing one is fine."""
+
+    def sync_dir(self, key: str) -> None:
+        """Make the names in this directory durable."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or directory; the target must not exist."""
+
+    def remove(self, key: str) -> None:
+        """Remove a file or a whole directory; absent is fine."""
+
+    def time(self, key: str) -> float: ...
+
+    def set_time(self, key: str, seconds: float) -> None: ...

@@ -1,0 +1,211 @@
+"""A directory of a file system that the ranks share (local disk, NFS, Lustre)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import uuid
+from pathlib import Path
+
+from nxd_ckpt.storage.base import Entry, Writer
+
+
+class LocalStorage:
+    """Keys below ``root``. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
+
+    def __init__(self, root: str | os.PathLike[str], durable: bool = True) -> None:
+        self.root = Path(root).absolute()
+        self.durable = durable
+        self.url = str(self.root)
+
+    def path(self, key: str) -> Path:
+        return self.root / key if key else self.root
+
+    def read(self, key: str) -> bytes:
+        return self.path(key).read_bytes()
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        view = memoryview(buffer).cast("B")
+        fd = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while len(view):
+                count = os.preadv(fd, [view[: 1 << 30]], offset)
+                if count == 0:
+                    raise EOFError(f"{self.path(key)}: {len(view)} bytes missing at byte {offset}")
+                view, offset = view[count:], offset + count
+        finally:
+            os.close(fd)
+
+    def size(self, key: str) -> int:
+        return self.path(key).stat().st_size
+
+    def is_dir(self, key: str) -> bool:
+        return self.path(key).is_dir()
+
+    def is_file(self, key: str) -> bool:
+        return self.path(key).is_file()
+
+    def list(self, key: str = "") -> list[Entry]:
+        try:
+            with os.scandir(self.path(key)) as entries:
+                return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
+        except FileNotFoundError:
+            return []
+
+    def write(self, key: str, data: bytes) -> None:
+        temporary = self._write_aside(key, data)
+        try:
+            os.replace(temporary, self.path(key))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        # link(2) fails if the name exists and is atomic on NFS too, where O_EXCL has a history of not being.
+        temporary = self._write_aside(key, data)
+        try:
+            os.link(temporary, self.path(key))
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _LocalWriter(path, nbytes, self.durable)
+
+    def make_dir(self, key: str) -> None:
+        path = self.path(key)
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            self._sync(folder.parent)
+
+    def sync_dir(self, key: str) -> None:
+        self._sync(self.path(key))
+
+    def rename(self, source: str, target: str) -> None:
+        # rename(2) replaces an empty directory or a file silently; this contract does not.
+        if self.path(target).exists():
+            raise FileExistsError(f"cannot rename {self.path(source)} to {self.path(target)}: it exists")
+        self.path(target).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(self.path(source), self.path(target))
+
+    def remove(self, key: str) -> None:
+        path = self.path(key)
+        try:
+            is_dir = stat.S_ISDIR(path.lstat().st_mode)
+        except FileNotFoundError:
+            return
+        if is_dir:
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def time(self, key: str) -> float:
+        return self.path(key).stat().st_mtime
+
+    def set_time(self, key: str, seconds: float) -> None:
+        os.utime(self.path(key), (seconds, seconds))
+
+    def _sync(self, folder: Path) -> None:
+        if not self.durable:
+            return
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _write_aside(self, key: str, data: bytes) -> Path:
+        """``data`` in a file of its own beside ``key``: written, its length checked, synced."""
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
+        writer = _LocalWriter(temporary, len(data), self.durable)
+        try:
+            writer.write_at(0, data)
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+        return temporary
+
+
+class _LocalWriter:
+    """Large aligned writes bypass the page cache where the file system takes that, all others go through it.
+
+    Direct writes cost what the disk costs; buffered ones are copied first, and their sync then competes with every
+    other dirty page of the host. Where a file system refuses (tmpfs, some network ones), all writes are buffered.
+    """
+
+    def __init__(self, path: Path, nbytes: int, durable: bool) -> None:
+        self._path, self._nbytes, self._durable = path, nbytes, durable
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._direct = -1
+        if durable and nbytes >= _DIRECT_FROM:
+            with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or not on this disk
+                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        aligned = self._write_direct(offset, view) if self._direct >= 0 else 0
+        _write_all(self._fd, view[aligned:], offset + aligned)
+
+    def _write_direct(self, offset: int, view: memoryview) -> int:
+        """Write the leading part that direct IO can take; how many bytes that was."""
+        length = len(view) // _ALIGNMENT * _ALIGNMENT
+        if length < _DIRECT_FROM or view.readonly or offset % _ALIGNMENT or _address(view) % _ALIGNMENT:
+            return 0
+        try:
+            _write_all(self._direct, view[:length], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            os.close(self._direct)  # opened, but not meant
+            self._direct = -1
+            return 0
+        return length
+
+    def close(self) -> None:
+        """Raises OSError where the file did not get its full length: a full disk may say so only here."""
+        try:
+            found = os.fstat(self._fd).st_size
+            if found != self._nbytes:
+                raise OSError(f"{self._path}: wrote {found} bytes, expected {self._nbytes}")
+            if self._durable:
+                os.fdatasync(self._fd)
+        finally:
+            self._close()
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._close()
+            self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+_ALIGNMENT = 4096
+_DIRECT_FROM = 2**20
+"""Bytes from which on a write bypasses the page cache."""
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view[: 1 << 30], offset)
+        view, offset = view[count:], offset + count
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,0 +1,162 @@
+"""Storage doubles: a wrapper that calls a hook before every operation, and hooks that record, fail, delay or kill.
+
+::
+
+    log: list[Operation] = []
+    storage = HookedStorage(LocalStorage(path), recording(log))
+    storage = HookedStorage(LocalStorage(path), failing("write_at", "optim/*", OSError(errno.ENOSPC, "full")))
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from nxd_ckpt.storage.base import Entry, Storage, Writer
+
+
+class Operation(NamedTuple):
+    """One call on a storage: the method's name (``write_at``, ``close`` for writers) and the key."""
+
+    name: str
+    key: str
+
+
+Hook = Callable[[Operation], None]
+
+
+class HookedStorage:
+    """A storage that tells ``hook`` of every operation before it happens; what the hook raises is what fails."""
+
+    def __init__(self, inner: Storage, hook: Hook) -> None:
+        self.inner, self.hook = inner, hook
+        self.url = inner.url
+
+    def read(self, key: str) -> bytes:
+        self.hook(Operation("read", key))
+        return self.inner.read(key)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.hook(Operation("read_into", key))
+        self.inner.read_into(key, offset, buffer)
+
+    def size(self, key: str) -> int:
+        self.hook(Operation("size", key))
+        return self.inner.size(key)
+
+    def is_dir(self, key: str) -> bool:
+        self.hook(Operation("is_dir", key))
+        return self.inner.is_dir(key)
+
+    def is_file(self, key: str) -> bool:
+        self.hook(Operation("is_file", key))
+        return self.inner.is_file(key)
+
+    def list(self, key: str = "") -> list[Entry]:
+        self.hook(Operation("list", key))
+        return self.inner.list(key)
+
+    def write(self, key: str, data: bytes) -> None:
+        self.hook(Operation("write", key))
+        self.inner.write(key, data)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        self.hook(Operation("create", key))
+        return _HookedWriter(self.inner.create(key, nbytes), key, self.hook)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        self.hook(Operation("link_new", key))
+        return self.inner.link_new(key, data)
+
+    def make_dir(self, key: str) -> None:
+        self.hook(Operation("make_dir", key))
+        self.inner.make_dir(key)
+
+    def sync_dir(self, key: str) -> None:
+        self.hook(Operation("sync_dir", key))
+        self.inner.sync_dir(key)
+
+    def rename(self, source: str, target: str) -> None:
+        self.hook(Operation("rename", f"{source} -> {target}"))
+        self.inner.rename(source, target)
+
+    def remove(self, key: str) -> None:
+        self.hook(Operation("remove", key))
+        self.inner.remove(key)
+
+    def time(self, key: str) -> float:
+        self.hook(Operation("time", key))
+        return self.inner.time(key)
+
+    def set_time(self, key: str, seconds: float) -> None:
+        self.hook(Operation("set_time", key))
+        self.inner.set_time(key, seconds)
+
+
+class _HookedWriter:
+    def __init__(self, inner: Writer, key: str, hook: Hook) -> None:
+        self._inner, self._key, self._hook = inner, key, hook
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        self._hook(Operation("write_at", self._key))
+        self._inner.write_at(offset, data)
+
+    def close(self) -> None:
+        self._hook(Operation("close", self._key))
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def recording(log: list[Operation]) -> Hook:
+    """Append every operation to ``log``."""
+    return log.append
+
+
+def failing(name: str, pattern: str, error: BaseException, after: int = 0) -> Hook:
+    """Raise ``error`` on operations ``name`` whose key matches the glob ``pattern``, but for the first ``after``."""
+    seen = 0
+
+    def hook(operation: Operation) -> None:
+        nonlocal seen
+        if operation.name == name and fnmatchcase(operation.key, pattern):
+            seen += 1
+            if seen > after:
+                raise error
+
+    return hook
+
+
+def delaying(name: str, pattern: str, seconds: float) -> Hook:
+    """Sleep before operations ``name`` whose key matches the glob ``pattern``."""
+
+    def hook(operation: Operation) -> None:
+        if operation.name == name and fnmatchcase(operation.key, pattern):
+            time.sleep(seconds)
+
+    return hook
+
+
+def killing(name: str, pattern: str) -> Hook:
+    """SIGKILL this process just before an operation ``name`` whose key matches the glob ``pattern``."""
+
+    def hook(operation: Operation) -> None:
+        if operation.name == name and fnmatchcase(operation.key, pattern):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+def chained(*hooks: Hook) -> Hook:
+    """All of ``hooks``, in order."""
+
+    def hook(operation: Operation) -> None:
+        for each in hooks:
+            each(operation)
+
+    return hook

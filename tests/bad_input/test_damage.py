@@ -1,0 +1,228 @@
+"""Files that are lost, cut off or changed are found before a load changes anything, and named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology, load_checkpoint
+from nxd_ckpt.core.manifest import load_index
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, PartNotFound
+from tests.bad_input.live import Job, jobs, topologies
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = pytest.mark.plain
+
+FORMS = ["plain", "xser"]
+MARKERS = ("checkpoint", "done")
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two tags of two ZeRO-1 ranks: ``one``, and ``two`` of the same names with other values."""
+    directory = tmp_path_factory.mktemp(request.param)
+    for tag, seed in (("one", 1), ("two", 2)):
+        ranks = jobs(2, zero1=True, seed=seed)
+
+        def what(rank: int, ranks: list[Job] = ranks, tag: str = tag) -> dict[str, Any]:
+            return {**ranks[rank].parts, "user_content": {"of": tag}, "rank_content": ranks[rank].rank_content}
+
+        save_as_every_rank(directory, tag, topologies(ranks), what, use_xser=request.param == "xser")
+    return directory
+
+
+def files_of(tag: Path) -> list[Path]:
+    return sorted(path.relative_to(tag) for path in tag.rglob("*") if path.is_file() and path.name not in MARKERS)
+
+
+def outcome(directory: Path, rank: int) -> tuple[CheckpointError | None, dict[str, Any], Any]:
+    """Load ``one`` into a job with other values: the error, and what is live then. After an error: unchanged."""
+    [job] = jobs(2, zero1=True, seed=5)[rank : rank + 1]
+    before = job.picture()
+    try:
+        content = load_checkpoint(directory, "one", **job.parts, rank_content=job.rank_content, topology=job.topology)
+    except CheckpointError as error:
+        assert before == job.picture()
+        return error, {}, None
+    return None, job.saved_picture(), content
+
+
+def whole_outcomes(directory: Path) -> list[tuple[None, dict[str, Any], Any]]:
+    """What both ranks load of the undamaged tag."""
+    found = [outcome(directory, rank) for rank in (0, 1)]
+    expected = [job.saved_picture() for job in jobs(2, zero1=True, seed=1)]
+    assert [(None, picture, {"of": "one"}) for picture in expected] == found
+    return [(None, picture, {"of": "one"}) for picture in expected]
+
+
+def check_every_file(
+    kept: Path, scratch: Path, damages: Callable[[Path, Path], Iterator[str]], errors: type | tuple[type, ...]
+) -> dict[str, int]:
+    """Damage one file after the other; how many damages of each file made a load fail.
+
+    Each rank either loads what was saved to the last bit, because it does not need the damaged bytes, or raises one of
+    ``errors`` naming the file, its live objects unchanged.
+    """
+    expected = whole_outcomes(kept)
+    failures: dict[str, int] = {}
+    shutil.copytree(kept, scratch)
+    for file in files_of(kept / "one"):
+        path = scratch / "one" / file
+        failures[str(file)] = 0
+        for damage in damages(path, kept / "two" / file):
+            for rank in (0, 1):
+                found = outcome(scratch, rank)
+                if found[0] is None:
+                    assert expected[rank] == found, f"{file} {damage}: rank {rank} loaded something else"
+                    continue
+                failures[str(file)] += 1
+                assert isinstance(found[0], errors), f"{file} {damage}: {found[0]!r}"
+                assert str(file) in str(found[0]), f"{file} {damage}"
+        shutil.copy2(kept / "one" / file, path)
+    return failures
+
+
+def test_a_missing_file_is_named(kept: Path, tmp_path: Path) -> None:
+    """Whatever file is lost, the ranks that need it say so."""
+
+    def damages(path: Path, _: Path) -> Iterator[str]:
+        os.remove(path)
+        yield "removed"
+
+    failures = check_every_file(kept, tmp_path / "copy", damages, PartNotFound)
+    assert [] == [file for file, count in failures.items() if not count and file != "manifest.json"]
+
+
+def test_a_truncated_file_is_named(kept: Path, tmp_path: Path) -> None:
+    """Cut off in the middle, by one byte, or altogether: no file that a rank reads is taken for whole."""
+
+    def damages(path: Path, _: Path) -> Iterator[str]:
+        size = path.stat().st_size
+        for length in (size - 1, size // 2, 0):
+            os.truncate(path, length)
+            yield f"cut to {length} of {size} bytes"
+
+    failures = check_every_file(kept, tmp_path / "copy", damages, CorruptCheckpoint)
+    assert [] == [file for file, count in failures.items() if count < 3]
+
+
+def test_a_changed_byte_never_loads(kept: Path, tmp_path: Path) -> None:
+    """One flipped bit, anywhere in any file: a load fails, or does not depend on it."""
+
+    def damages(path: Path, _: Path) -> Iterator[str]:
+        whole = path.read_bytes()
+        for place in range(7, len(whole), max(len(whole) // 5, 1)):
+            changed = bytearray(whole)
+            changed[place] ^= 4
+            path.write_bytes(changed)
+            yield f"bit 2 of byte {place}"
+
+    failures = check_every_file(kept, tmp_path / "copy", damages, CheckpointError)
+    assert [] == [file for file, count in failures.items() if not count]
+
+
+def test_a_file_of_another_save_is_named(kept: Path, tmp_path: Path) -> None:
+    """A file that is whole in itself, but was saved under another tag, is not what the manifest vouches for."""
+    replaced = []
+
+    def damages(path: Path, other: Path) -> Iterator[str]:
+        if path.name != "manifest.json" and path.read_bytes() != other.read_bytes():
+            shutil.copy2(other, path)
+            replaced.append(str(path.relative_to(tmp_path / "copy" / "one")))
+            yield "replaced"
+
+    failures = check_every_file(kept, tmp_path / "copy", damages, CorruptCheckpoint)
+    assert len(replaced) >= 8
+    assert [] == [file for file in replaced if not failures[file]]
+
+
+def test_a_manifest_of_another_save_does_not_fit(kept: Path, tmp_path: Path) -> None:
+    """It vouches for other indexes than those that are there: the first of them is named."""
+    shutil.copytree(kept, tmp_path / "copy")
+    shutil.copy2(kept / "two" / "manifest.json", tmp_path / "copy" / "one" / "manifest.json")
+    for rank in (0, 1):
+        error, _, _ = outcome(tmp_path / "copy", rank)
+        assert isinstance(error, CorruptCheckpoint)
+        assert "one/index/dp_rank_0" in str(error)
+
+
+def test_a_changed_tensor_is_named(kept: Path, tmp_path: Path) -> None:
+    """A flipped bit in a tensor's own bytes: the message names the tensor beside the file."""
+    shutil.copytree(kept, tmp_path / "copy")
+    tag = tmp_path / "copy" / "one"
+    indexes = [load_index(path.read_bytes(), path.name) for path in (tag / "index").iterdir()]
+    for name, key in (("model/up.weight", "model/up.weight"), ("optim/up.bias/exp_avg", "base_state.1.exp_avg")):
+        entries = [entry for index in indexes for entry in index.tensors if entry.name == name]
+        entry = min(entries, key=lambda entry: entry.file)
+        whole = (tag / entry.file).read_bytes()
+        changed = bytearray(whole)
+        changed[entry.offset + 1] ^= 1
+        (tag / entry.file).write_bytes(changed)
+        error, _, _ = outcome(tmp_path / "copy", 0)
+        assert isinstance(error, DigestMismatch)
+        assert entry.file in str(error)
+        assert name in str(error) or key in str(error)
+        (tag / entry.file).write_bytes(whole)
+
+
+def test_a_lost_tensor_is_not_left_alone_without_strict(kept: Path, tmp_path: Path) -> None:
+    """``strict=False`` forgives names that differ, not tensors that were saved and are gone."""
+    shutil.copytree(kept, tmp_path / "copy")
+    *_, lost = [file for file in files_of(kept / "one") if file.parts[0] == "model"]
+    os.remove(tmp_path / "copy" / "one" / lost)
+    [job, _] = jobs(2, zero1=True, seed=5)
+    before = job.picture()
+    with pytest.raises(PartNotFound, match=lost.name):
+        load_checkpoint(tmp_path / "copy", "one", job.model, strict=False, topology=job.topology)
+    assert before == job.picture()
+
+
+def test_a_lost_tensor_of_nxd_s_optimizer_is_named(golden: Path, tmp_path: Path) -> None:
+    """A tag without an index: what its files refer to must be there before the model is touched."""
+    shutil.copytree(golden / "b_dp2_zero1_xser" / "ckpt", tmp_path / "copy")
+    lost = "optim/dp_rank_01_tp_rank_00_pp_rank_00.pt.tensors/tensor_3.pt"
+    os.remove(tmp_path / "copy" / "step_3" / lost)
+    loaded: dict[str, Any] = {"model": {}, "optimizer": {}}
+    with pytest.raises(PartNotFound, match=lost):
+        load_checkpoint(tmp_path / "copy", **loaded, topology=Topology(dp=2, rank=1))
+    assert {"model": {}, "optimizer": {}} == loaded
+
+
+def test_weights_left_out_are_told_from_lost_ones(tmp_path: Path) -> None:
+    """Without lower-precision weights, frozen parameters have files: one that is gone is missed."""
+    [job, other] = jobs(2, zero1=True, seed=1)
+    options = {"use_xser": True, "avoid_saving_lower_precision_weights": True}
+    save_as_every_rank(tmp_path, "one", topologies([job, other]), lambda rank: [job, other][rank].parts, **options)
+    expected = job.saved_picture()
+    [again, _] = jobs(2, zero1=True, seed=5)
+    load_checkpoint(tmp_path, "one", **again.parts, topology=again.topology)
+    assert expected["model"] == again.saved_picture()["model"]
+
+    [lost, _] = sorted((tmp_path / "one" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").iterdir())
+    os.remove(lost)
+    before = again.picture()
+    with pytest.raises(PartNotFound, match=rf"{lost.name} is missing.*tensor 'scale'"):
+        load_checkpoint(tmp_path, "one", **again.parts, strict=False, topology=again.topology)
+    assert before == again.picture()
+
+
+@pytest.mark.parametrize("name", ["a_dp2_zero1_pt", "b_dp2_zero1_xser"])
+def test_a_changed_tensor_of_nxd_s_is_named(golden: Path, tmp_path: Path, name: str) -> None:
+    """Without an index, the CRC-32s in the files themselves: the message names file and tensor."""
+    held = torch.load(golden / name / "expected" / "rank_0001.pt", weights_only=False)
+    shutil.copytree(golden / name / "ckpt", tmp_path / "copy")
+    inside = held["optimizer"]["base_state"][1]["exp_avg"].numpy().tobytes()
+    [path] = [path for path in tmp_path.rglob("*.pt") if inside in path.read_bytes()]
+    changed = bytearray(path.read_bytes())
+    changed[changed.index(inside) + 5] ^= 1
+    path.write_bytes(changed)
+    loaded: dict[str, Any] = {"model": {}, "optimizer": {}}
+    with pytest.raises(DigestMismatch, match=rf"optim/base_state\.1\.exp_avg.*{path.name}"):
+        load_checkpoint(tmp_path / "copy", **loaded, topology=Topology(dp=2, rank=1))
+    assert {"model": {}, "optimizer": {}} == loaded

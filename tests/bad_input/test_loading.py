@@ -1,0 +1,227 @@
+"""What ``load_checkpoint`` refuses: naming what is wrong and what to do, with nothing changed in memory or on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import (
+    Topology,
+    close_checkpointers,
+    errors,
+    has_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
+from tests.bad_input.live import Job, Net, files_below, jobs, topologies
+from tests.bad_input.test_saving import TAGS
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``whole`` (everything), ``model``, ``optimizer``: tags of one process; ``zero1``: of two ZeRO-1 ranks."""
+    directory = tmp_path_factory.mktemp("kept") / "ckpt"
+    ranks = jobs(2, zero1=True, seed=1)
+    save_as_every_rank(directory, "zero1", topologies(ranks), lambda rank: ranks[rank].parts)
+    [job] = jobs(seed=1)
+    parts: dict[str, dict[str, Any]] = {
+        "model": {"model": job.model},
+        "optimizer": {"optimizer": job.optimizer},
+        "whole": {**job.parts, "user_content": "all"},
+    }
+    for tag in parts:
+        save_checkpoint(directory, tag, **parts[tag])
+    close_checkpointers()
+    return directory
+
+
+def refuse(directory: Path, tag: Any, error: type[Exception], match: str, job: Job, **arguments: Any) -> None:
+    """A load raises, and nothing live and no file is changed."""
+    before, below = job.picture(), files_below(directory.parent)
+    with pytest.raises(error, match=match):
+        load_checkpoint(directory, tag, **{**job.parts, "topology": job.topology, **arguments})
+    assert before == job.picture()
+    assert below == files_below(directory.parent)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_tag_must_be_a_plain_visible_name(kept: Path, tag: Any) -> None:
+    """A load looks nowhere but below its directory."""
+    refuse(kept, tag, errors.InvalidTag, "tag", *jobs())
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """It is named, not created, and holds no checkpoint."""
+    refuse(tmp_path / "absent", None, errors.CheckpointNotFound, "absent does not exist", *jobs())
+    assert not has_checkpoint(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
+        open_checkpoint(tmp_path / "absent")
+
+
+def test_a_directory_without_a_complete_tag(kept: Path, tmp_path: Path) -> None:
+    """The message lists what is there, and what is wrong with it; so does one that asks for a tag."""
+    refuse(tmp_path, None, errors.CheckpointNotFound, "no complete checkpoint; it is empty", *jobs())
+    shutil.copytree(kept / "whole", tmp_path / "ckpt" / "step_1")
+    os.remove(tmp_path / "ckpt" / "step_1" / "done")
+    (tmp_path / "ckpt" / "notes").mkdir()
+    there = r"'notes' \(not a checkpoint\), 'step_1' \(no done marker: incomplete\)"
+    refuse(tmp_path / "ckpt", None, errors.CheckpointNotFound, f"no complete checkpoint; it holds {there}", *jobs())
+    refuse(tmp_path / "ckpt", "step_1", errors.CheckpointNotFound, f"step_1 is incomplete.*{there}", *jobs())
+    refuse(tmp_path / "ckpt", "step_2", errors.CheckpointNotFound, f"no tag 'step_2'; it holds {there}", *jobs())
+    assert not has_checkpoint(tmp_path / "ckpt")
+
+
+def test_brackets_in_the_directory_s_name_are_nothing_special(tmp_path: Path) -> None:
+    """``[ ]``, which upstream takes for a pattern and never finds, saves and loads, and so does a name with spaces."""
+    for name in ("run[1]", "*?", "two words"):
+        [job], [again] = jobs(seed=1), jobs(seed=2)
+        save_checkpoint(tmp_path / name, "step[1]", **job.parts)
+        assert has_checkpoint(tmp_path / name)
+        load_checkpoint(tmp_path / name, **again.parts)
+        assert job.saved_picture()["model"] == again.saved_picture()["model"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "match"),
+    [
+        ("optimizer", r"saved without model; it holds optimizer.*model=None"),
+        ("model", r"saved without optimizer; it holds model.*optimizer=None"),
+    ],
+)
+def test_parts_that_were_not_saved(kept: Path, tag: str, match: str) -> None:
+    """Asking for one names it, what the tag holds, and the way to load that."""
+    refuse(kept, tag, errors.PartNotFound, match, *jobs())
+
+
+def test_a_scheduler_that_was_not_saved(kept: Path, tmp_path: Path) -> None:
+    """Named as well; user content that was not saved is None."""
+    refuse(kept, "model", errors.PartNotFound, "without scheduler.*scheduler=None", *jobs(), optimizer=None)
+    [job] = jobs()
+    assert load_checkpoint(kept, "model", job.model) is None
+    refuse(kept, "model", errors.PartNotFound, "rank_00000", job, optimizer=None, scheduler=None, rank_content={})
+
+
+def test_a_zero1_checkpoint_needs_a_zero1_optimizer(kept: Path) -> None:
+    """Upstream loads it into a plain one as an empty state."""
+    match = r"ZeRO-1.*AdamW is not sharded.*as when it was saved"
+    refuse(kept, "zero1", errors.OptimizerMismatch, match, *jobs(), topology=Topology(dp=2))
+
+
+def test_a_plain_checkpoint_needs_a_plain_optimizer(kept: Path) -> None:
+    """The reverse, into one that shards over a single rank."""
+    match = r"plain optimizer's state.*ShardedOptimizer is ZeRO-1.*as when it was saved"
+    refuse(kept, "whole", errors.OptimizerMismatch, match, *jobs(zero1=True))
+
+
+def test_other_param_groups_do_not_fit(kept: Path) -> None:
+    """Two groups in place of one: the sizes of both are named."""
+    [job] = jobs()
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    job.optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
+    refuse(kept, "whole", errors.OptimizerMismatch, r"\[3\], the live optimizer has \[1, 2\]", job)
+
+
+def test_dicts_of_another_kind_do_not_fit(kept: Path) -> None:
+    """A ZeRO-1 state is not mixed into a dict that holds a plain one."""
+    [job] = jobs()
+    state = job.optimizer.state_dict()
+    refuse(kept, "zero1", errors.OptimizerMismatch, "empty dict", job, optimizer=state, topology=Topology(dp=2))
+    assert job.optimizer.state_dict()["state"].keys() == state["state"].keys()
+
+
+@pytest.mark.parametrize("tag", ["whole", "model"])
+def test_another_shape_is_named(kept: Path, tag: str) -> None:
+    """The parameter, the shape that was saved and the one that is live; also where only a later one differs."""
+    match = r"model/up.weight: saved with shape \(4, 3\), live it has \(5, 3\)"
+    refuse(kept, tag, errors.ShapeMismatch, match, *jobs(net=lambda: Net(5)), optimizer=None, scheduler=None)
+
+
+def test_another_shape_in_the_optimizer_is_named(kept: Path) -> None:
+    """A live moment of another shape, with a model that is not even asked for."""
+    match = r"optim/.*exp_avg.*saved with shape \(4, 3\), live it has \(5, 3\)"
+    refuse(kept, "whole", errors.ShapeMismatch, match, *jobs(net=lambda: Net(5)), model=None)
+
+
+def test_another_dtype_is_named(kept: Path) -> None:
+    """Values are never cast silently."""
+    job, *_ = jobs(net=lambda: Net(dtype=torch.bfloat16))
+    match = r"model/scale: saved as float32, live it is bfloat16; cast the model \(model.to\(torch.float32\)\)"
+    refuse(kept, "whole", errors.DtypeMismatch, match, job, optimizer=None, scheduler=None)
+    match = r"optim/up.weight/exp_avg: saved as float32, live it is bfloat16"
+    refuse(kept, "whole", errors.DtypeMismatch, match, job)
+
+
+class Renamed(Net):
+    """A net with a parameter that was not saved, and without one that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = self.down
+        del self.down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.up(x).relu()) * self.scale
+        return out
+
+
+def test_names_that_differ_are_listed(kept: Path) -> None:
+    """Missing and unexpected ones, with a guess at what was meant."""
+    [job] = jobs(net=Renamed)
+    match = r"missing.*'down_proj.weight' \(did you mean 'down.weight'\?\); unexpected.*'down.weight'.*strict=False"
+    refuse(kept, "whole", errors.KeyMismatch, match, job, optimizer=None, scheduler=None)
+
+
+def test_without_strict_names_that_both_have_are_loaded(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others stay as they are, and a warning lists them."""
+    [job], [saved] = jobs(net=Renamed), jobs(seed=1)
+    stays = job.model.state_dict()["down_proj.weight"].clone()
+    load_checkpoint(kept, "whole", job.model, strict=False)
+    assert torch.equal(stays, job.model.state_dict()["down_proj.weight"])
+    assert torch.equal(saved.model.up.weight, job.model.up.weight)
+    assert "down_proj.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("topology", "tag"),
+    [
+        (Topology(tp=2, rank=1), "whole"),
+        (Topology(pp=2, rank=1), "whole"),
+        (Topology(dp=2, ep=2), "whole"),
+        (Topology(dp=4, rank=3), "zero1"),
+        (Topology(dp=1), "zero1"),
+    ],
+)
+def test_other_sizes_are_both_named(kept: Path, topology: Topology, tag: str) -> None:
+    """Those that it was saved on and those that it is loaded on."""
+    saved_on = "dp=2 tp=1 pp=1 ep=1" if tag == "zero1" else "dp=1 tp=1 pp=1 ep=1"
+    match = f"{tag} was saved on {saved_on}, but is loaded on {topology.describe()}"
+    [job] = jobs()
+    refuse(kept, tag, errors.TopologyMismatch, match, job, topology=topology, optimizer={})
+
+
+def test_replicas_may_be_more_or_fewer(kept: Path) -> None:
+    """A model, and a plain optimizer, are the same on all data-parallel ranks: dp may change."""
+    [job], [saved] = jobs(), jobs(seed=1)
+    load_checkpoint(kept, "whole", **job.parts, topology=Topology(dp=3, rank=2))
+    assert saved.saved_picture()["optimizer"] == job.saved_picture()["optimizer"]
+
+
+def test_rank_content_fills_a_dict(tmp_path: Path) -> None:
+    """What was saved as something else is not squeezed into it; the message says how to read it."""
+    [job] = jobs()
+    save_checkpoint(tmp_path / "ckpt", "one", model=job.model, rank_content=[1, 2])
+    match = r"rank 0 saved a list; read it with open_checkpoint"
+    before = job.picture()
+    with pytest.raises(errors.IncompatibleState, match=match):
+        load_checkpoint(tmp_path / "ckpt", "one", job.model, rank_content=job.rank_content)
+    assert before == job.picture()
+    assert [1, 2] == open_checkpoint(tmp_path / "ckpt").rank_content(0)

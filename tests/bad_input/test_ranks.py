@@ -1,0 +1,152 @@
+"""What one rank refuses, all refuse: on two real processes, with nothing changed on either."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.testing.workers import WorkerPool
+from tests.bad_input.live import Net, files_below, jobs
+from tests.bad_input.test_saving import Settings
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How a call ended on one rank: the error's class name (None for none), its message, and what it left."""
+
+    kind: str | None
+    message: str
+    unchanged: bool
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    """Two plain CPU ranks."""
+    with WorkerPool(nproc=2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def kept(pair: WorkerPool, tmp_path: Path) -> Path:
+    """A directory with a tag of both ranks, below one that holds nothing else."""
+    assert [Refusal(None, "", True)] * 2 == pair.run(saving, str(tmp_path / "ckpt"), [{"tag": "one"}] * 2)
+    return tmp_path / "ckpt"
+
+
+def saving(rank: int, directory: str, arguments: list[dict[str, Any]]) -> Refusal:
+    """Save a ZeRO-1 job, each rank with its own further arguments."""
+    job = jobs(2, zero1=True, seed=1)[rank]
+    before = job.picture()
+    try:
+        save_checkpoint(directory, **{**job.parts, "timeout": 20.0, **arguments[rank]})
+        close_checkpointers()
+    except CheckpointError as error:
+        close_checkpointers()
+        return Refusal(type(error).__name__, str(error), before == job.picture())
+    return Refusal(None, "", before == job.picture())
+
+
+def loading(rank: int, directory: str, arguments: list[dict[str, Any]], width: tuple[int, int] = (4, 4)) -> Refusal:
+    """Load into a ZeRO-1 job with other values, its model ``width[rank]`` wide."""
+    job = jobs(2, zero1=True, seed=5, net=lambda: Net(width[rank]))[rank]
+    before = job.picture()
+    try:
+        load_checkpoint(directory, **{**job.parts, "timeout": 20.0, **arguments[rank]})
+    except CheckpointError as error:
+        return Refusal(type(error).__name__, str(error), before == job.picture())
+    return Refusal(None, "", before == job.picture())
+
+
+def both_refused(found: list[Refusal], error: type[CheckpointError], told: str) -> None:
+    """Each rank raised ``error`` with ``told`` in its message, and changed nothing."""
+    assert [(error.__name__, True)] * 2 == [(refusal.kind, refusal.unchanged) for refusal in found], found
+    assert [] == [refusal.message for refusal in found if told not in refusal.message]
+
+
+BIG = {"weight": torch.ones(3000)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ([{"tag": "a/b"}] * 2, errors.InvalidTag, "tag 'a/b'"),
+        ([{"tag": "one"}, {"tag": ""}], errors.InvalidTag, "tag must be"),
+        ([{"tag": "one"}, {"tag": "two"}], errors.RanksDisagree, "ranks 0 and 1 disagree"),
+        ([{"tag": "one"}, {"tag": "one", "use_xser": True}], errors.RanksDisagree, "ranks 0 and 1 disagree"),
+        ([{"tag": "one"}, {"tag": "one", "optimizer": None}], errors.RanksDisagree, "ranks 0 and 1 disagree"),
+        ([{"tag": "one"}, {"tag": "one", "rank_content": Settings()}], errors.UnsafePickle, "rank_content is"),
+        ([{"tag": "one", "user_content": Settings()}, {"tag": "one"}], errors.UnsafePickle, "user_content is"),
+        (
+            [{"tag": "one", "memory_cap": 4096, "model": BIG}, {"tag": "one", "model": BIG}],
+            errors.StagingTooLarge,
+            "memory_cap",
+        ),
+        ([{"tag": "one", "num_kept_ckpts": 0}] * 2, errors.InvalidArgument, "num_kept_ckpts"),
+    ],
+)
+def test_a_save_that_one_rank_refuses(
+    pair: WorkerPool, tmp_path: Path, arguments: list[dict[str, Any]], error: type[CheckpointError], told: str
+) -> None:
+    """The other raises the same, not a timeout, and the directory is not even created."""
+    both_refused(pair.run(saving, str(tmp_path / "ckpt"), arguments), error, told)
+    assert {} == files_below(tmp_path)
+
+
+def test_a_rank_s_file_that_is_lost(pair: WorkerPool, kept: Path) -> None:
+    """Rank 1's shard is missing: rank 0, whose files are whole, changes nothing either."""
+    lost = "optim/dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    (kept / "one" / lost).unlink()
+    both_refused(pair.run(loading, str(kept), [{}] * 2), errors.PartNotFound, lost)
+
+
+def test_a_rank_s_file_that_changed(pair: WorkerPool, kept: Path) -> None:
+    """So it is for one that is damaged, and once it is whole again, the same processes load."""
+    changed = kept / "one" / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    whole = changed.read_bytes()
+    changed.write_bytes(whole[:1500] + bytes([whole[1500] ^ 1]) + whole[1501:])
+    both_refused(pair.run(loading, str(kept), [{}] * 2), errors.DigestMismatch, "optim/dp_rank_01")
+    changed.write_bytes(whole)
+    assert [Refusal(None, "", False)] * 2 == pair.run(loading, str(kept), [{}] * 2)
+
+
+def test_a_model_that_does_not_fit_on_one_rank(pair: WorkerPool, kept: Path) -> None:
+    """The parameter is named to both."""
+    arguments = [{"optimizer": None, "scheduler": None}] * 2
+    both_refused(pair.run(loading, str(kept), arguments, (4, 5)), errors.ShapeMismatch, "model/up.weight")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ([{"tag": "two"}] * 2, errors.CheckpointNotFound, "no tag 'two'; it holds 'one' (complete)"),
+        ([{"tag": "../one"}] * 2, errors.InvalidTag, "tag '../one'"),
+        ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
+        (
+            [{"topology": Topology(tp=2, rank=rank), "optimizer": {}} for rank in (0, 1)],
+            errors.TopologyMismatch,
+            "saved on dp=2 tp=1 pp=1 ep=1, but is loaded on dp=1 tp=2 pp=1 ep=1",
+        ),
+    ],
+)
+def test_a_load_that_is_refused(
+    pair: WorkerPool, kept: Path, arguments: list[dict[str, Any]], error: type[CheckpointError], told: str
+) -> None:
+    """Whoever finds it, both ranks raise it, and nothing is changed in memory or on disk."""
+    below = files_below(kept.parent)
+    both_refused(pair.run(loading, str(kept), arguments), error, told)
+    assert below == files_below(kept.parent)
+
+
+def test_a_directory_that_is_gone(pair: WorkerPool, kept: Path) -> None:
+    """Rank 0 looks, both are told."""
+    shutil.rmtree(kept)
+    both_refused(pair.run(loading, str(kept), [{}] * 2), errors.CheckpointNotFound, "does not exist")
+    assert {} == files_below(kept.parent)

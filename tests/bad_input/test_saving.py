@@ -1,0 +1,155 @@
+"""What ``save_checkpoint`` refuses: before anything is written, with the live state as it was."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Partition, Topology, errors, load_checkpoint, save_checkpoint
+from tests.bad_input.live import files_below, jobs
+
+pytestmark = pytest.mark.plain
+
+TAGS = ["", "/abs", "a/b", "..", "../up", ".hidden", "a\\b", "nul\0", "x" * 256, True, 1.5]
+
+
+class Settings:
+    """A user's class: importable, and no plain data."""
+
+
+def refuse(directory: Path, tag: Any, error: type[Exception], match: str, **arguments: Any) -> None:
+    """A save raises, leaves no trace below or beside the directory, and changes nothing live."""
+    [job] = jobs()
+    before, below = job.picture(), files_below(directory.parent)
+    with pytest.raises(error, match=match):
+        save_checkpoint(directory, tag, **{**job.parts, **arguments})
+    assert below == files_below(directory.parent)
+    assert before == job.picture()
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_tag_must_be_a_plain_visible_name(tmp_path: Path, tag: Any) -> None:
+    """Anything else is refused, naming it, before the directory is created."""
+    refuse(tmp_path / "ckpt", tag, errors.InvalidTag, "tag")
+
+
+def test_a_tag_must_be_given(tmp_path: Path) -> None:
+    """``tag`` has a default for the sake of ``path=``, not a meaning without one."""
+    refuse(tmp_path / "ckpt", None, errors.InvalidArgument, "tag must be a non-empty string")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"num_kept_ckpts": 0}, errors.InvalidArgument, r"num_kept_ckpts.*0 would delete"),
+        ({"num_kept_ckpts": -2}, errors.InvalidArgument, r"num_kept_ckpts.*-2"),
+        ({"num_workers": 0}, errors.InvalidArgument, r"num_workers.*0"),
+        ({"use_zero1_dcp": True}, errors.UnsupportedState, r"use_zero1_dcp=True.*leave it out"),
+        ({"avoid_saving_lower_precision_weights": True}, errors.InvalidArgument, r"needs use_xser=True"),
+        (
+            {"avoid_saving_lower_precision_weights": True, "use_xser": True},
+            errors.InvalidArgument,
+            r"no master weights.*save_master_weights=True",
+        ),
+        ({"partitions": {"nowhere": Partition()}}, errors.InvalidArgument, r"nowhere"),
+        ({"param_names": [["one"]]}, errors.InvalidArgument, r"\[3\] names, found \[1\]"),
+        ({"param_names": [["up", "up", "down"]]}, errors.InvalidArgument, r"unique.*up"),
+        ({"run_id": "no spaces"}, errors.InvalidArgument, r"run_id 'no spaces'"),
+        ({"topology": Topology(dp=2)}, errors.InvalidArgument, r"2 ranks needs torch.distributed.*run_id="),
+        ({"model": torch.ones(3)}, errors.InvalidArgument, r"model must be.*Tensor"),
+        ({"optimizer": "adam"}, errors.InvalidArgument, r"optimizer must be.*str"),
+        ({"model": {"a": torch.ones(2, device="meta")}}, errors.UnsupportedState, r"model/a.*meta.*give it values"),
+        ({"model": {"a": torch.eye(2).to_sparse()}}, errors.UnsupportedState, r"model/a.*sparse.*densify"),
+        (
+            {"user_content": {"at": Settings()}},
+            errors.UnsafePickle,
+            r"user_content\['at'\] is .*Settings.*trust_pickle",
+        ),
+        ({"user_content": [threading.Lock()]}, errors.UnsafePickle, r"user_content\[0\] is .*lock"),
+        ({"user_content": print}, errors.UnsafePickle, r"user_content is .*builtin_function"),
+        ({"rank_content": {"net": torch.nn.Linear(1, 1)}}, errors.UnsafePickle, r"rank_content\['net'\] is .*Linear"),
+        ({"scheduler": {"fn": Settings}}, errors.UnsafePickle, r"scheduler\['fn'\] is .*Settings"),
+        ({"user_content": [threading.Lock()], "trust_pickle": True}, errors.UnsafePickle, r"cannot be pickled.*lock"),
+        ({"memory_cap": 4096, "model": {"a": torch.ones(3000)}}, errors.StagingTooLarge, r"12000 bytes.*memory_cap"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    """Each is refused by name, with what to do instead, before the directory is created."""
+    refuse(tmp_path / "ckpt", "step_1", error, match, **arguments)
+
+
+def test_the_directory_is_given_once(tmp_path: Path) -> None:
+    """Neither twice, nor not at all, nor as something that is no path."""
+    for wrong in ({}, {"path": tmp_path / "a", "checkpoint_dir_str": tmp_path / "b"}, {"path": 7}):
+        with pytest.raises(errors.InvalidArgument, match="checkpoint directory"):
+            save_checkpoint(tag="one", model={}, **wrong)
+    assert {} == files_below(tmp_path)
+
+
+def test_options_are_known_by_name(tmp_path: Path) -> None:
+    """A misspelt option of ``Checkpointer.save`` is refused; the message lists those that there are."""
+    with pytest.raises(errors.InvalidArgument, match=r"use_xsr.*the options are.*use_xser"):
+        Checkpointer(tmp_path / "ckpt").save("one", {}, use_xsr=True)
+    assert {} == files_below(tmp_path)
+
+
+@pytest.fixture
+def _one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import torch.distributed as dist
+
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank_group")
+def test_dtensors_are_refused(tmp_path: Path) -> None:
+    """The message names the tensor, and torch's own checkpoints, which save such tensors."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]))
+    match = r"model/a is DTensor.*torch\.distributed\.checkpoint"
+    refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, model={"a": sharded}, optimizer=None)
+
+
+def test_spmd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an SPMD program no process holds its tensors; the message names what saves them."""
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", SimpleNamespace(is_spmd=lambda: True))
+    refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, r"use_spmd.*distributed_checkpoint")
+
+
+def test_a_refused_save_leaves_the_job_going(tmp_path: Path) -> None:
+    """After the first save too: what is visible stays as it is, and the next save and load work."""
+    [job] = jobs()
+    save_checkpoint(tmp_path, "step_1", **job.parts)
+    visible = files_below(tmp_path / "step_1")
+    before = job.picture()
+    wrong: list[dict[str, Any]] = [
+        {"tag": "a/b"},
+        {"num_kept_ckpts": 0},
+        {"user_content": Settings()},
+        {"model": {"a": torch.eye(2).to_sparse()}},
+    ]
+    for arguments in wrong:
+        with pytest.raises((errors.InvalidArgument, errors.UnsafePickle, errors.UnsupportedState)):
+            save_checkpoint(tmp_path, **{"tag": "step_2", **job.parts, **arguments})
+    assert before == job.picture()
+    assert visible == files_below(tmp_path / "step_1")
+    assert [".nxd_ckpt", "step_1"] == sorted(path.name for path in tmp_path.iterdir())
+
+    save_checkpoint(tmp_path, "step_2", **job.parts)
+    [again] = jobs(seed=3)
+    load_checkpoint(tmp_path, **again.parts)
+    assert job.saved_picture()["model"] == again.saved_picture()["model"]
+    assert [] == list((tmp_path / ".nxd_ckpt" / "staging").iterdir())

@@ -1,0 +1,56 @@
+"""Fixtures and skip rules that every test shares."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.testing.workers import WorkerPool
+
+REPOSITORY = Path(__file__).parents[1]
+GOLDEN_TAR = REPOSITORY.parent / "shared" / "golden" / "nxd-0.18-public.tar"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``xla`` where torch-xla is not installed."""
+    if find_spec("torch_xla") is not None:
+        return
+    absent = pytest.mark.skip(reason="torch-xla is not installed: pip install 'nxd_ckpt[xla]'")
+    for item in items:
+        if item.get_closest_marker("xla"):
+            item.add_marker(absent)
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of checkpoints that neuronx-distributed 0.18 wrote, one sub-directory a configuration.
+
+    Shared by the session: a test that changes something copies it first. ``NXD_CKPT_GOLDEN`` names another
+    tar.
+    """
+    chosen = os.environ.get("NXD_CKPT_GOLDEN")
+    if chosen is None and not GOLDEN_TAR.is_file():
+        pytest.skip(f"no golden checkpoints at {GOLDEN_TAR}: set NXD_CKPT_GOLDEN to the path of their tar")
+    unpacked = tmp_path_factory.mktemp("golden")
+    with tarfile.open(chosen or GOLDEN_TAR) as tar:
+        tar.extractall(unpacked, filter="data")
+    return unpacked / "public"
+
+
+@pytest.fixture(scope="session")
+def _xla_pool() -> Iterator[WorkerPool]:
+    with WorkerPool(nproc=4, xla=True) as pool:
+        yield pool
+
+
+@pytest.fixture
+def xla_ranks(_xla_pool: WorkerPool) -> WorkerPool:
+    """Four emulated CPU-XLA ranks, one pool for the whole session; started anew after a test that broke it."""
+    if not _xla_pool.healthy:
+        _xla_pool.restart()
+    return _xla_pool

@@ -1,0 +1,187 @@
+"""The JSON of manifests and indexes: what is written is read back; anything else is an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.manifest import (
+    CRC_BLOCK,
+    FileEntry,
+    Manifest,
+    ParameterSpec,
+    Parts,
+    RankIndex,
+    RankLine,
+    TensorEntry,
+    dump_index,
+    dump_manifest,
+    load_index,
+    load_manifest,
+)
+from nxd_ckpt.core.partition import Partition, Piece
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import MalformedFile
+
+pytestmark = pytest.mark.plain
+
+SPECS = {
+    "embed.weight": ParameterSpec("bfloat16", (4, 3), Partition(0, num_partitions=2)),
+    "tokens": ParameterSpec("int64", (), Partition(), trainable=False),
+}
+SHARD = TensorEntry(
+    name="optim/embed.weight/exp_avg",
+    file="optim/dp_rank_01_tp_rank_01_pp_rank_00.pt",
+    offset=4096,
+    nbytes=CRC_BLOCK + 4,
+    dtype="float32",
+    shape=(3, 3),
+    crc32=(7, 2**32 - 1),
+    pieces=(Piece(Box((0, 0), (2, 3)), Box((6, 0), (2, 3))),),
+)
+STEP = TensorEntry("optim/embed.weight/step", "optim/x.pt", 0, 0, "float32", (0,), (), None)
+INDEX = RankIndex(
+    coordinates=Coordinates(0, 1, 1),
+    files={"optim/x.pt": FileEntry(5000, 12), "done": FileEntry(1, 0)},
+    tensors=(SHARD, STEP),
+    parameters=SPECS,
+    optimizer_names=("embed.weight",),
+)
+RANK_MAP = [Coordinates(0, dp_rank, tp_rank) for tp_rank in range(2) for dp_rank in range(2)]
+MANIFEST = Manifest(
+    tag="step_3",
+    attempt="run-1",
+    order_time=1_700_000_000.25,
+    topology=Topology(dp=2, tp=2, ep=2, rank_map=RANK_MAP),
+    parts=Parts(model=True, optimizer="zero1", use_xser=True),
+    ranks=tuple(RankLine(100 + rank, rank) for rank in range(4)),
+    parameters=SPECS,
+    timings={"staged": 0.5},
+    versions={"torch": "2.9.0"},
+)
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """A manifest with a valid digest, whatever else it says."""
+    fields = {key: value for key, value in document.items() if key != "crc32"}
+    body = json.dumps(fields, separators=(",", ":")).encode()[:-1]
+    return body + b',"crc32":%d}' % zlib.crc32(body)
+
+
+def test_an_index_is_read_back() -> None:
+    """Every field of it, pieces and digests included."""
+    assert INDEX == load_index(dump_index(INDEX), "index")
+
+
+def test_a_manifest_is_read_back() -> None:
+    """Every field, and the map of a cluster whose ranks are in an order of their own."""
+    assert MANIFEST == load_manifest(dump_manifest(MANIFEST), "manifest.json")
+
+
+def test_a_manifest_vouches_for_itself() -> None:
+    """No other file has its digest: any changed byte is noticed, valid JSON or not."""
+    data = dump_manifest(MANIFEST)
+    for position in range(len(data)):
+        changed = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+        with pytest.raises(MalformedFile, match=r"manifest\.json"):
+            load_manifest(changed, "manifest.json")
+
+
+@pytest.mark.parametrize("load", [load_index, load_manifest])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"kind":"other"}', b"[" * 100_000])
+def test_what_is_no_document_is_refused(load: Callable[[bytes, str], object], data: bytes) -> None:
+    """Cut off, damaged or of another kind: the error names the file."""
+    with pytest.raises(MalformedFile, match=r"^dir/file\.json: "):
+        load(data, "dir/file.json")
+
+
+def test_a_newer_format_says_so() -> None:
+    """A file of a later version is not damaged: the error says what to use."""
+    document = {**json.loads(dump_index(INDEX)), "format_version": 2}
+    with pytest.raises(MalformedFile, match="format_version 2, this nxd_ckpt reads 1"):
+        load_index(json.dumps(document).encode(), "index")
+
+
+JUNK: st.SearchStrategy[Any] = st.sampled_from([None, True, -1, 1.5, "x", [], {}, [-1], [[0]], {"x": 1}, 2**70])
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in a JSON document something could be replaced."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(*path, key) for key, _ in children] + [
+        deeper for key, child in children for deeper in paths_of(child, (*path, key))
+    ]
+
+
+def replaced(document: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    """The document with another value at a path."""
+    copy = json.loads(json.dumps(document))
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = junk
+    return copy
+
+
+def read_or_refused(load: Callable[[bytes, str], Any], data: bytes) -> Any:
+    """What ``load`` makes of the data, or None where it refuses it with an error that names the file."""
+    try:
+        return load(data, "the file")
+    except MalformedFile as error:
+        named = re.match("the file: ", str(error))
+    assert named
+    return None
+
+
+@given(data=st.data(), junk=JUNK)
+def test_an_index_with_another_value_anywhere(data: st.DataObject, junk: Any) -> None:
+    """Whatever stands in the place of a value, it is read as it is or refused by name: no other error escapes."""
+    document = json.loads(dump_index(INDEX))
+    changed = replaced(document, data.draw(st.sampled_from(paths_of(document))), junk)
+    index = read_or_refused(load_index, json.dumps(changed).encode())
+    if index is not None:
+        assert all(type(value) is int for value in vars(index.coordinates).values())
+        assert all(Box.whole(entry.shape).contains(p.local) for entry in index.tensors for p in entry.pieces or ())
+
+
+@given(data=st.data(), junk=JUNK)
+def test_a_manifest_with_another_value_anywhere(data: st.DataObject, junk: Any) -> None:
+    """The same for a manifest whose digest was made to fit."""
+    document = json.loads(dump_manifest(MANIFEST))
+    changed = replaced(document, data.draw(st.sampled_from(paths_of(document))), junk)
+    manifest = read_or_refused(load_manifest, sealed(changed))
+    if manifest is not None:
+        assert manifest == load_manifest(dump_manifest(manifest), "manifest.json")
+
+
+@pytest.mark.parametrize("key", sorted(json.loads(dump_index(INDEX))))
+def test_an_index_without_one_of_its_keys(key: str) -> None:
+    """Every key is needed."""
+    document = json.loads(dump_index(INDEX))
+    del document[key]
+    with pytest.raises(MalformedFile, match=r"^index: "):
+        load_index(json.dumps(document).encode(), "index")
+
+
+def test_a_piece_outside_its_tensor_is_refused() -> None:
+    """A slice read there would give the bytes of another tensor."""
+    document = json.loads(dump_index(INDEX))
+    document["tensors"][0]["pieces"][0][0] = [2, 0]
+    with pytest.raises(MalformedFile, match=r"a piece at \[2:4, 0:3\] is not inside shape \(3, 3\)"):
+        load_index(json.dumps(document).encode(), "index")
+
+
+def test_digests_must_cover_the_tensor() -> None:
+    """One CRC-32 per block: fewer would leave bytes unproved."""
+    document = json.loads(dump_index(INDEX))
+    document["tensors"][0]["crc32"] = [7]
+    with pytest.raises(MalformedFile, match="expected 2 numbers, found 1"):
+        load_index(json.dumps(document).encode(), "index")

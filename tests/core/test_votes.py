@@ -1,0 +1,109 @@
+"""How rank 0 judges: one failed rank fails the save, and all must have meant the same one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Verdict, Vote, dump, judge, load_verdict, load_vote, tp_groups_that_differ
+from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed
+
+pytestmark = pytest.mark.plain
+
+TOPOLOGY = Topology(dp=4, tp=2, ep=2)
+PLAN = {"tag": "step_3", "topology": TOPOLOGY.describe(), "model": True}
+
+
+def votes() -> list[Vote]:
+    """One good vote of each of eight ranks; ranks with the same tp and ep rank are replicas."""
+    at = [TOPOLOGY.at(rank) for rank in range(8)]
+    return [Vote(place.rank, plan=PLAN, replica=f"{place.tp_rank}{place.ep_rank}") for place in at]
+
+
+def test_equal_votes_are_a_checkpoint() -> None:
+    """Nothing to object to."""
+    judge(votes(), TOPOLOGY)
+
+
+def test_a_failed_rank_fails_the_save() -> None:
+    """The error names rank and cause, also if others disagree because of it."""
+    ballots = votes()
+    ballots[5] = Vote(5, error=("DigestMismatch", "model/x.pt: expected 1, found 2"))
+    with pytest.raises(SaveFailed, match=r"^rank 5 failed: DigestMismatch: model/x\.pt: expected 1, found 2$"):
+        judge(ballots, TOPOLOGY)
+
+
+def test_another_tag_on_one_rank() -> None:
+    """Ranks that do not save the same thing are shown with what differs, and nothing else."""
+    ballots = votes()
+    ballots[3] = replace(ballots[3], plan={**PLAN, "tag": "step_4"})
+    with pytest.raises(RanksDisagree, match=r"ranks 0 and 3 disagree .*: tag='step_3' against 'step_4'; all ranks"):
+        judge(ballots, TOPOLOGY)
+
+
+def test_another_state_on_a_replica() -> None:
+    """Replicas share the writing of one list of tensors: another list would lose some of them."""
+    ballots = votes()
+    ballots[6] = replace(ballots[6], replica="other")
+    with pytest.raises(RanksDisagree, match="ranks 2 and 6 are replicas of each other"):
+        judge(ballots, TOPOLOGY)
+
+
+def test_a_leader_that_differs_is_noticed_too() -> None:
+    """The rank that speaks for a replica is compared with the others, not taken as right without them."""
+    ballots = votes()
+    ballots[0] = replace(ballots[0], replica="other")
+    with pytest.raises(RanksDisagree, match="ranks 0 and 4 are replicas of each other"):
+        judge(ballots, TOPOLOGY)
+
+
+def test_replicated_tensors_that_differ_over_tp() -> None:
+    """tp ranks of one dp rank whose replicated tensors have other content are found, and only they."""
+    same = [replace(vote, replicated=7) for vote in votes()]
+    assert [] == tp_groups_that_differ(same, TOPOLOGY)
+    same[3] = replace(same[3], replicated=8)
+    assert [[2, 3]] == tp_groups_that_differ(same, TOPOLOGY)
+
+
+def test_ranks_that_wrote_none_of_them_are_not_compared() -> None:
+    """Without a digest there is nothing to compare with."""
+    ballots = [replace(vote, replicated=vote.rank if vote.rank % 2 else None) for vote in votes()]
+    assert [] == tp_groups_that_differ(ballots, TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    "vote",
+    [
+        Vote(3, plan=PLAN, replica="ab", index=RankLine(120, 9), replicated=2**32 - 1, nbytes=5, seconds=0.5),
+        Vote(0, error=("OSError", "disk full")),
+    ],
+)
+def test_a_vote_is_read_back(vote: Vote) -> None:
+    """As it was cast."""
+    assert vote == load_vote(dump(vote), "vote")
+
+
+@pytest.mark.parametrize("verdict", [Verdict(), Verdict(("SaveFailed", "rank 3 failed"), 3)])
+def test_a_verdict_is_read_back(verdict: Verdict) -> None:
+    """As it was given."""
+    assert verdict == load_verdict(dump(verdict), "verdict")
+
+
+DAMAGED = [b"", b"{", b"[]", b"3", b'{"error":["x"]}', b'{"error":{"a":1}}', b'{"error":5}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("data", [*DAMAGED, b'{"rank":0,"index":[1]}', b'{"rank":0,"colour":1}', b"{}"])
+def test_a_damaged_vote_is_named(data: bytes) -> None:
+    """A vote that cannot be read is an error of that file, not of the reader."""
+    with pytest.raises(MalformedFile, match=r"^votes/rank_0\.json: "):
+        load_vote(data, "votes/rank_0.json")
+
+
+@pytest.mark.parametrize("data", [*DAMAGED, b'{"rank":"x"}', b'{"rank":null}'])
+def test_a_damaged_verdict_is_named(data: bytes) -> None:
+    """The same for rank 0's decision, which every rank reads."""
+    with pytest.raises(MalformedFile, match=r"^verdict\.json: "):
+        load_verdict(data, "verdict.json")

@@ -1,0 +1,166 @@
+"""docs/format.md describes the files that are written: every key, the containers, the digests."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Partition
+from nxd_ckpt.storage.local import LocalStorage
+from tests.docs.markdown import FORMAT, code_blocks, tables, unquoted
+
+pytestmark = pytest.mark.plain
+
+CUT = Partition(partition_dim=1, partition_stride=2, num_partitions=2, rank_ordering=(1, 0), expert=True, known=False)
+
+
+class KeepingStorage(LocalStorage):
+    """A directory that remembers what was last written to each small file, also after it is gone."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.kept: dict[str, bytes] = {}
+
+    def write(self, key: str, data: bytes) -> None:
+        self.kept[key] = data
+        super().write(key, data)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        self.kept[key] = data
+        return super().link_new(key, data)
+
+
+@dataclass
+class Written:
+    """A fresh tag, the JSON of every document by file name, and the live state."""
+
+    tag: Path
+    documents: dict[str, Any]
+    model: torch.nn.Module
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """One tag, saved twice, so that the second save replaces the first; a record above and others below 64 KiB."""
+    storage = KeepingStorage(tmp_path_factory.mktemp("format") / "ckpt")
+    model = torch.nn.Sequential(torch.nn.Linear(128, 130), torch.nn.Linear(130, 2))
+    model[1].weight = torch.nn.Parameter(torch.zeros(2, 130))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, 128)).sum().backward()
+    optimizer.step()
+    with Checkpointer("", storage=storage) as checkpointer:
+        for _ in range(2):
+            checkpointer.save(
+                "step_1", model, optimizer, user_content={"steps": 1}, rank_content={}, partitions={"1.weight": CUT}
+            )
+    documents = {
+        Path(key).name: json.loads(data) for key, data in storage.kept.items() if key.endswith(".json")
+    }
+    return Written(storage.root / "step_1", documents, model)
+
+
+INDEX = "dp_rank_00_tp_rank_00_pp_rank_00.json"
+VOTE = "rank_00000.vote.json"
+
+DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "`manifest.json`": lambda found: found["manifest.json"],
+    "`manifest.json`: `topology`": lambda found: found["manifest.json"]["topology"],
+    "`manifest.json`: `parts`": lambda found: found["manifest.json"]["parts"],
+    "`manifest.json`: `timings`": lambda found: found["manifest.json"]["timings"],
+    "`parameters`: specification": lambda found: found["manifest.json"]["parameters"]["1.weight"],
+    "`parameters`: `partition`": lambda found: found["manifest.json"]["parameters"]["1.weight"]["partition"],
+    "`index/*.json`": lambda found: found[INDEX],
+    "`index/*.json`: `tensors` entry": lambda found: found[INDEX]["tensors"][0],
+    "`lease.json`": lambda found: found["lease.json"],
+    "`rank_%05d.vote.json`": lambda found: found[VOTE],
+    "`rank_%05d.vote.json`: `plan`": lambda found: found[VOTE]["plan"],
+    "`rank_%05d.vote.json`: `index`": lambda found: found[VOTE]["index"],
+    "`verdict.json`": lambda found: found["verdict.json"],
+    "`journal.json`": lambda found: found["journal.json"],
+}
+
+
+@pytest.mark.parametrize("heading", DOCUMENTED)
+def test_documented_keys_are_those_that_are_written(written: Written, heading: str) -> None:
+    """Each table of keys lists what a fresh checkpoint holds, in the same order."""
+    documented = [unquoted(row[0]) for row in tables(FORMAT)[heading]]
+    assert list(DOCUMENTED[heading](written.documents)) == documented
+
+
+def test_every_json_document_is_described(written: Written) -> None:
+    """No other JSON file is written, and no other table of keys stands in the document."""
+    described = {"manifest.json", INDEX, "lease.json", VOTE, "verdict.json", "journal.json"}
+    assert described == written.documents.keys()
+    with_keys = {heading for heading in tables(FORMAT) if heading.startswith("`")}
+    assert DOCUMENTED.keys() == with_keys
+
+
+def test_versions_are_those_that_are_named(written: Written) -> None:
+    """``versions`` holds Python's and torch's, and no name that the document does not give."""
+    (row,) = [row for row in tables(FORMAT)["`manifest.json`"] if row[0] == "`versions`"]
+    versions = written.documents["manifest.json"]["versions"]
+    assert {"python", "torch"} <= versions.keys()
+    assert [] == [name for name in versions if f"`{name}`" not in row[2]]
+
+
+def test_containers_are_as_described(written: Written) -> None:
+    """Records in order, stored, aligned to 64 bytes or, from 64 KiB on, to 4,096; every CRC-32 right."""
+    heads = [unquoted(row[0]) for row in tables(FORMAT)["Torch files"][:-1]]
+    files = sorted(written.tag.rglob("*.pt"))
+    assert len(files) == 4
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            assert archive.testzip() is None
+        assert heads == [record.filename for record in records[: len(heads)]]
+        data = [f"archive/data/{index}" for index in range(len(records) - len(heads))]
+        assert data == [record.filename for record in records[len(heads) :]]
+        assert {zipfile.ZIP_STORED} == {record.compress_type for record in records}
+    tensors = written.documents[INDEX]["tensors"]
+    misaligned = [entry for entry in tensors if entry["offset"] % (4096 if entry["nbytes"] >= 64 * 1024 else 64)]
+    assert [] == misaligned
+    assert max(entry["nbytes"] for entry in tensors) >= 64 * 1024
+
+
+def test_file_digests_are_of_all_bytes(written: Written) -> None:
+    """``files`` names every file of the rank, and zlib gives the same sizes and CRC-32 for their bytes."""
+    listed = written.documents[INDEX]["files"]
+    contents = {path.relative_to(written.tag).as_posix(): path.read_bytes() for path in written.tag.rglob("*.pt")}
+    assert {file: [len(data), zlib.crc32(data)] for file, data in contents.items()} == listed
+
+
+def test_the_reader_in_the_document_reads(written: Written) -> None:
+    """The example needs the standard library only, and gives the bytes of the live tensor."""
+    namespace: dict[str, Any] = {}
+    for block in code_blocks(FORMAT, "python"):
+        exec(compile(block, str(FORMAT), "exec"), namespace)
+    live = written.model.state_dict()["0.weight"]
+    expected = ("float32", [130, 128], live.numpy().tobytes())
+    assert expected == namespace["read_tensor"](written.tag, 0, "model/0.weight")
+
+
+def test_the_reader_in_the_document_refuses_changed_bytes(written: Written, tmp_path: Path) -> None:
+    """One flipped bit of a tensor, or of an index, is an error."""
+    namespace: dict[str, Any] = {}
+    for block in code_blocks(FORMAT, "python"):
+        exec(compile(block, str(FORMAT), "exec"), namespace)
+    (entry,) = [entry for entry in written.documents[INDEX]["tensors"] if entry["name"] == "model/0.weight"]
+    for number, (file, offset) in enumerate([(entry["file"], entry["offset"]), (f"index/{INDEX}", 100)]):
+        copy = tmp_path / str(number)
+        for source in filter(Path.is_file, written.tag.rglob("*")):
+            target = copy / source.relative_to(written.tag)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes())
+        damaged = bytearray((copy / file).read_bytes())
+        damaged[offset] ^= 1
+        (copy / file).write_bytes(damaged)
+        with pytest.raises(ValueError, match="changed"):
+            namespace["read_tensor"](copy, 0, "model/0.weight")

@@ -1,0 +1,91 @@
+"""The README is true: its code runs and prints what it says, and it leaves out nothing that is public."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nxd_ckpt
+from tests.docs.markdown import README, code_blocks, prose, tables, unquoted
+
+pytestmark = pytest.mark.plain
+
+_PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+
+TABLE_OF_KEYWORDS, TABLE_OF_ERRORS = "Switching from neuronx-distributed", "Troubleshooting"
+ALIASES = {"path", "checkpoint_dir_str"}  # two names for one parameter
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    nxd_ckpt.close_checkpointers()
+
+
+def run(block: str, namespace: dict[str, Any]) -> None:
+    exec(compile(block, str(README), "exec"), namespace)
+
+
+def printed(blocks: list[str]) -> list[str]:
+    """What the comments behind calls of print say that they print."""
+    return [line for block in blocks for line in _PRINTS.findall(block)]
+
+
+def test_every_python_block_runs_and_prints_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pasted one after the other into one process, on plain CPU torch."""
+    blocks = code_blocks(README, "python")
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks:
+        run(block, namespace)
+    expected = printed(blocks)
+    assert len(expected) > 5
+    assert expected == capsys.readouterr().out.splitlines()
+
+
+def test_the_quick_start_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Run again in the same directory, it finds its checkpoint and has nothing left to do."""
+    quick_start = code_blocks(README, "python")[0]
+    namespaces: list[dict[str, Any]] = [{}, {}]
+    for namespace in namespaces:
+        run(quick_start, namespace)
+        nxd_ckpt.close_checkpointers()
+    assert printed([quick_start] * 2) == capsys.readouterr().out.splitlines()
+    assert [0, 300] == [namespace["first"] for namespace in namespaces]
+
+
+def test_every_exception_is_in_the_troubleshooting_table() -> None:
+    """The table's first column is the exception tree, no more and no less."""
+    documented = [unquoted(row[0]) for row in tables(README)[TABLE_OF_ERRORS]]
+    classes = [value for value in vars(nxd_ckpt.errors).values() if inspect.isclass(value)]
+    exceptions = [kind.__name__ for kind in classes if issubclass(kind, Exception)]
+    assert sorted(exceptions) == sorted(documented)
+
+
+def test_every_public_name_is_documented() -> None:
+    """What ``nxd_ckpt`` exports is in the README's text or code."""
+    text = README.read_text()
+    assert [] == [name for name in nxd_ckpt.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+def test_every_keyword_of_save_and_load_is_documented() -> None:
+    """The table of keywords says which function takes which."""
+    functions = {"save": keywords(nxd_ckpt.save_checkpoint), "load": keywords(nxd_ckpt.load_checkpoint)}
+    expected = {
+        name: [function for function, names in functions.items() if name in names]
+        for name in (functions["save"] | functions["load"]) - ALIASES
+    }
+    rows = tables(README)[TABLE_OF_KEYWORDS]
+    documented = {unquoted(row[0]): row[1].split(", ") for row in rows if row[1] in ("save", "load", "save, load")}
+    assert expected == documented
+    assert [] == [name for name in ALIASES if f"`{name}=`" not in prose(README)]
+
+
+def keywords(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -1,0 +1,113 @@
+"""What NxD 0.18 wrote loads into live modules and optimizers, as every rank held it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import load_checkpoint
+from nxd_ckpt.errors import PartNotFound
+from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
+from tests.golden.checkpoints import Saved, groups_like, module_like, saved
+from tests.layout.equality import difference
+
+pytestmark = pytest.mark.plain
+
+SHARDED = [
+    "a_dp2_zero1_pt",
+    "c_dp2_tp2_zero1_xser",
+    "d_dp4_zero1_xser",
+    "e_dp2_tp2_bf16_master_pt",
+    "h_tp2_pp2_zero1_xser",
+    "l_dp2_zero1_dcp_async",
+]
+LOST = ["frozen_scale", "pos_scale", "tokens_seen"]
+"""Tensors of f_... that no file holds."""
+
+
+def sharded(golden_one: Saved, rank: int, held: dict[str, Any], model: torch.nn.Module) -> ShardedOptimizer:
+    """A ZeRO-1 optimizer as the rank had it, with other options than the saved ones."""
+    return ShardedOptimizer(
+        groups_like(held, model),
+        rank,
+        golden_one.config["dp_groups"],
+        save_master_weights=golden_one.config["master_in_ckpt"],
+        lr=0.5,
+        betas=(0.5, 0.5),
+    )
+
+
+def options_differ(held: list[dict[str, Any]], live: list[dict[str, Any]]) -> str | None:
+    """Where saved param groups and live ones differ, but for options that only the live optimizer knows."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in held]
+    found = [{key: group.get(key) for key in known} for known, group in zip(options, live, strict=True)]
+    return difference(options, found)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_live_zero1_ranks_continue_from_it(golden: Path, name: str) -> None:
+    """Parameters, buffers, moments, steps, options and master weights of every rank are those that were held."""
+    golden_one = saved(golden, name)
+    for rank, topology in enumerate(golden_one.topologies):
+        held = golden_one.held("step_3", rank)
+        model = module_like(held)
+        optimizer = sharded(golden_one, rank, held, model)
+        load_checkpoint(golden_one.directory, "step_3", model, optimizer, topology=topology)
+        state = optimizer.state_dict()
+        assert None is difference(held["model"], dict(model.state_dict()))
+        assert None is difference(held["optimizer"]["base_state"], state["base_state"])
+        assert None is difference(held["optimizer"]["shape_info"], state["shape_info"])
+        assert None is difference(held["optimizer"].get("sharded_master_weights"), state.get("sharded_master_weights"))
+        assert None is options_differ(held["optimizer"]["param_groups"], optimizer.param_groups)
+        assert None is options_differ(held["optimizer"]["param_groups"], optimizer.base_optimizer.param_groups)
+
+
+def test_live_expert_parallel_ranks_continue_from_it(golden: Path) -> None:
+    """The two optimizers behind NxD's expert-parallel one get their own entries, experts cut over their replicas."""
+    golden_one = saved(golden, "i_dp4_ep2_zero1_pt")
+    groups = golden_one.config["dp_groups"], golden_one.config["edp_groups"]
+    for rank, topology in enumerate(golden_one.topologies):
+        held = golden_one.held("step_3", rank)
+        model = module_like(held)
+        optimizer = ExpertShardedOptimizer(groups_like(held, model), rank, *groups, lr=0.5)
+        load_checkpoint(golden_one.directory, "step_3", model, optimizer, topology=topology)
+        assert None is difference(held["model"], dict(model.state_dict()))
+        assert None is difference(held["optimizer"]["base_state"], optimizer.state_dict()["base_state"])
+
+
+@pytest.mark.parametrize("name", ["g_dp2_tp2_nozero1_xser", "i_dp2_tp2_ep2_nozero1_xser", "s_tp2_stride2_nozero1_pt"])
+def test_live_plain_optimizers_continue_from_it(golden: Path, name: str) -> None:
+    """``torch.optim.AdamW``'s whole state dict is what was held, expert parameters included."""
+    golden_one = saved(golden, name)
+    for rank, topology in enumerate(golden_one.topologies):
+        held = golden_one.held("step_3", rank)
+        model = module_like(held)
+        optimizer = torch.optim.AdamW(groups_like(held, model), lr=0.5)
+        load_checkpoint(golden_one.directory, "step_3", model, optimizer, topology=topology)
+        assert None is difference(held["model"], dict(model.state_dict()))
+        assert None is difference(held["optimizer"]["state"], optimizer.state_dict()["state"])
+        assert None is options_differ(held["optimizer"]["param_groups"], optimizer.param_groups)
+
+
+def test_weights_that_were_left_out_are_restored(golden: Path) -> None:
+    """A live model gets its weights from the master weights; what no file holds is refused by name, or left alone."""
+    golden_one = saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser")
+    for rank, topology in enumerate(golden_one.topologies):
+        held = golden_one.held("step_3", rank)
+        model = module_like(held)
+        optimizer = sharded(golden_one, rank, held, model)
+        fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(PartNotFound, match=", ".join(LOST)):
+            load_checkpoint(golden_one.directory, "step_3", model, optimizer, topology=topology)
+        assert None is difference(fresh, dict(model.state_dict()))
+        assert {} == optimizer.state_dict()["base_state"]
+
+        load_checkpoint(golden_one.directory, "step_3", model, optimizer, strict=False, topology=topology)
+        expected = {name: fresh[name] if name in LOST else tensor for name, tensor in held["model"].items()}
+        state = optimizer.state_dict()
+        assert None is difference(expected, dict(model.state_dict()))
+        assert None is difference(held["optimizer"]["base_state"], state["base_state"])
+        assert None is difference(held["optimizer"]["sharded_master_weights"], state["sharded_master_weights"])

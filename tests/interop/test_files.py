@@ -1,0 +1,188 @@
+"""What nxd_ckpt writes is what NxD 0.18 writes for the same state: names, markers, structure, tensors."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Partition, load_checkpoint
+from tests.golden.checkpoints import Saved, module_like, saved
+from tests.golden.test_live import sharded
+from tests.interop.files import names_below, torch_files, unpickled
+from tests.interop.saving import save_as_every_rank
+from tests.layout.equality import difference
+
+pytestmark = pytest.mark.plain
+
+WHOLE_TENSORS = ["a_dp2_zero1_pt", "e_dp2_tp2_bf16_master_pt", "i_dp4_ep2_zero1_pt", "s_tp2_stride2_nozero1_pt"]
+REFERENCES = [
+    "b_dp2_zero1_xser",
+    "c_dp2_tp2_zero1_xser",
+    "d_dp4_zero1_xser",
+    "g_dp2_tp2_nozero1_xser",
+    "h_tp2_pp2_zero1_xser",
+    "i_dp2_tp2_ep2_nozero1_xser",
+]
+LEFT_OUT = "f_dp2_tp2_bf16_master_avoid_lp_xser"
+PARTS = ("model", "optimizer", "scheduler", "user_content")
+
+
+def save_again(golden_one: Saved, directory: Path, **options: Any) -> Path:
+    """Save what every rank held, as dicts; the tag's directory."""
+
+    def what(rank: int) -> dict[str, Any]:
+        held = golden_one.held("step_3", rank)
+        return {**{part: held[part] for part in PARTS}, **how_it_is_cut(held)}
+
+    use_xser = golden_one.config["use_xser"]
+    save_as_every_rank(directory, "step_3", golden_one.topologies, what, use_xser=use_xser, **options)
+    return directory / "step_3"
+
+
+def how_it_is_cut(held: dict[str, Any]) -> dict[str, Any]:
+    """What dicts do not tell: the optimizer's names, and NxD's attributes of the model's parameters."""
+    cut = {
+        about["name"]: Partition(
+            about["partition_dim"],
+            about["partition_stride"] or 1,
+            about["num_partitions"] or 1,
+            expert=about["expert_model_parallel"],
+        )
+        for about in held["params"]
+    }
+    names = held["optimizer_param_names"]
+    if "ep_param_group_offset" in held["optimizer"]:  # NxD: the groups once without experts, once with experts only
+        names = [
+            [name for name in group if cut[name].expert is experts] for experts in (False, True) for group in names
+        ]
+    return {"partitions": cut, "param_names": names}
+
+
+def contents_differ(theirs: Path, ours: Path) -> list[str]:
+    """Where files of the same name in two tags hold something else."""
+    found = (
+        difference(unpickled(path), unpickled(ours / path.relative_to(theirs)), str(path.relative_to(theirs)))
+        for path in torch_files(theirs)
+    )
+    return [text for text in found if text is not None]
+
+
+@pytest.mark.parametrize("name", WHOLE_TENSORS + REFERENCES)
+def test_the_files_are_those_of_nxd(golden: Path, tmp_path: Path, name: str) -> None:
+    """Dict for dict: file names, markers, references, tids, info and every tensor's bits are the same."""
+    golden_one = saved(golden, name)
+    theirs = golden_one.directory / "step_3"
+    ours = save_again(golden_one, tmp_path)
+    assert names_below(theirs) == names_below(ours)
+    assert [] == contents_differ(theirs, ours)
+    assert [b"1", b"1"] == [(ours / marker).read_bytes() for marker in ("checkpoint", "done")]
+
+
+@pytest.mark.parametrize("name", ["c_dp2_tp2_zero1_xser", "e_dp2_tp2_bf16_master_pt"])
+def test_live_objects_are_saved_as_nxd_saves_them(golden: Path, tmp_path: Path, name: str) -> None:
+    """Loaded into live modules and ZeRO-1 optimizers and saved from them, the model's and optimizer's files stay."""
+    golden_one = saved(golden, name)
+
+    def what(rank: int) -> dict[str, Any]:
+        held = golden_one.held("step_3", rank)
+        model = module_like(held)
+        optimizer = sharded(golden_one, rank, held, model)
+        topology = golden_one.topologies[rank]
+        load_checkpoint(golden_one.directory, "step_3", model, optimizer, topology=topology)
+        return {"model": model, "optimizer": optimizer}
+
+    use_xser = golden_one.config["use_xser"]
+    save_as_every_rank(tmp_path, "again", golden_one.topologies, what, use_xser=use_xser)
+    theirs, ours = golden_one.directory / "step_3", tmp_path / "again"
+    assert names_below(theirs) - {"scheduler.pt", "user_content.pt"} == names_below(ours)
+    for part in ("model", "optim"):
+        differing = contents_differ(theirs / part, ours / part)
+        # The double's base optimizer lists its options in another order than NxD's.
+        assert [] == [text for text in differing if "param_groups" not in text]
+
+
+def test_weights_left_out_leave_only_what_no_master_weight_covers(golden: Path, tmp_path: Path) -> None:
+    """NxD's references and info, with files for those three tensors alone, which NxD loses."""
+    golden_one = saved(golden, LEFT_OUT)
+    ours = save_again(golden_one, tmp_path, avoid_saving_lower_precision_weights=True)
+    theirs = golden_one.directory / "step_3"
+    held = list(golden_one.held("step_3", 0)["model"])
+    lost = [held.index(name) for name in ("frozen_scale", "pos_scale", "tokens_seen")]
+    extra = {
+        f"model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt.tensors/tensor_{tid}.pt" for tp in (0, 1) for tid in lost
+    }
+    assert names_below(theirs) | extra == names_below(ours)
+    assert [] == contents_differ(theirs, ours)
+    for rank, topology in enumerate(golden_one.topologies):
+        model: dict[str, Any] = {}
+        load_checkpoint(tmp_path, "step_3", model, topology=topology)
+        assert None is difference(golden_one.held("step_3", rank)["model"], model)
+
+
+def test_experts_in_bare_dicts_are_not_lost(golden: Path, tmp_path: Path) -> None:
+    """Nothing says which tensors are experts', of which each ep rank has its own: then all of them write all."""
+    golden_one = saved(golden, "i_dp2_tp2_ep2_nozero1_xser")
+
+    def what(rank: int) -> dict[str, Any]:
+        held = golden_one.held("step_3", rank)
+        return {"model": held["model"], "optimizer": held["optimizer"]}
+
+    save_as_every_rank(tmp_path, "bare", golden_one.topologies, what, use_xser=True)
+    for rank, topology in enumerate(golden_one.topologies):
+        loaded: dict[str, Any] = {"model": {}, "optimizer": {}}
+        load_checkpoint(tmp_path, "bare", **loaded, topology=topology)
+        held = golden_one.held("step_3", rank)
+        assert None is difference({part: held[part] for part in loaded}, loaded)
+
+
+def test_experts_optimizer_is_written_in_plain_files_too(golden: Path, tmp_path: Path) -> None:
+    """Without ZeRO-1 and xser, NxD loses the optimizer of ep ranks above 0: here each has its file."""
+    golden_one = saved(golden, "i_dp2_tp2_ep2_nozero1_xser")
+
+    def what(rank: int) -> dict[str, Any]:
+        held = golden_one.held("step_3", rank)
+        return {"model": held["model"], "optimizer": held["optimizer"]}
+
+    save_as_every_rank(tmp_path, "plain", golden_one.topologies, what, use_xser=False)
+    files = {f"dp_rank_00_ep_rank_{ep:02d}_tp_rank_{tp:02d}_pp_rank_00.pt" for ep in (0, 1) for tp in (0, 1)}
+    for part in ("model", "optim"):
+        assert files == {path.name for path in (tmp_path / "plain" / part).iterdir()}
+    for rank, topology in enumerate(golden_one.topologies):
+        model: dict[str, Any] = {}
+        optimizer: dict[str, Any] = {}
+        load_checkpoint(tmp_path, "plain", model, optimizer, topology=topology)
+        held = golden_one.held("step_3", rank)
+        assert None is difference({"m": held["model"], "o": held["optimizer"]}, {"m": model, "o": optimizer})
+
+
+@pytest.mark.parametrize("name", ["a_dp2_zero1_pt", "b_dp2_zero1_xser"])
+def test_any_unzip_proves_the_files(golden: Path, tmp_path: Path, name: str) -> None:
+    """Every file is a zip archive whose CRC-32s are there, and right."""
+    files = torch_files(save_again(saved(golden, name), tmp_path))
+    for path in files:
+        with zipfile.ZipFile(path) as archive:
+            assert None is archive.testzip()
+            assert [] == [info.filename for info in archive.infolist() if info.file_size and not info.CRC]
+    assert len(files) > 3
+
+
+def test_the_other_ways_of_torch_load_work(golden: Path, tmp_path: Path) -> None:
+    """Plain files load with ``weights_only=True``, and memory mapped, to the same state."""
+    golden_one = saved(golden, "e_dp2_tp2_bf16_master_pt")
+    for path in torch_files(save_again(golden_one, tmp_path)):
+        expected = unpickled(path)
+        assert None is difference(expected, torch.load(path, weights_only=True))
+        assert None is difference(expected, torch.load(path, mmap=True, weights_only=True))
+
+
+def test_num_workers_does_not_show_in_the_files(golden: Path, tmp_path: Path) -> None:
+    """``num_workers`` limits who writes at once, not what is written."""
+    golden_one = saved(golden, "a_dp2_zero1_pt")
+    one = save_again(golden_one, tmp_path / "one", num_workers=1)
+    other = save_again(golden_one, tmp_path / "other", num_workers=None)
+    files = torch_files(one)
+    assert [path.read_bytes() for path in files] == [(other / path.relative_to(one)).read_bytes() for path in files]

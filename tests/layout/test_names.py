@@ -1,0 +1,74 @@
+"""File names are exactly NxD's, and reading a name gives back what made it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.names import ParsedName
+
+pytestmark = pytest.mark.plain
+
+ranks = st.integers(0, 12_000)
+
+
+@given(ranks, st.none() | ranks, ranks, ranks)
+def test_a_name_parses_to_the_ranks_that_made_it(dp: int, ep: int | None, tp: int, pp: int) -> None:
+    """Every rank survives the way into a name and back, with two digits or more."""
+    assert ParsedName(dp, ep, tp, pp) == names.parse(names.rank_file(dp, ep, tp, pp))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp_rank_00_tp_rank_00_pp_rank_00",
+        "dp_rank_00_tp_rank_00_pp_rank_00.pt.info.pt",
+        "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors",
+        "dp_rank_0_tp_rank_00_pp_rank_00.pt",
+        "dp_rank_007_tp_rank_00_pp_rank_00.pt",
+        "tp_rank_00_pp_rank_00.pt",
+        "dp_rank_00_tp_rank_00_pp_rank_00.pt\n",
+        "full_tp_rank_00_pp_rank_00.pt",
+        "",
+    ],
+)
+def test_other_names_are_no_rank_files(name: str) -> None:
+    """Only exactly NxD's names are taken for rank files, not what stands beside them."""
+    assert names.parse(name) is None
+
+
+def test_the_names_of_golden_checkpoints(golden: Path) -> None:
+    """For every rank of every checkpoint that NxD wrote, the named files are those that exist."""
+    for described in sorted(golden.glob("*/config.json")):
+        config = json.loads(described.read_text())
+        topology = Topology(config["dp"], config["tp"], config["pp"], config["ep"])
+        for tag in (described.parent / "ckpt").iterdir():
+            expected = {path.relative_to(tag).as_posix() for path in tag.glob("*/*_pp_rank_*[0-9].pt")}
+            at = [Coordinates(rank["pp"], rank["dp"], rank["tp"]) for rank in config["rank_coords"]]
+            actual = {names.model_file(topology, place) for place in at}
+            if not config["dcp"]:
+                actual |= {names.optimizer_file(topology, place, config["zero1"]) for place in at}
+            assert expected == actual, described.parent.name
+
+
+def test_full_and_own_names() -> None:
+    """The converter's "full" names, and those that are not NxD's."""
+    at = Coordinates(pp_rank=1, dp_rank=103, tp_rank=2)
+    assert "optim/full_tp_rank_02_pp_rank_01.pt" == names.full_optimizer_file(at)
+    assert Coordinates(1, 0, 2) == names.parse_full("full_tp_rank_02_pp_rank_01.pt")
+    assert names.parse_full("full_tp_rank_2_pp_rank_01.pt") is None
+    assert names.parse_full("full_tp_rank_002_pp_rank_01.pt") is None
+    assert "index/dp_rank_103_tp_rank_02_pp_rank_01.json" == names.index_file(at)
+    assert "rank_content/rank_00103.pt" == names.rank_content_file(103)
+
+
+def test_xser_names() -> None:
+    """The files beside a file of references."""
+    assert "model/a.pt.info.pt" == names.info_file("model/a.pt")
+    assert "model/a.pt.tensors/tensor_7.pt" == names.tensor_file("model/a.pt", 7)

@@ -1,0 +1,73 @@
+"""What a save may replace, and how tags are ordered after they were copied."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import nxd_ckpt
+from nxd_ckpt.errors import SaveFailed
+from nxd_ckpt.layout.directory import list_tags, may_be_replaced
+from nxd_ckpt.storage.local import LocalStorage
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.mark.parametrize("file", ["model/weights.safetensors", "index/faiss.bin", "manifest.json", "checkpoint"])
+def test_a_directory_of_the_user_is_never_replaced(tmp_path: Path, file: str) -> None:
+    """Names that a checkpoint has too do not make it one: the save fails, and the bytes stay."""
+    own = tmp_path / "final" / file
+    own.parent.mkdir(parents=True)
+    own.write_text("a month of work")
+
+    with nxd_ckpt.Checkpointer(tmp_path) as checkpointer, pytest.raises(SaveFailed, match="not a checkpoint"):
+        checkpointer.save("final", {"w": torch.ones(2)})
+
+    assert "a month of work" == own.read_text()
+
+
+def test_the_remains_of_an_interrupted_save_are_replaced(tmp_path: Path) -> None:
+    """What NxD leaves behind when it is killed: its first marker and some ranks' files."""
+    (tmp_path / "t" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").mkdir(parents=True)
+    (tmp_path / "t" / "checkpoint").write_text("1")
+
+    assert may_be_replaced(LocalStorage(tmp_path), "t")
+
+
+def test_copied_tags_keep_their_order(tmp_path: Path) -> None:
+    """A copy loses modification times; the manifest keeps the order."""
+    with nxd_ckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (9, 10, 11):
+            checkpointer.save(f"step_{step}", {"w": torch.ones(2)})
+    (tmp_path / "copy").mkdir()
+    for step in (11, 9, 10):
+        shutil.copytree(
+            tmp_path / "run" / f"step_{step}", tmp_path / "copy" / f"step_{step}", copy_function=shutil.copyfile
+        )
+
+    copied = {info.tag: info.order_time for info in list_tags(LocalStorage(tmp_path / "copy"))}
+
+    assert copied == {info.tag: info.order_time for info in list_tags(LocalStorage(tmp_path / "run"))}
+    assert "step_11" == nxd_ckpt.open_checkpoint(tmp_path / "copy").tag
+
+
+def test_a_wrapper_with_state_of_its_own_is_saved_whole(tmp_path: Path) -> None:
+    """Only NxD's wrapper, which has none, is taken off an optimizer."""
+
+    class Lookahead(torch.optim.SGD):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer.param_groups, lr=0.1)
+            self.optimizer = optimizer
+
+        def state_dict(self) -> dict[str, object]:
+            return {**super().state_dict(), "state": {0: {"slow": torch.full((2,), 7.0)}}}
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    wrapper = Lookahead(torch.optim.SGD([weight], lr=0.1))
+    with nxd_ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("t", None, wrapper)
+
+    assert [7.0, 7.0] == nxd_ckpt.open_checkpoint(tmp_path).optimizer_state()["state"][0]["slow"].tolist()

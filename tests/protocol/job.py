@@ -1,0 +1,113 @@
+"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed.
+
+They are forked from a server that has imported torch already, so a job of two ranks costs a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from nxd_ckpt.emulation.launcher import free_ports
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "nxd_ckpt", "nxd_ckpt.testing.storage"])
+
+
+class Died(Exception):
+    """The outcome of a rank whose process ended before its function did."""
+
+
+@dataclass
+class Raised:
+    """The outcome of a rank whose function raised."""
+
+    error: BaseException
+
+
+class Job:
+    """``fn(rank, *args)`` on ``nproc`` ranks, started at once.
+
+    ``group=True`` joins them in a gloo process group first. ``fn`` is module-level.
+    """
+
+    def __init__(self, nproc: int, fn: Callable[..., Any], *args: Any, group: bool = False) -> None:
+        port = free_ports()[0] if group else None
+        self._ranks = []
+        for rank in range(nproc):
+            ours, theirs = _processes.Pipe(duplex=False)
+            process = _processes.Process(target=_run, args=(theirs, rank, nproc, port, fn, args), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and wait until it is gone."""
+        process, _ = self._ranks[rank]
+        process.kill()
+        process.join()
+
+    def kill_all(self) -> None:
+        for rank in range(len(self._ranks)):
+            self.kill(rank)
+
+    def alive(self, rank: int) -> bool:
+        return self._ranks[rank][0].is_alive()
+
+    def outcomes(self, timeout: float = 40.0) -> list[Any]:
+        """What each rank returned, Raised with its exception, or Died.
+
+        Raises TimeoutError, after killing all, if a rank hangs; its stacks are on stderr by then.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            return [self.outcome(rank, deadline - time.monotonic()) for rank in range(len(self._ranks))]
+        finally:
+            self.kill_all()
+
+    def values(self, timeout: float = 40.0) -> list[Any]:
+        """As :meth:`outcomes`, but raises the first exception."""
+        found = self.outcomes(timeout)
+        for outcome in found:
+            if isinstance(outcome, Raised):
+                raise outcome.error
+            if isinstance(outcome, Died):
+                raise outcome
+        return found
+
+    def outcome(self, rank: int, timeout: float = 40.0) -> Any:
+        """The outcome of one rank; the others may go on."""
+        process, connection = self._ranks[rank]
+        if not wait([connection], max(timeout, 0.0)):
+            raise TimeoutError(f"rank {rank} hangs")
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except EOFError:
+            process.join()
+            return Died(f"rank {rank} ended with exit code {process.exitcode}")
+
+
+def _run(
+    connection: Connection, rank: int, nproc: int, port: int | None, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    faulthandler.dump_traceback_later(35)
+    os.environ["LOCAL_WORLD_SIZE"] = str(nproc)
+    try:
+        if port is not None:
+            import torch.distributed as dist
+
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=nproc)
+        outcome = fn(rank, *args)
+    except Exception as error:
+        outcome = Raised(error)
+    connection.send_bytes(pickle.dumps(outcome))
+    if port is not None and rank == 0:
+        time.sleep(40)  # the group's store lives here, and others may still have an answer to fetch

@@ -1,0 +1,71 @@
+"""What the jobs of these tests save, and how its content is recognised: one number tells which save it was."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxd_ckpt import Checkpointer, PendingSave, Topology, load_checkpoint
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import Hook, HookedStorage
+from nxd_ckpt.verify import verify_checkpoint
+
+PATIENCE = 3.0
+"""Seconds of silence after which a rank counts as lost, in these tests."""
+
+
+def weights(value: int, rank: int) -> dict[str, torch.Tensor]:
+    """The model state of a rank in save number ``value``: no two ranks or saves have an equal tensor."""
+    start = 1000.0 * value + 100.0 * rank
+    return {"weight": torch.arange(start, start + 12).reshape(3, 4), "bias": torch.full((4,), start)}
+
+
+def checkpointer(path: Path, rank: int, world: int, hook: Hook | None = None, **options: Any) -> Checkpointer:
+    """Rank ``rank`` of ``world`` tensor-parallel ranks: each writes a model file of its own."""
+    storage = LocalStorage(path)
+    return Checkpointer(
+        path,
+        topology=Topology(tp=world, rank=rank),
+        storage=storage if hook is None else HookedStorage(storage, hook),
+        **{"timeout": PATIENCE, **options},
+    )
+
+
+def save(saver: Checkpointer, tag: str, value: int, **options: Any) -> PendingSave:
+    """Save number ``value`` of this rank under ``tag``."""
+    rank = saver.topology.rank
+    return saver.save(
+        tag,
+        weights(value, rank),
+        user_content={"value": value},
+        rank_content={"value": value, "rank": rank},
+        **options,
+    )
+
+
+def saved_value(path: str | os.PathLike[str], tag: str | None, world: int) -> int:
+    """Which save ``tag`` (None: the latest) holds; proves that every rank's part is of that save, bit for bit."""
+    problems = verify_checkpoint(path, tag).problems
+    assert () == problems
+    values = set()
+    for rank in range(world):
+        model: dict[str, torch.Tensor] = {}
+        own: dict[str, int] = {}
+        content = load_checkpoint(path, tag, model, topology=Topology(tp=world, rank=rank), rank_content=own)
+        value = int(content["value"])
+        expected = weights(value, rank)
+        assert expected.keys() == model.keys()
+        assert all(torch.equal(expected[name], model[name]) for name in expected)
+        assert {"value": value, "rank": rank} == own
+        values.add(value)
+    assert 1 == len(values)
+    return values.pop()
+
+
+def visible_tags(path: str | os.PathLike[str]) -> list[str]:
+    """Every tag that a listing shows, complete or not, oldest first."""
+    return [info.tag for info in sorted(list_tags(LocalStorage(path)), key=lambda info: info.order_time)]

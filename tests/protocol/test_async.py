@@ -1,0 +1,244 @@
+"""Async saves: the caller pays for the copy only, and what was saved is the state at the call."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.protocol.job import Job
+from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+
+pytestmark = pytest.mark.plain
+
+
+class Gate:
+    """A hook that holds every write of a data file until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def __call__(self, operation: Operation) -> None:
+        if operation.name == "create" and not self.open.wait(30):
+            raise TimeoutError("the test never opened the gate")
+
+
+def saves_and_sleeps(rank: int, path: Path) -> None:
+    save_checkpoint(
+        path, "only", {"weight": torch.ones(3)}, async_save=True, topology=Topology(dp=2, rank=rank), timeout=5
+    )
+    time.sleep(60)
+
+
+def test_an_async_save_appears_by_itself(tmp_path: Path) -> None:
+    """The processes only sleep after the call, and ``done`` appears."""
+    job = Job(2, saves_and_sleeps, tmp_path, group=True)
+    deadline = time.monotonic() + 30
+    while not has_checkpoint(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    asleep = [job.alive(rank) for rank in range(2)]
+    job.kill_all()
+    assert ["only"] == visible_tags(tmp_path)
+    assert [True, True] == asleep
+
+
+def test_changes_after_the_call_are_not_saved(tmp_path: Path) -> None:
+    """Parameters, buffers, the optimizer's step and moments, scheduler and contents are those at the call."""
+    gate = Gate()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    train()
+    content: dict[str, Any] = {"epoch": 1, "seen": [1, 2]}
+    own: dict[str, Any] = {"position": 10, "mask": torch.ones(2)}
+    expected_model = {name: value.clone() for name, value in model.state_dict().items()}
+    expected_optimizer = {
+        index: {name: value.clone() for name, value in state.items()}
+        for index, state in optimizer.state_dict()["state"].items()
+    }
+    expected_scheduler = dict(scheduler.state_dict())
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), gate)) as saver:
+        pending = saver.save("t", model, optimizer, scheduler, content, rank_content=own, async_save=True)
+        train()
+        content["epoch"] = 2
+        content["seen"].append(3)
+        own["mask"].zero_()
+        assert not pending.done
+        gate.open.set()
+
+    saved = open_checkpoint(tmp_path, "t")
+    found = saved.model_state()
+    assert expected_model.keys() == found.keys()
+    assert all(torch.equal(expected_model[name], found[name]) for name in found)
+    for index, state in saved.optimizer_state()["state"].items():
+        assert all(torch.equal(expected_optimizer[index][name], value) for name, value in state.items())
+    assert expected_scheduler == saved.scheduler_state()
+    assert {"epoch": 1, "seen": [1, 2]} == saved.user_content()
+    assert torch.equal(torch.ones(2), saved.rank_content(0)["mask"])
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    """There is one staging arena: the second call returns only after the first save was decided."""
+    gate = Gate()
+    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), gate))
+    first = saver.save("first", {"weight": torch.ones(3)}, async_save=True)
+    first_done_when_second_returned = []
+
+    def second() -> None:
+        saver.save("second", {"weight": torch.zeros(3)}, async_save=True)
+        first_done_when_second_returned.append(first.done)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join(0.3)
+    waited = thread.is_alive()
+    gate.open.set()
+    thread.join()
+    saver.close()
+    assert waited
+    assert [True] == first_done_when_second_returned
+    assert torch.equal(torch.ones(3), open_checkpoint(tmp_path, "first").model_state()["weight"])
+
+
+def test_a_load_waits_for_the_save_in_flight(tmp_path: Path) -> None:
+    """``load`` sees what was saved just before."""
+    with Checkpointer(tmp_path) as saver:
+        saver.save("first", {"weight": torch.ones(3)}, async_save=True)
+        model: dict[str, torch.Tensor] = {}
+        saver.load(None, model)
+    assert torch.equal(torch.ones(3), model["weight"])
+
+
+# Audit events of work that belongs to the background thread: files, folders, processes, the network, new memory.
+_FILES = ("open", "os.", "shutil.", "tempfile.", "glob.", "subprocess.", "socket.", "mmap.", "fcntl.")
+
+
+def second_save_under_audit(rank: int, path: Path, returned: Path) -> list[str]:
+    """What this rank's training thread did in its second async save; rank 0 makes it after rank 1 is through."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    topology = Topology(dp=2, rank=rank)
+
+    def save_once(tag: str) -> None:
+        save_checkpoint(
+            path,
+            tag,
+            model,
+            optimizer,
+            scheduler,
+            {"epoch": 1},
+            async_save=True,
+            num_kept_ckpts=1,
+            rank_content={"rank": rank},
+            topology=topology,
+            timeout=20,
+        )
+
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    save_once("first")
+    events: list[str] = []
+    watched = True
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if watched and event.startswith(_FILES) and threading.get_ident() == caller:
+            events.append(f"{event} {arguments}")
+
+    while rank == 0 and not returned.exists():
+        time.sleep(0.005)
+    caller = threading.get_ident()
+    sys.addaudithook(audit)
+    save_once("second")
+    watched = False
+    if rank == 1:
+        returned.touch()
+    from nxd_ckpt import close_checkpointers
+
+    close_checkpointers()
+    return events
+
+
+def test_the_training_thread_opens_no_file_and_waits_for_no_rank(tmp_path: Path) -> None:
+    """From the second async save on: no file, no folder, no new memory; no collective either: the other is late."""
+    path, returned = tmp_path / "checkpoints", tmp_path / "rank_1_returned"
+    assert [[], []] == Job(2, second_save_under_audit, path, returned, group=True).values()
+    assert ["second"] == visible_tags(path)
+
+
+def opened_by_the_first(rank: int, path: Path) -> bool:
+    """Whether the hook of the test above notices a file at all."""
+    events: list[str] = []
+    sys.addaudithook(lambda event, arguments: events.append(event) if event.startswith(_FILES) else None)
+    save_checkpoint(path, "first", {"weight": torch.ones(3)})
+    return "open" in events
+
+
+def test_the_audit_notices_files(tmp_path: Path) -> None:
+    """A first save does open some."""
+    assert [True] == Job(1, opened_by_the_first, tmp_path).values()
+
+
+def many_async_saves(rank: int, path: Path) -> list[str]:
+    """Ten saves one after the other, never waited for; then what a load finds."""
+    saver = checkpointer(path, rank, 2)
+    for number in range(10):
+        save(saver, f"step_{number}", number, async_save=True, num_kept_ckpts=2)
+    saver.close()
+    return visible_tags(path)
+
+
+def test_a_row_of_async_saves(tmp_path: Path) -> None:
+    """Each save waits for the one before; all succeed, and the last ones are kept."""
+    assert [["step_8", "step_9"]] * 2 == Job(2, many_async_saves, tmp_path, group=True).values()
+    assert (8, 9) == (saved_value(tmp_path, "step_8", 2), saved_value(tmp_path, None, 2))
+
+
+def test_timings_and_bytes(tmp_path: Path) -> None:
+    """A save that is done tells seconds by phase and its bytes, the manifest the same for all ranks."""
+    with Checkpointer(tmp_path) as saver:
+        pending = saver.save("t", {"weight": torch.ones(1000)})
+    assert {"stage_seconds", "write_seconds", "commit_seconds"} == set(pending.timings)
+    assert all(seconds >= 0 for seconds in pending.timings.values())
+    assert sum(file.stat().st_size for file in (tmp_path / "t" / "model").iterdir()) == pending.nbytes
+    manifest = open_checkpoint(tmp_path, "t").manifest
+    assert manifest is not None
+    assert pending.nbytes == manifest.timings["bytes"]
+
+
+def test_a_pending_save_can_be_waited_for_in_steps(tmp_path: Path) -> None:
+    """``wait(timeout)`` gives up with TimeoutError, the save goes on, and a later wait returns."""
+    gate = Gate()
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), gate)) as saver:
+        pending = saver.save("t", {"weight": torch.ones(3)}, async_save=True)
+        assert pending.staged(0)
+        with pytest.raises(TimeoutError, match="'t'"):
+            pending.wait(0.05)
+        gate.open.set()
+        pending.wait(30)
+    assert pending.done
+    assert None is pending.error
+    assert torch.equal(torch.ones(3), _model(tmp_path)["weight"])
+
+
+def _model(path: Path) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = {}
+    load_checkpoint(path, None, model)
+    return model

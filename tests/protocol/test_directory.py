@@ -1,0 +1,295 @@
+"""One job, one directory: ranks that do not mean the same one, and jobs that meet in one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DirectoryInUse,
+    DirectoryNotShared,
+    InvalidArgument,
+    RanksDisagree,
+    SaveFailed,
+)
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import failing
+from tests.protocol.job import Died, Job, Raised
+from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+
+
+def error_of(saver: Checkpointer, tag: str, model: Any, **options: Any) -> BaseException | None:
+    try:
+        saver.save(tag, model, **options)
+    except Exception as error:
+        return error
+    return None
+
+
+def second_saves(rank: int, path: Path) -> list[BaseException | None]:
+    """Saves on which two ranks disagree, after a first on which they agree; then one more on which they do."""
+    saver = checkpointer(path, rank, 2)
+    save(saver, "first", 1)
+    weight = torch.ones(3)
+    errors = [
+        error_of(saver, f"tag_{rank}", {"weight": weight}),
+        error_of(saver, "xser", {"weight": weight}, use_xser=rank == 1),
+        error_of(saver, "optimizer", {"weight": weight}, optimizer={"state": {}, "param_groups": []} if rank else None),
+    ]
+    save(saver, "last", 2)
+    saver.close()
+    return errors
+
+
+def test_ranks_that_disagree_in_a_later_save(tmp_path: Path) -> None:
+    """On the tag, the format, or what there is to save: RanksDisagree on all, naming ranks and values; all goes on."""
+    for errors in Job(2, second_saves, tmp_path, group=True).values():
+        assert [RanksDisagree] * 3 == [type(error) for error in errors]
+        assert "ranks 0 and 1" in str(errors[0])
+        assert "tag='tag_0' against 'tag_1'" in str(errors[0])
+    assert ["first", "last"] == visible_tags(tmp_path)
+    assert 2 == saved_value(tmp_path, None, 2)
+
+
+def replicas_differ(rank: int, path: Path, use_xser: bool) -> BaseException | None:
+    saver = Checkpointer(path, topology=Topology(dp=2, rank=rank), timeout=5)
+    saver.save("first", {"weight": torch.ones(3)}, use_xser=use_xser)
+    error = error_of(saver, "second", {"weight": torch.ones(3 + rank)}, use_xser=use_xser)
+    saver.close()
+    return error
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+def test_replicas_that_hold_different_models(tmp_path: Path, use_xser: bool) -> None:
+    """Data-parallel ranks share the writing of one state: shapes that differ are RanksDisagree, on both."""
+    for error in Job(2, replicas_differ, tmp_path, use_xser, group=True).values():
+        assert RanksDisagree is type(error)
+        assert "ranks 0 and 1 are replicas" in str(error)
+    assert ["first"] == visible_tags(tmp_path)
+
+
+class Elsewhere(LocalStorage):
+    """A directory that has the same name on every host, and is another one on each."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(path / str(rank))
+        self.url = str(path)
+
+
+def saves_elsewhere(rank: int, path: Path, same_name: bool) -> BaseException | None:
+    storage = Elsewhere(path, rank) if same_name else None
+    topology = Topology(dp=2, rank=rank)
+    saver = Checkpointer(path / str(rank), topology=topology, storage=storage, timeout=3)
+    error = error_of(saver, "t", {"weight": torch.ones(3)})
+    saver.close()
+    return error
+
+
+@pytest.mark.parametrize("same_name", [True, False])
+def test_a_directory_that_is_not_shared(tmp_path: Path, same_name: bool) -> None:
+    """Paths that differ, or one path on disks of their own: said on all ranks, before any data are written."""
+    errors = Job(2, saves_elsewhere, tmp_path, same_name, group=True).values()
+    assert [DirectoryNotShared] * 2 == [type(error) for error in errors]
+    assert "rank 1 does not see" in str(errors[1])
+    assert [] == list(tmp_path.rglob("*.pt"))
+    assert [] == list(tmp_path.rglob("lease.json"))
+
+
+def saves_until_told(rank: int, path: Path, stop: Path) -> None:
+    saver = checkpointer(path, rank, 2)
+    save(saver, "first", 1)
+    (stop.parent / f"saved_{rank}").touch()
+    while not stop.exists():
+        time.sleep(0.01)
+    save(saver, "second", 2)
+    saver.close()
+
+
+def saves_once(rank: int, path: Path) -> CheckpointError | None:
+    saver = checkpointer(path, rank, 2)
+    try:
+        save(saver, "other", 3)
+    except CheckpointError as error:
+        return error
+    saver.close()
+    return None
+
+
+def started(folder: Path) -> Job:
+    """A job of two ranks that has saved once and goes on until ``stop`` exists."""
+    job = Job(2, saves_until_told, folder / "ckpt", folder / "stop", group=True)
+    deadline = time.monotonic() + 30
+    while not all((folder / f"saved_{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return job
+
+
+def test_a_second_live_job_is_refused(tmp_path: Path) -> None:
+    """On all its ranks, naming the holder, with nothing touched; the first job never notices."""
+    first = started(tmp_path)
+    errors = Job(2, saves_once, tmp_path / "ckpt", group=True).values()
+    (tmp_path / "stop").touch()
+    first.values()
+    assert [DirectoryInUse] * 2 == [type(error) for error in errors]
+    assert "pid" in str(errors[0])
+    assert ["first", "second"] == visible_tags(tmp_path / "ckpt")
+
+
+def test_a_dead_job_is_taken_over(tmp_path: Path) -> None:
+    """After SIGKILL the next job on this host saves at once, without any waiting for a heartbeat."""
+    started(tmp_path).kill_all()
+    assert (tmp_path / "ckpt" / ".nxd_ckpt" / "lease.json").exists()
+    assert [None, None] == Job(2, saves_once, tmp_path / "ckpt", group=True).values()
+    assert ["first", "other"] == visible_tags(tmp_path / "ckpt")
+
+
+def lease_of_another_host(path: Path, beat: int) -> None:
+    lease = {"run_id": "abroad", "host": "another/boot/namespace", "pid": 1, "born": "1", "beat": beat}
+    LocalStorage(path).write(".nxd_ckpt/lease.json", json.dumps(lease).encode())
+
+
+def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
+    """Its process cannot be asked; that its heartbeat changes is enough."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not stop.wait(0.05):
+            number += 1
+            lease_of_another_host(tmp_path, number)
+
+    lease_of_another_host(tmp_path, 0)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    saver = Checkpointer(tmp_path, timeout=2)
+    error = error_of(saver, "t", {"weight": torch.ones(3)})
+    stop.set()
+    thread.join()
+    assert DirectoryInUse is type(error)
+    assert "run abroad" in str(error)
+    assert [] == visible_tags(tmp_path)
+
+
+def test_a_job_on_another_host_that_is_silent_is_taken_over(tmp_path: Path) -> None:
+    """After the patience without a heartbeat."""
+    lease_of_another_host(tmp_path, 7)
+    with Checkpointer(tmp_path, timeout=1) as saver:
+        saver.save("t", {"weight": torch.ones(3)})
+    assert ["t"] == visible_tags(tmp_path)
+
+
+def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -> None:
+    """It was silent for too long, and is back: it neither publishes nor beats over the new holder's lease."""
+    saver = Checkpointer(tmp_path, timeout=0.6)
+    saver.save("first", {"weight": torch.ones(3)})
+    lease_of_another_host(tmp_path, 7)
+    error = error_of(saver, "second", {"weight": torch.ones(3)})
+    time.sleep(0.5)
+    saver.close()
+    assert isinstance(error, CheckpointError)
+    assert "abroad" in str(error)
+    assert ["first"] == visible_tags(tmp_path)
+    assert "abroad" == json.loads((tmp_path / ".nxd_ckpt" / "lease.json").read_bytes())["run_id"]
+
+
+def saves_as_run(rank: int, path: Path, run_id: str | None) -> CheckpointError | None:
+    saver = checkpointer(path, rank, 3, run_id=run_id)
+    try:
+        save(saver, f"tag_{run_id}", 1, async_save=True)
+        save(saver, f"again_{run_id}", 2)
+    except CheckpointError as error:
+        return error
+    saver.close()
+    return None
+
+
+def test_a_run_id_stands_for_a_process_group(tmp_path: Path) -> None:
+    """Processes that know nothing of each other save together; a second launch takes a new one."""
+    assert [None] * 3 == Job(3, saves_as_run, tmp_path, "launch-1").values()
+    assert [None] * 3 == Job(3, saves_as_run, tmp_path, "launch-2").values()
+    assert ["tag_launch-1", "again_launch-1", "tag_launch-2", "again_launch-2"] == visible_tags(tmp_path)
+    assert (1, 2) == (saved_value(tmp_path, "tag_launch-1", 3), saved_value(tmp_path, None, 3))
+
+
+def test_a_run_id_is_used_once(tmp_path: Path) -> None:
+    """A later launch under the same one is refused on all ranks: it could take the earlier one's votes for its."""
+    assert [None] * 3 == Job(3, saves_as_run, tmp_path, "same").values()
+    errors = Job(3, saves_as_run, tmp_path, "same").values()
+    assert [InvalidArgument] * 3 == [type(error) for error in errors]
+    for error in errors:
+        assert "'same'" in str(error)
+
+
+def killed_in_its_first_save(rank: int, path: Path) -> None:
+    saver = checkpointer(path, rank, 3, run_id="same")
+    save(saver, "first", 1)
+    time.sleep(60)
+
+
+def test_a_run_id_of_a_job_that_was_killed_is_used_up_too(tmp_path: Path) -> None:
+    """A requeued job that forgets to change it is told so on every rank, in time."""
+    job = Job(3, killed_in_its_first_save, tmp_path)
+    deadline = time.monotonic() + 30
+    while visible_tags(tmp_path) != ["first"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.kill_all()
+    errors = Job(3, saves_as_run, tmp_path, "same").values()
+    assert [InvalidArgument] * 3 == [type(error) for error in errors]
+    assert ["first"] == visible_tags(tmp_path)
+
+
+def saves_after_a_killed_job(rank: int, path: Path, dies: bool) -> CheckpointError | None:
+    full = failing("write", "*/manifest.json", OSError(errno.ENOSPC, "No space left on device"))
+    saver = checkpointer(path, rank, 2, full if rank == 0 and not dies else None, run_id="same")
+    try:
+        save(saver, "first" if dies else "second", 1)
+    except CheckpointError as error:
+        return error
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+def test_votes_of_a_dead_job_under_the_same_run_id_count_for_nothing(tmp_path: Path) -> None:
+    """In a process group a run_id may come again: no rank takes the earlier job's verdict for its own."""
+    assert [Died, Died] == [
+        type(outcome) for outcome in Job(2, saves_after_a_killed_job, tmp_path, True, group=True).outcomes()
+    ]
+    errors = Job(2, saves_after_a_killed_job, tmp_path, False, group=True).values()
+    assert [SaveFailed, SaveFailed] == [type(error) for error in errors]
+    assert ["first"] == visible_tags(tmp_path)
+
+
+def test_several_ranks_need_a_group_or_a_run_id(tmp_path: Path) -> None:
+    """Without either the message names both, on every rank."""
+    errors = Job(3, saves_as_run, tmp_path, None).values()
+    assert [InvalidArgument] * 3 == [type(error) for error in errors]
+    assert "torch.distributed" in str(errors[1])
+    assert "run_id=" in str(errors[1])
+
+
+def first_save_without_rank_0(rank: int, path: Path) -> CheckpointError | None:
+    """Rank 0, whose process holds the group's store, ends before the others' first save."""
+    if rank == 0:
+        os._exit(0)
+    time.sleep(0.3)
+    return saves_once(rank, path)
+
+
+def test_a_first_save_without_rank_0(tmp_path: Path) -> None:
+    """The others get an error of ours that names rank 0, though it is gone with its store."""
+    error = Job(2, first_save_without_rank_0, tmp_path, group=True).outcomes()[1]
+    error = error.error if isinstance(error, Raised) else error
+    assert isinstance(error, CheckpointError), error
+    assert "rank 0" in str(error)

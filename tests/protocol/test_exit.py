@@ -1,0 +1,108 @@
+"""How a process ends with a save in flight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import open_checkpoint
+from tests.protocol.states import visible_tags
+
+# Every data file takes a second to sync, or fails to; rank 1 of two exists on paper only where WORLD is 2.
+PROLOGUE = """
+import sys, torch, nxd_ckpt
+from nxd_ckpt import Checkpointer, Topology, finalize_checkpoint, save_checkpoint, checkpointer
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, delaying, failing
+
+path = sys.argv[1]
+hook = delaying("close", "*/model/*", 1.0)
+checkpointer.open_storage = lambda path, durable: HookedStorage(LocalStorage(path, durable), hook)
+state = {"weight": torch.ones(5)}
+"""
+FAILING = 'hook = failing("close", "*-2/model/*", OSError(28, "No space left on device"))\n'
+
+
+def run(path: Path, program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROLOGUE + program, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def holds_ones(path: Path, tag: str) -> bool:
+    return torch.equal(torch.ones(5), open_checkpoint(path, tag).model_state()["weight"])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        'save_checkpoint(path, "t", state, async_save=True)',
+        'Checkpointer(path).save("t", state, async_save=True)',
+    ],
+    ids=["function", "object"],
+)
+def test_a_normal_exit_finishes_what_is_in_flight(tmp_path: Path, program: str) -> None:
+    """The last line of a script may be an async save; the directory is given back, too."""
+    ended = run(tmp_path, program)
+    assert (0, "") == (ended.returncode, ended.stderr)
+    assert holds_ones(tmp_path, "t")
+    assert not (tmp_path / ".nxd_ckpt" / "lease.json").exists()
+
+
+@pytest.mark.parametrize(
+    "call", ['save_checkpoint(path, "{}", state, async_save=True)', 'mine.save("{}", state, async_save=True)']
+)
+def test_a_failure_that_nobody_was_told_of_becomes_the_exit_code(tmp_path: Path, call: str) -> None:
+    """A scheduler must not take the job for a success; the log names the cause."""
+    ended = run(tmp_path, f"{FAILING}mine = Checkpointer(path)\n{call.format('one')}\n{call.format('two')}")
+    assert 1 == ended.returncode
+    assert "No space left on device" in ended.stderr
+    assert ["one"] == visible_tags(tmp_path)
+
+
+def test_a_failure_that_was_raised_does_not(tmp_path: Path) -> None:
+    """The script caught it: its exit code is its own."""
+    two_saves = "".join(f'save_checkpoint(path, "{tag}", state, async_save=True)\n' for tag in ("one", "two"))
+    caught = "try:\n    finalize_checkpoint()\nexcept nxd_ckpt.errors.SaveFailed:\n    print('caught')\n"
+    ended = run(tmp_path, FAILING + two_saves + caught)
+    assert (0, "caught\n") == (ended.returncode, ended.stdout)
+
+
+def test_after_an_exception_a_single_process_still_finishes(tmp_path: Path) -> None:
+    """Its own bytes are the whole checkpoint; the exit code is the exception's."""
+    ended = run(tmp_path, 'save_checkpoint(path, "t", state, async_save=True)\nraise LookupError("no batch")')
+    assert 1 == ended.returncode
+    assert "LookupError: no batch" in ended.stderr
+    assert holds_ones(tmp_path, "t")
+
+
+def test_after_an_exception_other_ranks_get_a_short_grace_only(tmp_path: Path) -> None:
+    """This rank's vote is written, but it does not wait a timeout of 100 s for a rank that never saves."""
+    started = time.monotonic()
+    ended = run(
+        tmp_path,
+        'save_checkpoint(path, "t", state, async_save=True, topology=Topology(dp=2), run_id="a", timeout=100)\n'
+        'raise LookupError("no batch")',
+    )
+    assert 1 == ended.returncode
+    assert "LookupError: no batch" in ended.stderr
+    assert time.monotonic() - started < 50
+    assert ["rank_00000.vote.json"] == [file.name for file in (tmp_path / ".nxd_ckpt" / "votes" / "a-1").iterdir()]
+    assert [] == visible_tags(tmp_path)
+
+
+def test_the_with_statement_finishes_and_raises(tmp_path: Path) -> None:
+    """Leaving it waits for what is in flight, and raises what failed."""
+    ended = run(
+        tmp_path,
+        FAILING + 'with Checkpointer(path) as mine:\n    mine.save("one", state)\n'
+        '    mine.save("two", state, async_save=True)\n',
+    )
+    assert 1 == ended.returncode
+    assert "SaveFailed: save of 'two' failed" in ended.stderr.splitlines()[-1]
+    assert ["one"] == visible_tags(tmp_path)

@@ -1,0 +1,291 @@
+"""One failure reaches everyone, no one hangs, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
+from nxd_ckpt.testing.storage import Operation, failing, killing
+from tests.protocol.job import Died, Job
+from tests.protocol.states import PATIENCE, checkpointer, save, saved_value, visible_tags
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+# The second save's effects on any rank, in order: what fails, and on which keys.
+OWN_PART = [
+    ("create", "*-2/model/*"),
+    ("write_at", "*-2/model/*"),
+    ("close", "*-2/model/*"),
+    ("sync_dir", "*-2/model"),
+    ("write", "*-2/index/*"),
+    ("write", "*-2/rank_*.vote.json"),
+    ("sync_dir", ".nxd_ckpt/votes/*-2"),
+]
+# What rank 0 does alone.
+COMMIT = [
+    ("read", "*-2/index/*"),
+    ("write", "*-2/manifest.json"),
+    ("write", "*-2/done"),
+    ("rename", "*-2 -> second"),
+    ("sync_dir", ""),
+]
+
+
+def outcome_of(call: Callable[[], Any]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def three_saves(
+    rank: int, path: Path, failing_rank: int, name: str, pattern: str, tag: str = "second", third: bool = True
+) -> Any:
+    """Three saves, the second of which fails on ``failing_rank``; what it raised here."""
+    armed = False
+
+    def hook(operation: Operation) -> None:
+        if armed:
+            fault(operation)
+
+    fault = failing(name, pattern, FULL)
+    saver = checkpointer(path, rank, 2, hook if rank == failing_rank else None)
+    save(saver, "first", 1)
+    armed = True
+    outcome = outcome_of(lambda: save(saver, tag, 2))
+    armed = False
+    if third:
+        save(saver, "third", 3)
+    saver.close()
+    return outcome
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize(("name", "pattern"), OWN_PART[:-1], ids=lambda value: value.replace("/", "|"))
+def test_failed_write_or_sync_of_one_rank_fails_the_save_on_all(
+    tmp_path: Path, failing_rank: int, name: str, pattern: str
+) -> None:
+    """Every rank raises SaveFailed with rank and cause, nothing becomes visible, and the next save works."""
+    outcomes = Job(2, three_saves, tmp_path, failing_rank, name, pattern, group=True).values()
+    assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
+    lost_vote = "vote" in pattern and failing_rank != 0  # then nobody else can know why
+    for rank, outcome in enumerate(outcomes):
+        assert f"rank {failing_rank}" in str(outcome)
+        assert ("No space left" in str(outcome)) or (lost_vote and rank != failing_rank)
+    assert ["first", "third"] == visible_tags(tmp_path)
+    assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, None, 2))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_vote_that_is_seen_counts_even_if_its_sync_fails(tmp_path: Path, failing_rank: int) -> None:
+    """Only rank 0's verdict decides: the data behind the vote are durable, so that the save becomes visible."""
+    arguments = (tmp_path, failing_rank, *OWN_PART[-1])
+    outcomes = Job(2, three_saves, *arguments, group=True).values()
+    visible = "second" in visible_tags(tmp_path)
+    assert [type(None) if visible else SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("name", "pattern"), COMMIT, ids=lambda value: value.replace("/", "|") or "root")
+def test_failed_commit_fails_the_save_on_all(tmp_path: Path, name: str, pattern: str) -> None:
+    """What rank 0 cannot complete, rename or make durable is visible to no one; not even the parent's sync may fail."""
+    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, group=True).values()
+    assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
+    for outcome in outcomes:
+        assert "No space left" in str(outcome)
+    assert ["first", "third"] == visible_tags(tmp_path)
+    assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, None, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("write", ".nxd_ckpt/journal.json"),
+        ("rename", "first -> *"),
+        ("rename", "*-2 -> first"),
+        ("sync_dir", ""),
+        ("sync_dir", ".nxd_ckpt"),
+    ],
+    ids=lambda value: value.replace("/", "|") or "root",
+)
+def test_failed_overwrite_leaves_the_old_tag_in_place(tmp_path: Path, name: str, pattern: str) -> None:
+    """A swap that fails half-way is undone at once: the job lives on, and so does the old tag."""
+    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, "first", group=True).values()
+    assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
+    assert ["first", "third"] == visible_tags(tmp_path)
+    assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, "third", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("list", ".nxd_ckpt/staging"), ("write", "*-2/verdict.json")],
+    ids=lambda value: value.replace("/", "|"),
+)
+def test_failures_after_publication_do_not_deny_it(tmp_path: Path, name: str, pattern: str) -> None:
+    """Once a tag is visible no rank says that its save failed; at worst the others do not know the outcome."""
+    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, "second", False, group=True).values()
+    assert 2 == saved_value(tmp_path, "second", 2)
+    assert [None, OutcomeUnknown if "verdict" in pattern else None] == [outcomes[0], outcomes[1] and type(outcomes[1])]
+
+
+def device_lost(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    raise RuntimeError(f"device lost while copying {len(tensors)} tensors")
+
+
+def stages_badly(rank: int, path: Path, failing_rank: int, async_save: bool) -> tuple[Any, Any]:
+    """What the second save raised, and what the wait after it did; its state cannot be copied on one rank."""
+    saver = checkpointer(path, rank, 2)
+    save(saver, "first", 1)
+    transfer = torch_xla.to_cpu
+    if rank == failing_rank:
+        torch_xla.to_cpu = device_lost
+    at_save = outcome_of(lambda: save(saver, "second", 2, async_save=async_save))
+    at_wait = outcome_of(saver.wait)
+    torch_xla.to_cpu = transfer
+    save(saver, "third", 3)
+    saver.close()
+    return at_save, at_wait
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_staging_of_one_rank_fails_the_save_on_all(tmp_path: Path, failing_rank: int) -> None:
+    """A rank that cannot copy its state fails the save on every rank, at the same call."""
+    outcomes = Job(2, stages_badly, tmp_path, failing_rank, False, group=True).values()
+    other = outcomes[1 - failing_rank][0]
+    assert SaveFailed is type(other)
+    assert f"rank {failing_rank} failed: RuntimeError: device lost" in str(other)
+    assert "device lost" in str(outcomes[failing_rank][0])
+    assert [None, None] == [at_wait for _, at_wait in outcomes]
+    assert ["first", "third"] == visible_tags(tmp_path)
+
+
+def test_failed_staging_of_an_async_save_is_raised_at_the_same_call_everywhere(tmp_path: Path) -> None:
+    """No rank's training loop breaks alone: where the others go on, so does the rank that failed, until all wait."""
+    outcomes = Job(2, stages_badly, tmp_path, 1, True, group=True).values()
+    assert [None, None] == [at_save for at_save, _ in outcomes]
+    assert [SaveFailed, SaveFailed] == [type(at_wait) for _, at_wait in outcomes]
+    assert ["first", "third"] == visible_tags(tmp_path)
+
+
+def async_failure(rank: int, path: Path) -> list[str]:
+    """The failure of an async save as this rank meets it, at each of the calls that follow."""
+    saver = checkpointer(path, rank, 2, failing("close", "*-2/model/*", FULL) if rank == 1 else None)
+    save(saver, "first", 1)
+    calls = [
+        lambda: save(saver, "second", 2, async_save=True),
+        lambda: save(saver, "third", 3, async_save=True),
+        saver.wait,
+        saver.wait,
+        saver.close,
+    ]
+    return [type(outcome_of(call)).__name__ for call in calls]
+
+
+def test_failed_async_save_is_raised_once_at_the_same_call(tmp_path: Path) -> None:
+    """A later save proceeds; the next wait raises, on every rank; nothing after it does."""
+    once = ["NoneType", "NoneType", "SaveFailed", "NoneType", "NoneType"]
+    assert [once, once] == Job(2, async_failure, tmp_path, group=True).values()
+    assert ["first", "third"] == visible_tags(tmp_path)
+
+
+def logged_failure(rank: int, path: Path) -> list[str]:
+    """What is logged as an error between a failing async save and the next call."""
+    import logging
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.ERROR)
+    logging.getLogger("nxd_ckpt").addHandler(handler)
+    saver = checkpointer(path, rank, 2, failing("close", "*-1/model/*", FULL) if rank == 1 else None)
+    pending = save(saver, "first", 1, async_save=True)
+    while not pending.done:
+        time.sleep(0.01)
+    return list(records)
+
+
+def test_failed_async_save_is_logged_at_once(tmp_path: Path) -> None:
+    """Every rank's log names the failure without any further call."""
+    for records in Job(2, logged_failure, tmp_path, group=True).values():
+        assert 1 == len(records)
+        assert "No space left" in records[0]
+
+
+def saves_but(rank: int, path: Path, absent: int) -> Any:
+    """Two saves; the rank ``absent`` leaves out the second."""
+    saver = checkpointer(path, rank, 2)
+    save(saver, "first", 1)
+    if rank == absent:
+        time.sleep(60)
+    return outcome_of(lambda: save(saver, "second", 2))
+
+
+@pytest.mark.parametrize(("absent", "error"), [(1, SaveFailed), (0, OutcomeUnknown)])
+def test_a_live_rank_that_never_votes_is_not_waited_for_for_ever(
+    tmp_path: Path, absent: int, error: type[Exception]
+) -> None:
+    """Rank 0 says that the save failed and who is missing; without rank 0 nobody can say more than unknown."""
+    job = Job(2, saves_but, tmp_path, absent, group=True)
+    outcome = job.outcome(1 - absent)
+    job.kill_all()
+    assert error is type(outcome)
+    assert f"rank {absent}" in str(outcome)
+    assert ["first"] == visible_tags(tmp_path)
+
+
+def slow_save(rank: int, path: Path, slow_rank: int) -> float:
+    """Seconds that a save took in which ``slow_rank`` needs half the patience for each chunk of its file."""
+    from nxd_ckpt.runtime import writing
+
+    if rank == slow_rank:
+        writing._CHUNK = 4096
+
+        def crawl(operation: Operation) -> None:
+            if operation.name == "write_at" and "-2/model/" in operation.key:
+                time.sleep(0.6 * PATIENCE)
+
+    saver = checkpointer(path, rank, 2, crawl if rank == slow_rank else None)
+    save(saver, "first", 1)
+    started = time.monotonic()
+    saver.save("second", {"weight": torch.zeros(1024 * 2)})
+    took = time.monotonic() - started
+    saver.close()
+    return took
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_slow_rank_that_moves_is_waited_for(tmp_path: Path, slow_rank: int) -> None:
+    """The timeout counts from the last progress: a save may take several times as long."""
+    took = Job(2, slow_save, tmp_path, slow_rank, group=True).values()
+    assert ["first", "second"] == visible_tags(tmp_path)
+    assert all(seconds > 1.5 * PATIENCE for seconds in took)
+
+
+def dies_after_the_vote_of(rank: int, path: Path, victim: int) -> Any:
+    """The second save, in which ``victim`` dies as soon as it has voted."""
+    saver = checkpointer(path, rank, 2, killing("sync_dir", ".nxd_ckpt/votes/*-2") if rank == victim else None)
+    save(saver, "first", 1)
+    return outcome_of(lambda: save(saver, "second", 2))
+
+
+def test_death_of_rank_0_leaves_the_outcome_unknown(tmp_path: Path) -> None:
+    """The others report, within their patience, that they cannot know; nothing is visible."""
+    died, outcome = Job(2, dies_after_the_vote_of, tmp_path, 0, group=True).outcomes()
+    assert (Died, OutcomeUnknown) == (type(died), type(outcome))
+    assert str(tmp_path / "second") in str(outcome)
+    assert ["first"] == visible_tags(tmp_path)
+
+
+def test_death_of_another_rank_after_its_vote_does_not_matter(tmp_path: Path) -> None:
+    """A voter's bytes are durable: rank 0 publishes without it."""
+    outcome, died = Job(2, dies_after_the_vote_of, tmp_path, 1, group=True).outcomes()
+    assert (None, Died) == (outcome, type(died))
+    assert 2 == saved_value(tmp_path, None, 2)

@@ -1,0 +1,120 @@
+"""*Visible means complete*, as an order of effects across ranks."""
+
+from __future__ import annotations
+
+import time
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.testing.storage import Operation
+from tests.protocol.job import Job
+from tests.protocol.states import checkpointer, save
+
+pytestmark = pytest.mark.plain
+
+Log = list[tuple[int, int, str, str]]
+"""Nanoseconds on the host's clock, rank, operation, key; in this order."""
+
+
+def recorded_saves(rank: int, path: Path) -> tuple[Log, Log]:
+    """What this rank asks of the storage in the save of a new tag, and in one over that tag."""
+    logs: tuple[Log, Log] = ([], [])
+    log = logs[0]
+
+    def hook(operation: Operation) -> None:
+        log.append((time.monotonic_ns(), rank, *operation))
+
+    saver = checkpointer(path, rank, 2, hook)
+    save(saver, "tag", 1)
+    log = logs[1]
+    save(saver, "tag", 2)
+    log = []
+    saver.close()
+    return logs
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Log, Log]:
+    """The operations of both ranks, in each of the two saves."""
+    ranks = Job(2, recorded_saves, tmp_path_factory.mktemp("order"), group=True).values()
+    first, second = (sorted(line for rank in ranks for line in rank[number]) for number in (0, 1))
+    return first, second
+
+
+OF_A_RANK = [
+    ("close", "*/staging/*"),
+    ("sync_dir", "*/model"),
+    ("write", "*/index/*"),
+    ("sync_dir", "*/index"),
+    ("write", "*.vote.json"),
+]
+COMPLETION = [
+    ("write", "*.vote.json"),
+    ("write", "*/manifest.json"),
+    ("write", "*/done"),
+    ("set_time", "*/done"),
+    ("sync_dir", ".nxd_ckpt/staging/*"),
+]
+APPEARANCE = [("rename", "*/staging/* -> tag"), ("sync_dir", "")]
+SWAP = [
+    ("write", ".nxd_ckpt/journal.json"),
+    ("sync_dir", ".nxd_ckpt"),
+    ("rename", "tag -> .nxd_ckpt/trash/*"),
+    *APPEARANCE,
+    ("remove", ".nxd_ckpt/journal.json"),
+    ("remove", ".nxd_ckpt/trash/*"),
+]
+VERDICT = [("write", "*/verdict.json")]
+
+
+def last_of(log: Log, name: str, pattern: str) -> int:
+    """Where the last operation ``name`` on a key like ``pattern`` is in the log."""
+    return max(_positions(log, name, pattern))
+
+
+def first_of(log: Log, name: str, pattern: str) -> int:
+    return min(_positions(log, name, pattern))
+
+
+def _positions(log: Log, name: str, pattern: str) -> list[int]:
+    found = [at for at, (_, _, done, key) in enumerate(log) if done == name and fnmatchcase(key, pattern)]
+    assert found, f"{name} {pattern} did not happen"
+    return found
+
+
+def out_of_order(log: Log, steps: list[tuple[str, str]]) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Neighbours in ``steps`` of which the first did not end before the second began."""
+    return [(one, other) for one, other in pairwise(steps) if last_of(log, *one) >= first_of(log, *other)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("save_number", [0, 1])
+def test_a_rank_votes_when_its_data_are_durable(logs: tuple[Log, Log], rank: int, save_number: int) -> None:
+    """Its files are written and synced, then their names, then the index and its name; then it votes."""
+    data = [line for line in logs[save_number] if line[1] == rank and "/staging/" in line[3]]
+    vote = [line for line in logs[save_number] if line[1] == rank and line[3].endswith(".vote.json")]
+    assert [] == out_of_order([line for line in data if line[0] < vote[0][0]] + vote, OF_A_RANK)
+
+
+def test_a_new_tag_appears_complete(logs: tuple[Log, Log]) -> None:
+    """All votes < manifest < done < their names' sync < the one rename < sync of the parent < verdict."""
+    votes = last_of(logs[0], "write", "*.vote.json")
+    assert [] == out_of_order(logs[0][votes:], COMPLETION + APPEARANCE + VERDICT)
+
+
+def test_an_old_tag_is_swapped_under_a_durable_journal(logs: tuple[Log, Log]) -> None:
+    """Journal and its sync < old out < new in < sync of the parent < journal dropped < old deleted < verdict."""
+    votes, dropped = last_of(logs[1], "write", "*.vote.json"), last_of(logs[1], "remove", ".nxd_ckpt/journal.json")
+    journal_again = [line for line in logs[1][dropped:] if line[3] != ".nxd_ckpt"]
+    assert [] == out_of_order(logs[1][votes:dropped] + journal_again, COMPLETION + SWAP + VERDICT)
+
+
+@pytest.mark.parametrize("save_number", [0, 1])
+def test_the_others_only_read_the_verdict(logs: tuple[Log, Log], save_number: int) -> None:
+    """Rank 1 decides nothing: all that it reads of a save is rank 0's verdict."""
+    reads = [line for line in logs[save_number] if line[1] == 1 and line[2] == "read"]
+    assert [True] == [fnmatchcase(key, "*/verdict.json") for _, _, _, key in reads]
+    assert last_of(logs[save_number], *VERDICT[0]) < logs[save_number].index(reads[0])

@@ -1,0 +1,156 @@
+"""Which tags there are after a save: order, overwriting, and how many are kept."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, load_checkpoint
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from tests.protocol.states import visible_tags
+
+pytestmark = pytest.mark.plain
+
+
+def save_all(path: Path, tags: list[str], num_kept_ckpts: int | None) -> list[list[str]]:
+    """Save each tag, with its position as the value; what is visible after each."""
+    visible = []
+    with Checkpointer(path) as saver:
+        for value, tag in enumerate(tags):
+            saver.save(tag, {"weight": torch.tensor([value])}, num_kept_ckpts=num_kept_ckpts)
+            visible.append(visible_tags(path))
+    return visible
+
+
+def value_of(path: Path, tag: str | None = None) -> int:
+    model: dict[str, torch.Tensor] = {}
+    load_checkpoint(path, tag, model)
+    return int(model["weight"])
+
+
+@pytest.mark.parametrize("keep_all", [None, -1])
+def test_all_are_kept_by_default(tmp_path: Path, keep_all: int | None) -> None:
+    """None and -1 remove nothing."""
+    assert ["a", "b", "c"] == save_all(tmp_path, ["a", "b", "c"], keep_all)[-1]
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_newest_are_kept(tmp_path: Path, kept: int) -> None:
+    """At every moment there are as many as exist or are to be kept, whichever is less; names do not matter."""
+    tags = ["z", "y", "x", "a"]
+    assert [tags[max(0, n - kept) : n] for n in range(1, 5)] == save_all(tmp_path, tags, kept)
+
+
+def test_an_overwritten_tag_is_the_newest(tmp_path: Path) -> None:
+    """Saving over a tag replaces it, counts once, and makes it the latest."""
+    assert ["b", "a"] == save_all(tmp_path, ["a", "b", "a"], 2)[-1]
+    assert (2, 2, 1) == (value_of(tmp_path), value_of(tmp_path, "a"), value_of(tmp_path, "b"))
+
+
+def test_the_same_tag_again_and_again(tmp_path: Path) -> None:
+    """Even where only one is kept."""
+    assert [["only"]] * 3 == save_all(tmp_path, ["only"] * 3, 1)
+    assert 2 == value_of(tmp_path)
+
+
+def test_the_old_tag_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    """Up to the swap itself, the old one is visible and loads."""
+    seen: list[int] = []
+
+    def hook(operation: Operation) -> None:
+        if armed and (operation.name, operation.key) == ("write", ".nxd_ckpt/journal.json"):
+            seen.append(value_of(tmp_path, "t"))
+
+    armed = False
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), hook)) as saver:
+        saver.save("t", {"weight": torch.tensor([1])})
+        armed = True
+        saver.save("t", {"weight": torch.tensor([2])})
+    assert [1] == seen
+    assert 2 == value_of(tmp_path, "t")
+
+
+def test_what_is_no_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    """Logs, a directory that only looks like a tag, and a tag that another program is writing, stay."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events").write_text("x")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "checkpoint").write_text("my notes")
+    (tmp_path / "mine" / "done").write_text("yes")
+    (tmp_path / "under_way" / "model").mkdir(parents=True)
+    (tmp_path / "under_way" / "checkpoint").write_text("1")
+    (tmp_path / "notes.txt").write_text("x")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    save_all(tmp_path, ["a", "b", "c"], 1)
+    assert before == [path for path in before if path.exists()]
+    assert {"c", "mine", "under_way"} == set(visible_tags(tmp_path))
+
+
+def test_checkpoints_of_nxd_are_retired_too(tmp_path: Path) -> None:
+    """A directory that neuronx_distributed began goes on: its tags are older than ours."""
+    for tag in ("nxd_1", "nxd_2"):
+        (tmp_path / tag / "model").mkdir(parents=True)
+        for marker in ("checkpoint", "done"):
+            (tmp_path / tag / marker).write_text("1")
+        time.sleep(0.02)
+    assert [["nxd_2", "a"], ["a", "b"]] == save_all(tmp_path, ["a", "b"], 2)
+
+
+def test_a_clock_that_jumps_back_reorders_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is that of the saves; retention goes by it, and so does NxD, which looks at ``done``'s time."""
+    now = time.time()
+    clock = iter([now, now - 3600, now - 7200, now - 10**8])
+    real = time.time
+    with Checkpointer(tmp_path) as saver:
+        for value, tag in enumerate(["a", "b", "c", "d"]):
+            moment = next(clock)
+            monkeypatch.setattr(time, "time", lambda moment=moment: moment)
+            saver.save(tag, {"weight": torch.tensor([value])}, num_kept_ckpts=3)
+    monkeypatch.setattr(time, "time", real)
+    assert ["b", "c", "d"] == visible_tags(tmp_path)
+    assert 3 == value_of(tmp_path)
+    times = [(tmp_path / tag / "done").stat().st_mtime for tag in ("b", "c", "d")]
+    assert times == sorted(set(times))
+
+
+def test_a_retention_that_fails_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The new tag is safe; the failure is logged, and the next save removes what is too much."""
+    hook = failing("rename", "a -> *", OSError(errno.EACCES, "Permission denied"))
+    tags = []
+    armed = [True]
+    storage = HookedStorage(LocalStorage(tmp_path), lambda operation: hook(operation) if armed else None)
+    with Checkpointer(tmp_path, storage=storage) as saver:
+        for value, tag in enumerate("abc"):
+            if tag == "c":
+                armed.clear()
+            saver.save(tag, {"weight": torch.tensor([value])}, num_kept_ckpts=1)
+            tags.append(visible_tags(tmp_path))
+    assert [["a"], ["a", "b"], ["c"]] == tags
+    assert "retention" in caplog.text
+
+
+def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
+    """Retention comes after the new tag is visible and durable, not before."""
+    hook = failing("rename", "*-2 -> b", OSError(errno.EIO, "Input/output error"))
+    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), hook))
+    saver.save("a", {"weight": torch.tensor([1])}, num_kept_ckpts=1)
+    pending = saver.save("b", {"weight": torch.tensor([2])}, num_kept_ckpts=1, async_save=True)
+    pending.wait_decided()
+    assert "Input/output error" in str(pending.error)
+    pending.reported = True
+    saver.close()
+    assert ["a"] == visible_tags(tmp_path)
+    assert 1 == value_of(tmp_path)
+
+
+def test_a_job_leaves_nothing_behind(tmp_path: Path) -> None:
+    """After a close there are tags, and no staging, votes, trash, lease or probes."""
+    save_all(tmp_path, ["a", "b", "a", "c"], 2)
+    left = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / ".nxd_ckpt").rglob("*") if path.is_file())
+    assert [] == [path for path in left if not path.startswith(".nxd_ckpt/votes/")]
+    assert [] == sorted((tmp_path / ".nxd_ckpt" / "staging").iterdir())

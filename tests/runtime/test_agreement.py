@@ -1,0 +1,134 @@
+"""Agreement through a key-value store: every rank learns the same, or who is missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
+from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, agreement_for, decided_by_rank0, on_all
+
+pytestmark = pytest.mark.plain
+
+
+def on_ranks(world_size: int, call: Callable[[Agreement], Any], timeout: float = 10.0) -> list[Any]:
+    """``call`` on each rank, a thread here; its result or the exception that it raised."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    outcomes: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = call(StoreAgreement(store, rank, world_size, timeout))
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_gather_and_broadcast() -> None:
+    """Rank 0 gets all values by rank, and all get rank 0's; time after time."""
+
+    def talk(agreement: Agreement) -> list[Any]:
+        return [(agreement.gather([agreement.rank, n]), agreement.broadcast(agreement.rank + n)) for n in range(3)]
+
+    first, second, third = on_ranks(3, talk)
+    assert [([[0, n], [1, n], [2, n]], n) for n in range(3)] == first
+    assert [(None, n) for n in range(3)] == second == third
+
+
+def test_what_one_rank_raises_all_raise() -> None:
+    """The rank itself its own exception, the others the same class with the rank in front."""
+    own = DigestMismatch("model/x.pt: its bytes changed")
+
+    def check(agreement: Agreement) -> str:
+        def step() -> str:
+            if agreement.rank == 1:
+                raise own
+            return "fine"
+
+        return on_all(agreement, step)
+
+    first, second, third = on_ranks(3, check)
+    assert second is own
+    for error in (first, third):
+        assert DigestMismatch is type(error)
+        assert "on rank 1: model/x.pt: its bytes changed" == str(error)
+
+
+def test_an_exception_that_is_not_ours_travels_too() -> None:
+    """As a CheckpointError that names the class."""
+
+    def check(agreement: Agreement) -> None:
+        on_all(agreement, lambda: {"held": 1}["missing"] if agreement.rank == 0 else None)
+
+    own, other = on_ranks(2, check)
+    assert KeyError is type(own)
+    assert CheckpointError is type(other)
+    assert "on rank 0: KeyError: 'missing'" == str(other)
+
+
+def test_all_pass() -> None:
+    """Each gets its own result."""
+    assert [0, 10, 20] == on_ranks(3, lambda agreement: on_all(agreement, lambda: agreement.rank * 10))
+
+
+def test_rank_0_decides() -> None:
+    """Its value, or its error, on every rank; the others are not asked."""
+    assert [["t", 1]] * 3 == on_ranks(
+        3, lambda agreement: decided_by_rank0(agreement, lambda: ["t", 1 + agreement.rank])
+    )
+
+    def fail() -> None:
+        raise DigestMismatch("bad")
+
+    errors = on_ranks(2, lambda agreement: decided_by_rank0(agreement, fail))
+    assert [DigestMismatch, DigestMismatch] == [type(error) for error in errors]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_who_does_not_come_is_named(absent: int) -> None:
+    """Rank 0 names the rank that is missing, the others rank 0; after the timeout."""
+
+    def come(agreement: Agreement) -> Any:
+        return None if agreement.rank == absent else on_all(agreement, lambda: None)
+
+    error = on_ranks(2, come, timeout=0.3)[1 - absent]
+    assert PeerTimeout is type(error)
+    assert f"rank {1 - absent} waited 0 s for rank {absent}" in str(error)
+
+
+def test_the_store_does_not_fill_up() -> None:
+    """Words that were taken are deleted: a long job agrees often."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    agreements = [StoreAgreement(store, rank, 2, 5.0) for rank in range(2)]
+
+    def talk(agreement: Agreement) -> None:
+        for _ in range(20):
+            agreement.gather("word")
+
+    thread = threading.Thread(target=talk, args=(agreements[1],))
+    thread.start()
+    talk(agreements[0])
+    thread.join()
+    assert 0 == store.num_keys()
+
+
+def test_alone() -> None:
+    """A single process agrees with itself."""
+    assert ["x"] == Alone().gather("x")
+    assert "x" == Alone().broadcast("x")
+    assert isinstance(agreement_for(0, 1, 5.0), Alone)
+
+
+def test_no_group_no_agreement() -> None:
+    """Several ranks that nothing joins."""
+    assert None is agreement_for(1, 4, 5.0)

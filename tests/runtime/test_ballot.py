@@ -1,0 +1,140 @@
+"""Votes and the verdict on disk; timeouts count from the last progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
+from nxd_ckpt.runtime import ballot
+from nxd_ckpt.runtime.paths import rank_file, verdict_file, votes_dir
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+
+pytestmark = pytest.mark.plain
+
+ATTEMPT = "run-1"
+LONG = 30.0
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    storage = LocalStorage(tmp_path)
+    storage.make_dir(votes_dir(ATTEMPT))
+    return storage
+
+
+def vote(rank: int) -> Vote:
+    return Vote(rank, plan={"tag": "t"}, replica="ab", index=RankLine(10, 20), replicated=3, nbytes=4, seconds=0.5)
+
+
+def test_votes_are_collected_by_rank(storage: LocalStorage) -> None:
+    """As they were cast, in whatever order they came."""
+    for rank in (2, 0, 1):
+        ballot.cast(storage, ATTEMPT, vote(rank))
+    assert [vote(0), vote(1), vote(2)] == ballot.collect(storage, ATTEMPT, 3, LONG)
+
+
+def test_late_votes_are_waited_for(storage: LocalStorage) -> None:
+    """Up to the timeout."""
+    ballot.cast(storage, ATTEMPT, vote(0))
+    timer = threading.Timer(0.2, ballot.cast, (storage, ATTEMPT, vote(1)))
+    timer.start()
+    assert 2 == len(ballot.collect(storage, ATTEMPT, 2, LONG))
+
+
+def test_a_vote_that_reports_an_error_ends_the_wait(storage: LocalStorage) -> None:
+    """At once, though another rank has not voted; the message names rank and cause."""
+    ballot.cast(storage, ATTEMPT, Vote(1, error=("DigestMismatch", "model/x.pt differs")))
+    with pytest.raises(SaveFailed, match=r"rank 1 failed: DigestMismatch: model/x\.pt differs"):
+        ballot.collect(storage, ATTEMPT, 3, LONG)
+
+
+def test_missing_votes_are_named(storage: LocalStorage) -> None:
+    """The first eight of them."""
+    ballot.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(SaveFailed, match=r"no vote from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12 within 0 s"):
+        ballot.collect(storage, ATTEMPT, 12, 0.1)
+
+
+def test_progress_extends_the_wait(storage: LocalStorage) -> None:
+    """A rank that reports progress for several timeouts, with pauses of most of one, is waited for."""
+    ballot.cast(storage, ATTEMPT, vote(0))
+
+    def slow_rank() -> None:
+        for done in range(4):
+            time.sleep(0.6)
+            ballot.report_progress(storage, ATTEMPT, 1, done)
+        time.sleep(0.6)
+        ballot.cast(storage, ATTEMPT, vote(1))
+
+    thread = threading.Thread(target=slow_rank)
+    thread.start()
+    votes = ballot.collect(storage, ATTEMPT, 2, 1.0)
+    thread.join()
+    assert [vote(0), vote(1)] == votes
+
+
+def test_rank_0_passes_progress_on(storage: LocalStorage) -> None:
+    """The others wait for the verdict as long as rank 0 sees any rank move, though they read rank 0's word only."""
+
+    def collects() -> None:
+        with pytest.raises(SaveFailed):
+            ballot.collect(storage, ATTEMPT, 2, 0.8)
+        ballot.announce(storage, ATTEMPT, Verdict(("SaveFailed", "no vote from rank 1"), 0))
+
+    def moves_then_stops() -> None:
+        for done in range(4):
+            time.sleep(0.5)
+            ballot.report_progress(storage, ATTEMPT, 1, done)
+
+    ballot.cast(storage, ATTEMPT, vote(0))
+    threads = [threading.Thread(target=collects), threading.Thread(target=moves_then_stops)]
+    for thread in threads:
+        thread.start()
+    log: list[Operation] = []
+    verdict = ballot.await_verdict(HookedStorage(storage, recording(log)), ATTEMPT, "t", 1.5)
+    for thread in threads:
+        thread.join()
+    assert Verdict(("SaveFailed", "no vote from rank 1"), 0) == verdict
+    read = {operation.key for operation in log if operation.name == "read"}
+    assert {rank_file(ATTEMPT, 0, "progress"), verdict_file(ATTEMPT)} == read
+
+
+@pytest.mark.parametrize("verdict", [Verdict(), Verdict(("RanksDisagree", "tags differ"), 0)])
+def test_the_verdict_comes_back(storage: LocalStorage, verdict: Verdict) -> None:
+    """As it was announced."""
+    ballot.announce(storage, ATTEMPT, verdict)
+    assert verdict == ballot.await_verdict(storage, ATTEMPT, "t", LONG)
+
+
+def test_without_a_verdict_the_outcome_is_unknown(storage: LocalStorage) -> None:
+    """The message says where to look."""
+    ballot.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(OutcomeUnknown, match=r"save of 't'.*look for .*/t/done"):
+        ballot.await_verdict(storage, ATTEMPT, "t", 0.1)
+
+
+def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage) -> None:
+    """NFS clients cache that a name does not exist: only a listing is believed."""
+    log: list[Operation] = []
+    hooked = HookedStorage(storage, recording(log))
+    ballot.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(SaveFailed):
+        ballot.collect(hooked, ATTEMPT, 2, 0.1)
+    with pytest.raises(OutcomeUnknown):
+        ballot.await_verdict(hooked, ATTEMPT, "t", 0.1)
+    assert {rank_file(ATTEMPT, 0, "vote")} == {key for name, key in log if name != "list"}
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"rank": 0, "unknown": 1}', b'{"rank": 0, "index": {"x": 1}}'])
+def test_a_damaged_vote_is_named(storage: LocalStorage, damaged: bytes) -> None:
+    """As the file that it is."""
+    storage.write(rank_file(ATTEMPT, 0, "vote"), damaged)
+    with pytest.raises(MalformedFile, match=r"rank_00000\.vote\.json"):
+        ballot.collect(storage, ATTEMPT, 1, LONG)

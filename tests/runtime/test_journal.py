@@ -1,0 +1,192 @@
+"""Publication survives a death at any of its operations: the old tag or the new one is there, complete."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.runtime import journal
+from nxd_ckpt.runtime.paths import JOURNAL, TRASH, staging_dir
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
+
+pytestmark = pytest.mark.plain
+
+ATTEMPT, TAG = "run-1", "tag"
+PARTS = ("model/weights", "manifest.json", "done")
+
+
+def prepare(path: Path, *, old: bool) -> LocalStorage:
+    """A complete staging directory, and the tag that it is to replace."""
+    storage = LocalStorage(path)
+    for folder, content in [(staging_dir(ATTEMPT), b"new")] + [(TAG, b"old")] * old:
+        for part in PARTS:
+            storage.write(f"{folder}/{part}", content)
+    return storage
+
+
+def content(storage: Storage) -> set[bytes]:
+    """What is in the tag's files: one value where it is whole."""
+    return {storage.read(f"{TAG}/{part}") for part in PARTS}
+
+
+def at_operation(number: int, act: Callable[[], None]) -> Hook:
+    """Calls ``act`` just before the operation of that number."""
+    count = -1
+
+    def hook(operation: Operation) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            act()
+
+    return hook
+
+
+class Death(BaseException):
+    """What nothing catches: the process is gone, as far as the storage can tell."""
+
+
+def die() -> None:
+    raise Death
+
+
+def fail() -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def dies(call: Callable[[Storage], None], storage: Storage, number: int) -> bool:
+    """Whether the call came to its operation of that number, and ended there."""
+    try:
+        call(HookedStorage(storage, at_operation(number, die)))
+    except Death:
+        return True
+    return False
+
+
+def publish(storage: Storage) -> None:
+    journal.publish(storage, ATTEMPT, TAG)
+
+
+def operations(path: Path, *, old: bool) -> list[Operation]:
+    log: list[Operation] = []
+    journal.publish(HookedStorage(prepare(path, old=old), recording(log)), ATTEMPT, TAG)
+    return log
+
+
+def moved_out(path: Path) -> int:
+    """The number of the operation that takes the old tag away."""
+    log = operations(path, old=True)
+    return next(n for n, done in enumerate(log) if done.name == "rename" and done.key.startswith(f"{TAG} ->"))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_publish(tmp_path: Path, old: bool) -> None:
+    """The tag holds the new content; staging, journal and the old content are gone."""
+    storage = prepare(tmp_path, old=old)
+    journal.publish(storage, ATTEMPT, TAG)
+    assert {b"new"} == content(storage)
+    assert not storage.is_dir(staging_dir(ATTEMPT))
+    assert not storage.is_file(JOURNAL)
+    assert [] == storage.list(TRASH)
+
+
+def test_a_death_at_any_operation_of_a_swap(tmp_path: Path) -> None:
+    """After recovery the old tag or the new one is there, whole, and nothing waits to be finished."""
+    count, out = len(operations(tmp_path / "rehearsal", old=True)), moved_out(tmp_path / "another")
+    found = []
+    for number in range(count):
+        storage = prepare(tmp_path / str(number), old=True)
+        assert dies(publish, storage, number)
+        journal.recover(storage)
+        assert not storage.is_file(JOURNAL)
+        found.append(content(storage))
+    assert [{b"old"}] * (out + 1) + [{b"new"}] * (count - out - 1) == found
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_death_at_any_operation_of_a_recovery(tmp_path: Path, renames: int) -> None:
+    """Recovery can be interrupted and done again, from each of the states that a swap leaves."""
+    out = moved_out(tmp_path / "rehearsal")
+    for number in range(20):
+        storage = prepare(tmp_path / str(number), old=True)
+        assert dies(publish, storage, out + renames)
+        interrupted = dies(journal.recover, storage, number)
+        journal.recover(storage)
+        assert {b"new" if renames else b"old"} == content(storage)
+        assert not storage.is_file(JOURNAL)
+        if not interrupted:
+            break
+    assert 3 < number < 19
+
+
+def test_a_death_before_the_swap_leaves_the_old_tag_alone(tmp_path: Path) -> None:
+    """A recovery that finds the old tag in place does not roll forward: nobody was told of the new one."""
+    storage = prepare(tmp_path, old=True)
+    assert dies(publish, storage, moved_out(tmp_path / "rehearsal"))
+    assert storage.is_file(JOURNAL)
+    journal.recover(storage)
+    assert {b"old"} == content(storage)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_error_at_any_operation_is_undone_at_once(tmp_path: Path, old: bool) -> None:
+    """A publication that raises has changed nothing; one that is through does not raise, whatever fails after."""
+    log = operations(tmp_path / "rehearsal", old=old)
+    for number, operation in enumerate(log):
+        storage = prepare(tmp_path / str(number), old=old)
+        try:
+            journal.publish(HookedStorage(storage, at_operation(number, fail)), ATTEMPT, TAG)
+        except OSError:
+            assert storage.is_dir(staging_dir(ATTEMPT)), operation
+            assert old == storage.is_dir(TAG), operation
+            assert not old or {b"old"} == content(storage), operation
+        else:
+            assert {b"new"} == content(storage), operation
+
+
+def test_two_recover_at_once(tmp_path: Path) -> None:
+    """Whoever comes second finds it done: here another process finishes just before each operation."""
+    out = moved_out(tmp_path / "rehearsal")
+    for number in range(12):
+        storage = prepare(tmp_path / str(number), old=True)
+        assert dies(publish, storage, out + 1)
+        journal.recover(HookedStorage(storage, at_operation(number, partial(journal.recover, storage))))
+        assert {b"new"} == content(storage)
+        assert not storage.is_file(JOURNAL)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"tag": 1}', b'{"attempt": "run-1"}', b"null", b"7"])
+def test_a_damaged_journal_moves_nothing(tmp_path: Path, damaged: bytes) -> None:
+    """Neither recovery nor the next publication trips over it."""
+    storage = prepare(tmp_path, old=True)
+    storage.write(JOURNAL, damaged)
+    journal.recover(storage)
+    assert {b"old"} == content(storage)
+    journal.publish(storage, ATTEMPT, TAG)
+    assert {b"new"} == content(storage)
+
+
+def test_trash_is_kept_while_a_journal_needs_it(tmp_path: Path) -> None:
+    """The old tag comes back even if the new one is lost in the middle of the swap."""
+    storage = prepare(tmp_path, old=True)
+    assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
+    storage.remove(staging_dir(ATTEMPT))
+    journal.discard_trash(storage)
+    journal.recover(storage)
+    assert {b"old"} == content(storage)
+
+
+def test_remove_tag(tmp_path: Path) -> None:
+    """One rename out of sight; the deletion comes later."""
+    storage = prepare(tmp_path, old=True)
+    journal.remove_tag(storage, TAG, ATTEMPT)
+    assert not storage.is_dir(TAG)
+    assert 1 == len(storage.list(TRASH))
+    journal.discard_trash(storage)
+    assert [] == storage.list(TRASH)

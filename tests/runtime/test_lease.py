@@ -1,0 +1,163 @@
+"""At most one live job holds a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.runtime import lease
+from nxd_ckpt.runtime.lease import Heartbeat, Lease
+from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.storage.local import LocalStorage
+from tests.protocol.job import Job
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    storage = LocalStorage(tmp_path)
+    storage.make_dir(".nxd_ckpt")
+    return storage
+
+
+def abroad(beat: int = 0) -> Lease:
+    """A lease of a job on another host."""
+    return Lease("abroad", "another/boot/namespace", 1, "1", beat)
+
+
+def write(storage: LocalStorage, held: Lease) -> None:
+    storage.write(LEASE, json.dumps(held.__dict__).encode())
+
+
+def test_acquire_and_release(storage: LocalStorage) -> None:
+    """A free directory is taken and given back; its holder is this process."""
+    held = lease.acquire(storage, "one", 1.0)
+    assert held == lease.read(storage)
+    assert held.holder_runs_here()
+    assert lease.job_lives(storage, 1.0)
+    lease.release(storage, held)
+    assert None is lease.read(storage)
+    assert not lease.job_lives(storage, 1.0)
+
+
+def test_the_same_process_is_told_apart(storage: LocalStorage) -> None:
+    """A second Checkpointer of this process gets a message of its own; the same run may ask again."""
+    lease.acquire(storage, "one", 1.0)
+    lease.acquire(storage, "one", 1.0)
+    with pytest.raises(DirectoryInUse, match="this process already saves here as run one"):
+        lease.acquire(storage, "two", 1.0)
+
+
+def acquire_and_end(rank: int, path: Path) -> Lease:
+    return lease.acquire(LocalStorage(path), "dead", 1.0)
+
+
+def test_a_dead_process_of_this_host_is_replaced_at_once(storage: LocalStorage) -> None:
+    """However long the patience."""
+    (dead,) = Job(1, acquire_and_end, storage.root).values()
+    assert dead == lease.read(storage)
+    assert not dead.holder_runs_here()
+    assert lease.acquire(storage, "new", 1000.0) == lease.read(storage)
+
+
+def test_a_reused_pid_is_not_the_holder(storage: LocalStorage) -> None:
+    """Another process has the dead holder's number now: the time it was born tells."""
+    mine = Lease.of_this_process("earlier")
+    write(storage, replace(mine, born="1"))
+    assert os.getpid() == mine.pid
+    assert "new" == lease.acquire(storage, "new", 1000.0).run_id
+
+
+def test_a_silent_holder_on_another_host_is_replaced(storage: LocalStorage) -> None:
+    """After the patience, without a heartbeat in it."""
+    write(storage, abroad())
+    assert lease.acquire(storage, "new", 0.2) == lease.read(storage)
+
+
+def test_a_beating_holder_on_another_host_is_not(storage: LocalStorage) -> None:
+    """The message names it, and what to do if it is known to be gone."""
+    beats = iter(range(10**6))
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.02):
+            write(storage, abroad(next(beats)))
+
+    write(storage, abroad())
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(DirectoryInUse, match=r"run abroad \(pid 1 on another\).*remove .*lease\.json"):
+        lease.acquire(storage, "new", 2.0)
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"null", b'{"run_id": "x"}'])
+def test_a_damaged_lease_is_replaced(storage: LocalStorage, damaged: bytes) -> None:
+    """Nobody can be asked, and nobody beats."""
+    storage.write(LEASE, damaged)
+    assert lease.acquire(storage, "new", 0.1) == lease.read(storage)
+
+
+def acquire_at_once(rank: int, path: Path) -> str:
+    """Whether this process won, of several that find a dead job's lease; it stays alive until all have tried."""
+    try:
+        lease.acquire(LocalStorage(path), f"run{rank}", 0.5)
+        outcome = "won"
+    except DirectoryInUse:
+        outcome = "refused"
+    (path / f"tried{rank}").touch()
+    while len(list(path.glob("tried*"))) < 4:
+        pass
+    return outcome
+
+
+def test_one_of_several_wins_a_dead_lease(storage: LocalStorage) -> None:
+    """The others find the winner alive."""
+    Job(1, acquire_and_end, storage.root).values()
+    assert ["refused"] * 3 + ["won"] == sorted(Job(4, acquire_at_once, storage.root).values())
+
+
+def beat_until(heartbeat_of: Lease, storage: LocalStorage, done: threading.Event) -> None:
+    heartbeat = Heartbeat(storage, heartbeat_of, 0.01)
+    done.wait(0.3)
+    heartbeat.stop()
+
+
+def test_a_heartbeat_changes_the_lease(storage: LocalStorage) -> None:
+    """And nothing of it but the beat."""
+    held = lease.acquire(storage, "one", 1.0)
+    beat_until(held, storage, threading.Event())
+    found = lease.read(storage)
+    assert found is not None
+    assert found.beat > held.beat
+    assert held == replace(found, beat=held.beat)
+
+
+def test_a_heartbeat_respects_a_new_holder(storage: LocalStorage) -> None:
+    """It was taken over: it does not write over the other's lease, give it back, or let its job publish."""
+    held = lease.acquire(storage, "one", 1.0)
+    write(storage, abroad())
+    beat_until(held, storage, threading.Event())
+    lease.release(storage, held)
+    assert abroad() == lease.read(storage)
+    with pytest.raises(DirectoryInUse, match="taken over by run abroad"):
+        lease.require(storage, held)
+
+
+def test_a_lost_lease_file_comes_back(storage: LocalStorage) -> None:
+    """Someone removed it, or moved it for a moment: the live job claims it again."""
+    held = lease.acquire(storage, "one", 1.0)
+    storage.remove(LEASE)
+    lease.require(storage, held)
+    beat_until(held, storage, threading.Event())
+    found = lease.read(storage)
+    assert found is not None
+    assert "one" == found.run_id

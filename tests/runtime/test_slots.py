@@ -1,0 +1,155 @@
+"""At most so many ranks of a host write at the same time, and no dead or stuck one blocks the others for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.runtime.slots import forget_slots, writing_slot
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.protocol.job import Job
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+def note(log: Path, mark: str) -> None:
+    """Append to a file that several processes share, at once."""
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, mark.encode())
+    os.close(fd)
+
+
+def saves_and_notes(rank: int, path: Path, log: Path, num_workers: int | None, use_xser: bool) -> None:
+    """Rank of four, each with a file of its own; noted are the begin and the end of its writing."""
+
+    def hook(operation: Operation) -> None:
+        if operation.name == "create" and operation.key.endswith("_pp_rank_00.pt"):
+            note(log, "+")
+            time.sleep(0.1)
+        elif operation.name == "write" and "/index/" in operation.key:
+            note(log, "-")
+
+    topology = Topology(tp=4, rank=rank)
+    storage = HookedStorage(LocalStorage(path), hook)
+    with Checkpointer(path, topology=topology, storage=storage, run_id="slots", timeout=20) as saver:
+        saver.save("t", {"weight": torch.ones(3)}, num_workers=num_workers, use_xser=use_xser)
+
+
+def most_at_once(log: Path) -> int:
+    writing, most = 0, 0
+    for mark in log.read_text():
+        writing += 1 if mark == "+" else -1
+        most = max(most, writing)
+    assert 0 == writing
+    return most
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_no_more_ranks_write_at_once_than_allowed(tmp_path: Path, num_workers: int) -> None:
+    """``num_workers`` of a host's four ranks; all get their turn."""
+    Job(4, saves_and_notes, tmp_path / "ckpt", tmp_path / "log", num_workers, False).values()
+    assert 8 == len((tmp_path / "log").read_text())
+    assert most_at_once(tmp_path / "log") <= num_workers
+
+
+def holds(rank: int, run_id: str, log: Path) -> None:
+    with writing_slot(run_id, 1, 5.0):
+        note(log, "+")
+        time.sleep(60)
+
+
+def test_a_killed_holder_frees_its_slot(tmp_path: Path, run_id: str) -> None:
+    """The kernel does; nobody has to notice."""
+    job = Job(1, holds, run_id, tmp_path / "log")
+    while not (tmp_path / "log").exists():
+        time.sleep(0.01)
+    waiting = threading.Event()
+
+    def wait_for_it() -> None:
+        with writing_slot(run_id, 1, 10.0):
+            waiting.set()
+
+    thread = threading.Thread(target=wait_for_it)
+    thread.start()
+    blocked = not waiting.wait(0.2)
+    job.kill_all()
+    thread.join()
+    forget_slots(run_id)
+    assert blocked
+    assert waiting.is_set()
+
+
+def test_a_stuck_holder_is_given_up(run_id: str) -> None:
+    """Whoever waits raises after the timeout; its vote then fails the save on all ranks."""
+    with (
+        writing_slot(run_id, 1, 5.0),
+        pytest.raises(TimeoutError, match="made no progress for 0 s"),
+        writing_slot(run_id, 1, 0.2),
+    ):
+        pass
+    forget_slots(run_id)
+
+
+def test_a_holder_that_moves_is_waited_for(run_id: str) -> None:
+    """However long it takes."""
+    taken = threading.Event()
+
+    def wait_for_it() -> None:
+        with writing_slot(run_id, 1, 0.5):
+            taken.set()
+
+    thread = threading.Thread(target=wait_for_it)
+    with writing_slot(run_id, 1, 5.0) as moved:
+        thread.start()
+        for _ in range(20):
+            time.sleep(0.05)
+            moved()
+    thread.join()
+    forget_slots(run_id)
+    assert taken.is_set()
+
+
+def test_no_limit(run_id: str) -> None:
+    """``None`` takes no slot at all."""
+    with writing_slot(run_id, None, 0.0) as one, writing_slot(run_id, None, 0.0) as other:
+        one()
+        other()
+
+
+def stuck_writer(rank: int, path: Path) -> str:
+    """Rank 0's disk hangs in its first write, while rank 1 waits for the one slot."""
+
+    def hook(operation: Operation) -> None:
+        if rank == 0 and operation.name == "write_at":
+            time.sleep(60)
+
+    topology = Topology(tp=2, rank=rank)
+    saver = Checkpointer(
+        path, topology=topology, storage=HookedStorage(LocalStorage(path), hook), run_id="stuck", timeout=1.0
+    )
+    if rank == 1:
+        time.sleep(0.5)  # rank 0 has the slot by then
+    try:
+        saver.save("t", {"weight": torch.ones(3)}, num_workers=1)
+    except Exception as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_waits_for_a_stuck_one_reports_it(tmp_path: Path) -> None:
+    """It does not hang with it."""
+    job = Job(2, stuck_writer, tmp_path)
+    outcome = job.outcome(1)
+    job.kill_all()
+    assert "writing slots" in outcome

@@ -1,0 +1,143 @@
+"""Waves: every byte of every file exactly once, never more than the cap, cut where digests allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.errors import StagingTooLarge
+from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.runtime.arena import PAGE, Arena
+from nxd_ckpt.runtime.plan import PlannedFile
+from nxd_ckpt.runtime.staging import plan_waves, stage
+from nxd_ckpt.runtime.writing import FileWriter
+from nxd_ckpt.storage.local import LocalStorage
+
+pytestmark = pytest.mark.plain
+
+MIB = 2**20
+
+
+def planned(sizes: list[list[int]]) -> list[PlannedFile]:
+    """Files of tensors of these sizes in bytes; memory is not touched."""
+    return [
+        PlannedFile(
+            f"model/{n}.pt", image_of({f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(s)})
+        )
+        for n, s in enumerate(sizes)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 12 * MIB), max_size=4), max_size=3),
+    st.integers(CRC_BLOCK, 20 * MIB).map(lambda cap: cap // PAGE * PAGE),
+)
+def test_waves_hold_every_storage_once_and_fit(sizes: list[list[int]], cap: int) -> None:
+    """Storages are covered without gap or overlap, spans of a wave do not overlap, and cuts lie between blocks."""
+    files = planned(sizes)
+    covered: dict[tuple[int, int], int] = {}
+    for wave in plan_waves(files, cap):
+        end = 0
+        for span in wave:
+            assert span.at % PAGE == 0
+            assert span.at >= end
+            end = span.at + span.stop - span.start
+            storages = files[span.file].image.storages
+            if span.storage is None:
+                assert (0, files[span.file].image.nbytes) == (span.start, span.stop)
+                covered |= {(span.file, index): storage.nbytes for index, storage in enumerate(storages)}
+            else:
+                offset = storages[span.storage].offset
+                assert (span.start - offset) == covered.get((span.file, span.storage), 0)
+                assert (span.start - offset) % CRC_BLOCK == 0
+                covered[span.file, span.storage] = span.stop - offset
+        assert end <= cap
+    every = {
+        (number, index): storage.nbytes
+        for number, file in enumerate(files)
+        for index, storage in enumerate(file.image.storages)
+        if storage.nbytes
+    }
+    assert every == {key: count for key, count in covered.items() if count}
+
+
+def test_what_fits_goes_at_once() -> None:
+    """One wave of whole files."""
+    (wave,) = plan_waves(planned([[100, 200], [300]]), MIB)
+    assert [(0, None), (1, None)] == [(span.file, span.storage) for span in wave]
+
+
+def test_a_tensor_beyond_the_cap_needs_a_block(tmp_path: Path) -> None:
+    """Below 4 MiB it cannot be cut; the error names the file, both sizes and the remedy."""
+    with pytest.raises(StagingTooLarge, match=rf"model/0\.pt: a tensor of {2 * MIB} bytes.*{MIB} bytes.*memory_cap"):
+        plan_waves(planned([[2 * MIB]]), MIB)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.arange(24)[::2],
+        torch.arange(6.0).expand(4, 6),
+        torch.randn(5).bfloat16(),
+        torch.randn(5, dtype=torch.complex64).conj(),
+        torch.tensor(True),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.randn(4).to(torch.float8_e4m3fn),
+    ],
+    ids=["permuted", "strided", "expanded", "bfloat16", "conjugate", "bool", "parameter", "float8"],
+)
+def test_any_tensor_is_written_as_torch_reads_it(tmp_path: Path, tensor: torch.Tensor) -> None:
+    """Views are stored tight, with their values, dtype and shape."""
+    storage = LocalStorage(tmp_path)
+    files = [PlannedFile("x.pt", image_of({"t": tensor}))]
+    (wave,) = plan_waves(files, MIB)
+    writer = FileWriter(storage, "tag", files, lambda nbytes: None)
+    writer.write(wave, stage(files, wave, Arena(MIB)))
+    writer.finish()
+    found = torch.load(tmp_path / "tag" / "x.pt", weights_only=True)["t"]
+    assert tensor.dtype == found.dtype
+    assert tensor.shape == found.shape
+    assert torch.equal(_bits(tensor), _bits(found))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's values, in order."""
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_progress_and_bytes_are_counted(tmp_path: Path) -> None:
+    """After each chunk; at the end, all bytes of all files."""
+    files = planned([[1000], [2000, 3000]])
+    seen: list[int] = []
+    writer = FileWriter(LocalStorage(tmp_path), "tag", files, seen.append)
+    for wave in plan_waves(files, MIB):
+        writer.write(wave, stage(files, wave, Arena(MIB)))
+    writer.finish()
+    assert sorted(seen) == seen
+    assert writer.nbytes == seen[-1] == sum(file.image.nbytes for file in files)
+    assert writer.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("*.pt"))
+
+
+def test_abort_leaves_no_file_open_or_behind(tmp_path: Path) -> None:
+    """What was begun is removed: it must not be taken for a file that was finished."""
+    files = planned([[9 * MIB]])
+    writer = FileWriter(LocalStorage(tmp_path), "tag", files, lambda nbytes: None)
+    wave, *_ = plan_waves(files, 4 * MIB)
+    writer.write(wave, stage(files, wave, Arena(4 * MIB)))
+    writer.abort()
+    assert [] == list(tmp_path.rglob("*.pt"))
+
+
+def test_a_file_that_is_not_finished_is_refused(tmp_path: Path) -> None:
+    """A short file is noticed when it is closed, not by whoever reads it."""
+    writer = LocalStorage(tmp_path).create("x", 10)
+    writer.write_at(0, b"12345")
+    with pytest.raises(OSError, match="wrote 5 bytes, expected 10"):
+        writer.close()

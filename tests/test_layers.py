@@ -1,0 +1,191 @@
+"""The architecture: imports point down, the core is pure, and torch-xla stays behind the adapters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.plain
+
+PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
+
+# From top to bottom; a module imports its own level and those below. "" is nxd_ckpt/__init__.py itself.
+LEVELS = (
+    ("", "cli", "api", "__main__"),
+    ("convert", "verify", "checkpointer", "checkpoint"),
+    ("runtime",),
+    ("adapters",),
+    ("layout",),
+    ("formats",),
+    ("storage",),
+    ("core",),
+    ("errors",),
+)
+LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
+
+# Shipped for tests and trials: they stand on storage and below, and nothing else in the package imports them.
+BESIDE = ("testing", "emulation")
+
+PURE = ("core", "errors")
+IMPURE = {
+    *("torch", "numpy"),
+    *("os", "io", "pathlib", "tempfile", "shutil", "glob", "mmap", "socket", "subprocess"),
+    *("time", "datetime", "random", "threading", "asyncio", "concurrent"),
+}
+
+DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
+MAY_USE_DEVICE = ("adapters", "emulation", "testing")
+MAY_USE_DEVICE_AT_IMPORT = ("emulation",)
+
+
+class Import(NamedTuple):
+    """One imported module, as a dotted name."""
+
+    target: str
+    line: int
+    at_import_time: bool
+
+
+def _layer(module: str) -> str:
+    """``nxd_ckpt.core.box`` -> ``core``; the package itself -> ``""``."""
+    return [*module.split("."), ""][1]
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _targets(node: ast.AST, module: str, is_package: bool) -> list[str]:
+    """The dotted names that ``node`` imports; for ``from a import b`` that is ``a.b``."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        parents = module.split(".")
+        base = parents[: len(parents) - node.level + is_package] if node.level else []
+        origin = ".".join(base + ([node.module] if node.module else []))
+        return [f"{origin}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        return [str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant)]
+    return []
+
+
+def _imports(node: ast.AST, module: str, is_package: bool, at_import_time: bool = True) -> Iterator[Import]:
+    """Every import under ``node``, those inside functions and for type checkers only included."""
+    for target in _targets(node, module, is_package):
+        yield Import(target, getattr(node, "lineno", 0), at_import_time)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+        isinstance(node, ast.If) and _is_type_checking(node.test)
+    ):
+        at_import_time = False
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, module, is_package, at_import_time)
+
+
+def _may_import(module: str, target: str) -> bool:
+    """Whether the layers allow ``module`` of the package to import ``target`` of the package."""
+    source_layer, target_layer = _layer(module), _layer(target)
+    if target_layer not in LEVEL_OF and target_layer not in BESIDE:
+        target_layer = ""  # `from nxd_ckpt import name`: something that __init__ offers
+    if source_layer == target_layer:
+        return True
+    if target_layer in BESIDE:
+        return module == "nxd_ckpt.testing.workers" and target_layer == "emulation"
+    source_level = LEVEL_OF["storage"] if source_layer in BESIDE else LEVEL_OF[source_layer]
+    return source_level <= LEVEL_OF[target_layer]
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What the source of ``module`` does against the architecture, one sentence each."""
+    layer = _layer(module)
+    if layer not in LEVEL_OF and layer not in BESIDE:
+        return [f"{module}: {layer!r} is in no layer; give it a place in LEVELS"]
+    found = []
+    for target, line, at_import_time in _imports(ast.parse(source, module), module, is_package):
+        where, top = f"{module}:{line} imports {target}", target.split(".")[0]
+        if top == "nxd_ckpt" and not _may_import(module, target):
+            found.append(f"{where}: imports point down, from {layer!r} to {_layer(target)!r} is not down")
+        if layer in PURE and top in IMPURE:
+            found.append(f"{where}: {layer!r} is pure, it knows no torch, no IO and no clock")
+        if top in DEVICE_LIBRARIES and layer not in MAY_USE_DEVICE:
+            found.append(f"{where}: only {', '.join(MAY_USE_DEVICE)} may")
+        elif top in DEVICE_LIBRARIES and at_import_time and layer not in MAY_USE_DEVICE_AT_IMPORT:
+            found.append(f"{where}: move it into the function that needs it")
+    return found
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the package by dotted name."""
+    paths = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for path, parts in paths.items()}
+
+
+def test_every_module_respects_the_layers() -> None:
+    """Imports point down, the core is pure, and torch-xla is imported lazily and only behind the adapters."""
+    modules = _modules()
+    assert "nxd_ckpt.core.topology" in modules
+    found = [
+        sentence
+        for module, path in sorted(modules.items())
+        for sentence in violations(module, path.read_text(), path.name == "__init__.py")
+    ]
+    assert [] == found, "\n".join(found)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also inside one layer, imports at import time form no cycle."""
+    modules = _modules()
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        imports = _imports(ast.parse(path.read_text(), str(path)), module, path.name == "__init__.py")
+        targets = {found.target for found in imports if found.at_import_time}
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in targets} - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("nxd_ckpt.core.box", "from nxd_ckpt.storage.local import LocalStorage", "imports point down"),
+        ("nxd_ckpt.core.box", "from ..layout import names", "imports point down"),
+        ("nxd_ckpt.layout.names", "def f():\n    import nxd_ckpt.adapters.hf", "imports point down"),
+        ("nxd_ckpt.runtime.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
+        ("nxd_ckpt.api", "from nxd_ckpt.testing import faulty", "imports point down"),
+        ("nxd_ckpt.testing.faulty", "from nxd_ckpt.emulation import install", "imports point down"),
+        ("nxd_ckpt.emulation.install", "from nxd_ckpt.runtime import writer", "imports point down"),
+        ("nxd_ckpt.core.plan", "import torch", "is pure"),
+        ("nxd_ckpt.core.plan", "def f():\n    from os.path import join", "is pure"),
+        ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only adapters"),
+        ("nxd_ckpt.runtime.staging", "importlib.import_module('torch_xla')", "only adapters"),
+        ("nxd_ckpt.adapters.nxd", "from neuronx_distributed import trainer", "into the function"),
+        ("nxd_ckpt.adapters.nxd", "class A:\n    import torch_xla", "into the function"),
+        ("nxd_ckpt.utils", "", "is in no layer"),
+    ],
+)
+def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> None:
+    """The check sees each kind of violation, and its sentence names the module."""
+    (sentence,) = violations(module, source)
+    assert sentence.startswith(module)
+    assert complaint in sentence
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("nxd_ckpt.core.plan", "from nxd_ckpt.core.box import Box\nimport nxd_ckpt.errors"),
+        ("nxd_ckpt.core.plan", "from . import box\nfrom ..errors import ShapeMismatch"),
+        ("nxd_ckpt.cli", "from nxd_ckpt import api, convert, errors"),
+        ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
+        ("nxd_ckpt.adapters.nxd", "def f():\n    import torch_xla"),
+        ("nxd_ckpt.adapters.nxd", "if TYPE_CHECKING:\n    import torch_xla"),
+        ("nxd_ckpt.emulation.install", "import torch_xla\nfrom nxd_ckpt.storage import local"),
+        ("nxd_ckpt.testing.workers", "def f():\n    from nxd_ckpt.emulation import install"),
+    ],
+)
+def test_a_right_import_is_accepted(module: str, source: str) -> None:
+    """What the layers allow gives no complaint."""
+    assert [] == violations(module, source)

@@ -1,0 +1,63 @@
+"""Training on real torch-xla ranks: a resumed run is the same run, on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_ckpt.testing.workers import WorkerPool
+from tests.training import scenarios
+from tests.training.model import Setup
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+
+XSER = (("use_xser", True),)
+ASYNC = (("async_save", True),)
+
+
+def setup(name: str, **fields: Any) -> Any:
+    sizes = {part[:2]: int(part[2:]) for part in name.split("_")}
+    identifier = name + "".join(f"-{key}={value}" for key, value in fields.items())
+    return pytest.param(Setup(tuple(sizes.items()), **fields), id=identifier)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        setup("dp4"),
+        setup("dp4", options=XSER + ASYNC, unused=True),
+        setup("dp2_tp2", dtype="bfloat16", options=ASYNC),
+        setup("dp2_tp2", dtype="bfloat16", options=XSER),
+        setup("dp2_tp2", master_weights=False, options=XSER + ASYNC, zero_grad_first=True),
+        setup("dp2_pp2", options=ASYNC, dropout=0.5),
+        setup("tp4", dtype="bfloat16", options=XSER + ASYNC, dropout=0.25),
+        setup("tp4", zero1=False, options=XSER),
+        setup("dp4_ep2", options=ASYNC),
+        setup("dp4_ep2", dtype="bfloat16", options=XSER, zero_grad_first=True),
+        setup("dp2_tp2_ep2", zero1=False, options=XSER + ASYNC),
+        setup("dp2_tp2_ep2", zero1=False, unused=True),
+        setup("dp2_tp2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
+        setup("dp4_ep2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
+    ],
+)
+def test_a_resumed_run_is_the_same_run(xla_ranks: WorkerPool, tmp_path: Path, what: Setup) -> None:
+    """Save, start again from another seed, load: state and all later losses are equal to the last bit."""
+    problems = xla_ranks.run(scenarios.resume_equals_uninterrupted, str(tmp_path / "ckpt"), what, 99, timeout=240)
+    assert [[]] * 4 == problems
+
+
+def test_saving_and_loading_compile_nothing(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+    """The compile counter is flat over a second save, over a load, and over the step after it."""
+    what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
+    counts = xla_ranks.run(scenarios.compile_counts, str(tmp_path / "ckpt"), what, timeout=240)
+    for before, after_save, before_load, after_load, after_step in counts:
+        assert (before, before_load, before_load) == (after_save, after_load, after_step)
+
+
+def test_what_is_saved_is_the_state_at_the_call(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+    """Parameters, moments and step may change right after an async save returned."""
+    what = Setup((("dp", 2), ("tp", 2)), options=XSER)
+    problems = xla_ranks.run(scenarios.snapshot_is_of_the_call, str(tmp_path / "ckpt"), what, timeout=240)
+    assert [[]] * 4 == problems
