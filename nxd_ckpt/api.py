@@ -110,6 +110,8 @@ def load_checkpoint(
     rank_content: dict[Any, Any] | None = None,
     topology: Topology | None = None,
     param_names: Sequence[Sequence[str]] | None = None,
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    partitions: Mapping[str, Partition] | None = None,
     verify: bool = True,
     trust_pickle: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
@@ -117,7 +119,7 @@ def load_checkpoint(
     """Load a checkpoint into live objects and return its user content, or None.
 
     Positional parameters are neuronx_distributed's: ``tag=None`` takes the latest complete tag; only what is not None
-    is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.loading.LoadOptions` for the others. With
+    is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.load_options.LoadOptions` for the others. With
     ``topology``, one process without a process group loads what that rank would.
 
     Raises:
@@ -139,6 +141,8 @@ def load_checkpoint(
         use_zero1_dcp=use_zero1_dcp,
         rank_content=rank_content,
         param_names=param_names,
+        saved_param_names=saved_param_names,
+        partitions=partitions,
         verify=verify,
         trust_pickle=trust_pickle,
     )

@@ -25,7 +25,8 @@ from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.background import PendingSave, Worker
 from nxd_ckpt.runtime.capture import SaveOptions, capture
 from nxd_ckpt.runtime.commit import clean_up
-from nxd_ckpt.runtime.loading import LoadOptions, load
+from nxd_ckpt.runtime.load_options import LoadOptions
+from nxd_ckpt.runtime.loading import load
 from nxd_ckpt.runtime.plan import SavePlan, plan_save
 from nxd_ckpt.runtime.saving import Saving, prepare
 from nxd_ckpt.runtime.session import Session, open_session

@@ -9,10 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from nxd_ckpt.testing.workers import WorkerPool
 
 REPOSITORY = Path(__file__).parents[1]
+# How long an example takes says something of the machine, nothing of the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
 GOLDEN_TAR = REPOSITORY.parent / "shared" / "golden" / "nxd-0.18-public.tar"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import Read, Slot, describe_path
-from nxd_ckpt.adapters.state import State, StateTensor, state_of
+from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS, Zero1Optimizer, check_kind
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch
@@ -31,6 +31,11 @@ class ExpertZero1Optimizer:
         self._optimizer = optimizer
         self._ordinary = Zero1Optimizer(optimizer.non_ep_zero_optimizer, names[:ordinary], topology)
         self._experts = Zero1Optimizer(optimizer.ep_zero_optimizer, names[ordinary:], topology, expert=True)
+
+    def form(self) -> OptimizerForm:
+        ordinary, experts = self._ordinary.form(), self._experts.form()
+        first = len(ordinary.slots), len(ordinary.groups)
+        return OptimizerForm(self.kind, ordinary.slots + experts.slots, ordinary.groups + experts.groups, first)
 
     def capture(self) -> State:
         tree = self._optimizer.state_dict()

@@ -6,6 +6,7 @@ import difflib
 import logging
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -49,8 +50,8 @@ class ModelAdapter:
         Raises UnsupportedState, naming the tensor, for DTensor, SPMD, meta and sparse ones.
         """
         tensors = self._tensors()
-        specs = {name: spec_of(tensor, tp) for name, tensor in tensors.items()}
         ties = self._ties
+        specs = {name: replace(spec_of(tensor, tp), tie=ties.get(name)) for name, tensor in tensors.items()}
 
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
             name = "/".join(map(str, path))
@@ -68,6 +69,10 @@ class ModelAdapter:
         for name, value in self._live.items():
             names.setdefault(id(value), name)
         return names
+
+    def names(self) -> list[str]:
+        """The names of everything it holds, in order."""
+        return list(self._live)
 
     def aliases(self, name: str) -> list[str]:
         """All names of the parameter that ``name`` is one of (tied weights have several), in order."""
@@ -113,12 +118,12 @@ class ModelAdapter:
         return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
 
     @cached_property
-    def _ties(self) -> dict[str, Hashable]:
+    def _ties(self) -> dict[str, str]:
         return _find_ties(self._tensors())
 
     @cached_property
-    def _names_by_tie(self) -> dict[Hashable, list[str]]:
-        names: dict[Hashable, list[str]] = {}
+    def _names_by_tie(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
         for name, tie in self._ties.items():
             names.setdefault(tie, []).append(name)
         return names
@@ -196,7 +201,7 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
+def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """For every name whose memory has several: the first of them."""
     memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
     times = Counter(memory.values())

@@ -11,7 +11,7 @@ from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.optimizer_names import parameter_names
 from nxd_ckpt.adapters.optimizer_state import Read
 from nxd_ckpt.adapters.plain import PlainOptimizer
-from nxd_ckpt.adapters.state import State
+from nxd_ckpt.adapters.state import OptimizerForm, State
 from nxd_ckpt.adapters.zero1 import Zero1Optimizer
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
@@ -25,6 +25,12 @@ class OptimizerAdapter(Protocol):
 
     kind: str
     parameter_names: list[str] | None
+
+    def form(self) -> OptimizerForm | None:
+        """What its state dict is on this rank; None for a dict, which takes what was saved.
+
+        Raises OptimizerMismatch where only the optimizer itself knows how its state is cut.
+        """
 
     def capture(self) -> State:
         """The optimizer's state dict as NxD has it, with its live tensors. No device work."""

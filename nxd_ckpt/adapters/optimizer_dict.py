@@ -44,6 +44,9 @@ class DictOptimizer:
         self._specs = {} if model is None else model.capture(topology.tp).parameters
         self._first_expert = _parameters_before(groups, state.get("ep_param_group_offset", len(groups)))
 
+    def form(self) -> None:
+        return None
+
     def capture(self) -> State:
         return state_of(self._state, self._describe)
 

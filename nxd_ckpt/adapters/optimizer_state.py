@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS, StateTensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
@@ -52,6 +52,12 @@ class Slot:
             tensor.grad = None
             if hasattr(tensor, "main_grad"):  # torch-xla's gradient accumulation: its presence alone means "step"
                 del tensor.main_grad
+
+
+def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> OptimizerForm:
+    """The form of an optimizer with these parameters and live groups."""
+    known = [OptimizerSlot(slot.name, slot.spec, slot.shards, slot.shard) for slot in slots if slot.spec is not None]
+    return OptimizerForm(kind, tuple(known), tuple(len(group["params"]) for group in groups))
 
 
 def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:

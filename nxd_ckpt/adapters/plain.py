@@ -16,10 +16,11 @@ from nxd_ckpt.adapters.optimizer_state import (
     describe_path,
     fill_state,
     flat_parameters,
+    form_of_slots,
     restore_groups,
 )
 from nxd_ckpt.adapters.parameters import spec_of
-from nxd_ckpt.adapters.state import State, StateTensor, state_of
+from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.formats.tensors import Path
 
@@ -35,6 +36,14 @@ class PlainOptimizer:
             Slot(name, parameter, parameter, group, None if sharded else spec_of(parameter, tp))
             for name, (parameter, group) in zip(names, flat_parameters(optimizer.param_groups), strict=True)
         ]
+
+    def form(self) -> OptimizerForm:
+        if self.kind != "plain":
+            raise OptimizerMismatch(
+                f"optimizer: how {type(self._optimizer).__name__} cuts its state over ranks is not known "
+                "(zero1_optimizer=True for one that is not ZeRO-1); load it on the sizes that it was saved on"
+            )
+        return form_of_slots(self.kind, self._slots, self._optimizer.param_groups)
 
     def capture(self) -> State:
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:

@@ -62,6 +62,31 @@ class ModelState(State):
     parameters: dict[str, ParameterSpec] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class OptimizerSlot:
+    """One parameter of an optimizer as a rank holds it, and ``shard`` of ``shards``, its ZeRO-1 cut."""
+
+    name: str
+    spec: ParameterSpec
+    shards: int = 1
+    shard: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerForm:
+    """What an optimizer's state dict is on one rank, its values left out.
+
+    ``slots`` are its parameters in the order of their indices, ``groups`` how many of them each param group has.
+    ``ordinary`` is None, or for ZeRO-1 with expert parallelism how many slots, and how many groups, come before the
+    experts'.
+    """
+
+    kind: str
+    slots: tuple[OptimizerSlot, ...]
+    groups: tuple[int, ...]
+    ordinary: tuple[int, int] | None = None
+
+
 def state_of(tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor]) -> State:
     """The state whose tensors ``describe(path, tensor)`` tells about. Containers are copied: they change while the
     tensors are being copied, or after (an optimizer's Python ``step``)."""

@@ -24,10 +24,11 @@ from nxd_ckpt.adapters.optimizer_state import (
     describe_path,
     fill_state,
     flat_parameters,
+    form_of_slots,
     restore_groups,
 )
 from nxd_ckpt.adapters.parameters import spec_of
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS, State, StateTensor, state_of
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.adapters.torch_xla import copy_in, to_cpu
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.topology import Topology
@@ -60,6 +61,9 @@ class Zero1Optimizer:
             Slot(name, parameter, key, group, spec_of(parameter, topology.tp), shards, shard)
             for name, (parameter, _), (key, group) in zip(names, full, cut, strict=True)
         ]
+
+    def form(self) -> OptimizerForm:
+        return form_of_slots(self.kind, self.slots, self._optimizer.param_groups)
 
     def capture(self) -> State:
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:

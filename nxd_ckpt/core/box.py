@@ -6,7 +6,7 @@ element. Boxes are half open: they cover ``offset <= index < offset + size`` in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -51,7 +51,6 @@ class Box:
         size[dim] = length
         return Box(tuple(offset), tuple(size))
 
-
     def minus(self, other: Box) -> list[Box]:
         """This box without ``other``, as at most two disjoint boxes per dimension."""
         common = self.intersect(other)
@@ -71,3 +70,30 @@ class Box:
     def __str__(self) -> str:
         """``[0:4, 2:3]``, as one would index the tensor."""
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.size, strict=True)) + "]"
+
+
+def boxes_of_run(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+    """The elements ``start <= index < stop`` of a row-major tensor of ``shape``, as boxes in ascending order.
+
+    Each box is itself one run of elements. There are at most two per dimension, and one.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows: first <= index < last
+    if first > last:  # within one row
+        yield from _in_row(last, boxes_of_run(start - last * row, stop - last * row, shape[1:]))
+        return
+    if start < first * row:
+        yield from _in_row(first - 1, boxes_of_run(start - (first - 1) * row, row, shape[1:]))
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if last * row < stop:
+        yield from _in_row(last, boxes_of_run(0, stop - last * row, shape[1:]))
+
+
+def _in_row(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
+    return (Box((row, *box.offset), (1, *box.size)) for box in boxes)

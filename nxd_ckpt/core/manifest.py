@@ -51,12 +51,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter or buffer of the model, as every rank of its pipeline stage holds it."""
+    """A parameter or buffer of the model, as every rank of its pipeline stage holds it.
+
+    ``tie`` is equal for all names of one tensor, and None where it has only one.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     partition: Partition
     trainable: bool = True
+    tie: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,11 @@ class RankLine:
 
 @dataclass(frozen=True)
 class Parts:
-    """What was asked to be saved. ``optimizer`` is ``"plain"``, ``"zero1"``, ``"zero1_dcp"`` or None."""
+    """What was asked to be saved.
+
+    ``optimizer`` is ``"plain"``, ``"zero1"`` (every rank its shard), ``"zero1_full"`` (the same unsharded, a file for
+    each tp, pp and ep rank; what the converter writes), ``"zero1_dcp"`` or None.
+    """
 
     model: bool = False
     optimizer: str | None = None
@@ -222,12 +230,14 @@ def _spec_to_json(spec: ParameterSpec) -> dict[str, Any]:
         "shape": list(spec.shape),
         "partition": spec.partition.to_json(),
         "trainable": spec.trainable,
+        "tie": spec.tie,
     }
 
 
 def _spec_from_json(fields: dict[str, Any]) -> ParameterSpec:
     partition = Partition.from_json(fields["partition"])
-    return ParameterSpec(fields["dtype"], tuple(_ints(fields["shape"])), partition, fields["trainable"])
+    shape = tuple(_ints(fields["shape"]))
+    return ParameterSpec(fields["dtype"], shape, partition, fields["trainable"], fields["tie"])
 
 
 def _ints(values: Any, count: int | None = None) -> list[int]:

@@ -21,6 +21,7 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from nxd_ckpt.errors import UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.tensors import (
+    Assembly,
     TensorReference,
     TensorStub,
     contiguous_stride,
@@ -86,7 +87,7 @@ class _Pickler(pickle.Pickler):
             return self._reduce(obj, obj.dtype)
         if type(obj) is _NoHooks:
             return OrderedDict, ()
-        if isinstance(obj, TensorStub):
+        if isinstance(obj, (TensorStub, Assembly)):
             return self._reduce(obj, torch_dtype(obj.dtype))
         return NotImplemented
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 
 Path = tuple[Any, ...]
@@ -81,6 +82,42 @@ class TensorStub:
         return self.numel == 0 or all(
             have == want for size, have, want in zip(self.shape, self.stride, tight, strict=True) if size > 1
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """``source``, a box of the tensor that ``stub`` stands for, is ``target``, one of the tensor put together."""
+
+    stub: TensorStub
+    source: Box
+    target: Box
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A tensor of ``dtype`` and ``shape`` to be put together from parts of saved ones, cast where they differ.
+
+    Parts do not overlap; elements that are in none are zero (the padding of ZeRO-1 shards).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, window: Box) -> Assembly:
+        """The part of this tensor inside ``window``, of the window's size."""
+        found = []
+        for part in self.parts:
+            common = part.target.intersect(window)
+            if common is not None:
+                source = common.shifted(part.target.offset)
+                offset = tuple(a + b for a, b in zip(source.offset, part.source.offset, strict=True))
+                found.append(Part(part.stub, Box(offset, common.size), common.shifted(window.offset)))
+        return Assembly(self.dtype, window.size, tuple(found))
 
 
 class TensorReference:
@@ -155,7 +192,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-TENSORS = (torch.Tensor, TensorStub)
+TENSORS = (torch.Tensor, TensorStub, Assembly)
 
 
 def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterator[tuple[Path, Any]]:

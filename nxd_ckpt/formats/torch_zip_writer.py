@@ -70,7 +70,7 @@ class ZipImage:
 def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipImage:
     """The file that holds ``tree``; no tensor is read.
 
-    Tensors may be on any device, meta included, or be TensorStubs. Tensors of the same ``tensor_key``,
+    Tensors may be on any device, meta included, or be TensorStubs or Assemblies. Tensors of the same ``tensor_key``,
     dtype and shape (ties) share one storage. Parameters become plain tensors, and nothing requires grad.
     TensorReferences are written as torch-xla's. Raises UnsupportedState for tensors that are not plain
     strided ones, UnsafePickle for what cannot be pickled at all; whether the rest is data only is for

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.formats.tensors import TENSORS, TensorReference, TensorStub, map_tensors, torch_dtype
+from nxd_ckpt.formats.tensors import TENSORS, TensorReference, map_tensors, torch_dtype
 
 __all__ = ["TensorReference", "balance", "info", "join", "normalise", "split"]
 
@@ -42,7 +42,7 @@ def info(tensors: Iterable[tuple[int, Any]], expert: Collection[int] = ()) -> di
     """What ``NAME.pt.info.pt`` holds for (tid, tensor); ``expert`` are the tids of expert parameters."""
     return {
         tid: {
-            "dtype": torch_dtype(tensor.dtype) if isinstance(tensor, TensorStub) else tensor.dtype,
+            "dtype": torch_dtype(tensor.dtype) if isinstance(tensor.dtype, str) else tensor.dtype,
             "shape": torch.Size(tensor.shape),
             "expert_model_parallel": tid in expert,
         }

@@ -6,7 +6,7 @@ kind of tree. Files are listed once: a tag does not change while it is being rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,16 @@ import torch
 
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
-from nxd_ckpt.formats.tensors import Path, TensorReference, TensorStub, dtype_name, iter_tensors, map_tensors
+from nxd_ckpt.formats.assembly import fill, fill_run, read_assembly
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    Path,
+    TensorReference,
+    TensorStub,
+    dtype_name,
+    iter_tensors,
+    map_tensors,
+)
 from nxd_ckpt.formats.torch_zip import PreadInto
 from nxd_ckpt.formats.unpickle import Leaf
 from nxd_ckpt.layout import names
@@ -79,19 +88,34 @@ class TagFiles:
         """
         return self._parse(file, start, nbytes, lambda stub: stub)
 
-    def read(self, stub: TensorStub) -> torch.Tensor:
-        """One tensor, on the CPU, compared with the CRC-32 in its file, where that records one.
+    def read(self, leaf: TensorStub | Assembly) -> torch.Tensor:
+        """One tensor, on the CPU. A whole one is compared with the CRC-32 in its file, where that records one; of one
+        that is put together only the parts are read, and not compared.
 
         Raises:
             DigestMismatch: the bytes are not those that were written.
         """
-        with self._named(stub.file):
-            return self._read(stub)
+        if isinstance(leaf, Assembly):
+            return read_assembly(leaf, self.read_ranges)
+        with self._named(leaf.file):
+            return self._read(leaf)
 
-    def read_into(self, stub: TensorStub, out: torch.Tensor) -> None:
-        """As :meth:`read`, into a contiguous CPU tensor of the stub's dtype and number of elements."""
-        with self._named(stub.file):
-            torch_zip.read_into(self._pread_into(stub.file), stub, out)
+    def read_into(self, leaf: TensorStub | Assembly, out: torch.Tensor) -> None:
+        """As :meth:`read`, into a contiguous CPU tensor of the leaf's dtype and shape."""
+        if isinstance(leaf, Assembly):
+            fill(leaf, out, self.read_ranges)
+            return
+        with self._named(leaf.file):
+            torch_zip.read_into(self._pread_into(leaf.file), leaf, out)
+
+    def read_run(self, leaf: Assembly, start: int, stop: int, out: memoryview) -> None:
+        """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor, not compared."""
+        fill_run(leaf, start, stop, out, self.read_ranges)
+
+    def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory with the file's bytes from its offset on."""
+        with self._named(file):
+            self.storage.read_ranges(self.key(file), ranges)
 
     def verify(self, stub: TensorStub) -> None:
         """Prove the tensor's bytes without keeping them. Raises as :meth:`read`."""

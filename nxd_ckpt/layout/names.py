@@ -26,7 +26,7 @@ NEWEST = "newest"
 """NxD 0.6 only: a file beside the tags that lists them, one a line, the latest last."""
 
 _RANK_FILE = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
-_FULL_FILE = re.compile(r"full_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
+_FULL_FILE = re.compile(r"full(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 
 
 class ParsedName(NamedTuple):
@@ -49,17 +49,20 @@ def model_file(topology: Topology, at: Coordinates) -> str:
     return f"{MODEL_DIR}/{rank_file(0, _ep_rank(topology, at), at.tp_rank, at.pp_rank)}"
 
 
-def optimizer_file(topology: Topology, at: Coordinates, zero1: bool) -> str:
-    """The file with the optimizer state of the rank at these coordinates."""
-    if zero1:
-        return f"{OPTIMIZER_DIR}/{rank_file(at.dp_rank, None, at.tp_rank, at.pp_rank)}"
-    return f"{OPTIMIZER_DIR}/{rank_file(0, _ep_rank(topology, at), at.tp_rank, at.pp_rank)}"
+def optimizer_file(topology: Topology, at: Coordinates, kind: str) -> str:
+    """The file with the optimizer state of the rank at these coordinates; ``kind`` as in core.manifest.Parts."""
+    if kind == "zero1_full":
+        return f"{OPTIMIZER_DIR}/{full_file(_ep_rank(topology, at), at.tp_rank, at.pp_rank)}"
+    if kind == "plain":
+        return f"{OPTIMIZER_DIR}/{rank_file(0, _ep_rank(topology, at), at.tp_rank, at.pp_rank)}"
+    return f"{OPTIMIZER_DIR}/{rank_file(at.dp_rank, None, at.tp_rank, at.pp_rank)}"
 
 
-def full_optimizer_file(at: Coordinates) -> str:
-    """What NxD's converter writes with ``--convert_to_full``: the unsharded optimizer of one (tp, pp)
-    rank."""
-    return f"{OPTIMIZER_DIR}/full_tp_rank_{at.tp_rank:02d}_pp_rank_{at.pp_rank:02d}.pt"
+def full_file(ep: int | None, tp: int, pp: int) -> str:
+    """``full[_ep_rank_01]_tp_rank_01_pp_rank_00.pt``: what NxD's converter writes with ``--convert_to_full``, the
+    unsharded ZeRO-1 optimizer of one (tp, pp) rank. The ep field is ours: upstream cannot convert those."""
+    expert = "" if ep is None else f"_ep_rank_{ep:02d}"
+    return f"full{expert}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
 
 
 def index_file(at: Coordinates) -> str:
@@ -95,14 +98,14 @@ def parse(name: str) -> ParsedName | None:
     return parsed if rank_file(*parsed) == name else None
 
 
-def parse_full(name: str) -> Coordinates | None:
-    """The coordinates in the name of a converter's "full" optimizer file, or None if it is not such a
-    name."""
+def parse_full(name: str) -> ParsedName | None:
+    """The ranks in the name of an unsharded optimizer file (dp is 0), or None if it is not exactly such a name."""
     match = _FULL_FILE.fullmatch(name)
     if match is None:
         return None
-    at = Coordinates(tp_rank=int(match[1]), pp_rank=int(match[2]))
-    return at if full_optimizer_file(at) == f"{OPTIMIZER_DIR}/{name}" else None
+    ep, tp, pp = (None if group is None else int(group) for group in match.groups())
+    parsed = ParsedName(0, ep, tp or 0, pp or 0)
+    return parsed if full_file(*parsed[1:]) == name else None
 
 
 def _ep_rank(topology: Topology, at: Coordinates) -> int | None:

@@ -136,15 +136,10 @@ class NxdTag:
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         if self._dcp is not None:
             return restore_types(self._dcp.tree(at, param_names))
-        zero1 = self._optimizer_kind != "plain"
-        file = names.optimizer_file(self._topology, at, zero1)
-        shared = None if zero1 else names.optimizer_file(self._topology, _without_expert_rank(at), zero1)
+        kind = self._optimizer_kind or "plain"
+        file = names.optimizer_file(self._topology, at, kind)
+        shared = names.optimizer_file(self._topology, _without_expert_rank(at), kind) if kind == "plain" else None
         return restore_types(self._state(file, shared))
-
-    def full_optimizer_tree(self, at: Coordinates) -> dict[str, Any]:
-        """What NxD's converter made of a ZeRO-1 optimizer with ``--convert_to_full``: unsharded, without
-        padding."""
-        return restore_types(self._state(names.full_optimizer_file(at)))
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return None if self._dcp is None else self._dcp.names(at)
@@ -194,21 +189,28 @@ class NxdTag:
     def _optimizer_kind(self) -> str | None:
         if self._dcp is not None:
             return "zero1_dcp"
-        if any(ranks.dp for ranks in self._ranks(names.OPTIMIZER_DIR)):
+        files = self._rank_files(names.OPTIMIZER_DIR)
+        if any(ranks.dp for ranks in files.values()):
             return "zero1"
+        if any(names.parse_full(file) for file in files):
+            return "zero1_full"
         if self._first_optimizer is None:
             return None
         return "zero1" if "base_state" in self._first_optimizer else "plain"
 
     def _first_state(self, part: str) -> dict[str, Any] | None:
         """The state of the lowest rank that has a file, for what is the same on all of them."""
-        ranks = self._ranks(part)
-        if not ranks:
+        files = self._rank_files(part)
+        if not files:
             return None
-        return self._state(f"{part}/{names.rank_file(*min(ranks, key=_lowest_first))}")
+        return self._state(f"{part}/{min(files, key=lambda file: _lowest_first(files[file]))}")
 
     def _ranks(self, part: str) -> list[names.ParsedName]:
-        return [ranks for name in self.files.names(part) if (ranks := names.parse(name)) is not None]
+        return list(self._rank_files(part).values())
+
+    def _rank_files(self, part: str) -> dict[str, names.ParsedName]:
+        found = {name: names.parse(name) or names.parse_full(name) for name in self.files.names(part)}
+        return {name: ranks for name, ranks in found.items() if ranks is not None}
 
     def _state(self, file: str, shared: str | None = None) -> dict[str, Any]:
         if not self.files.has(file):

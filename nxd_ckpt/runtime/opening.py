@@ -17,14 +17,14 @@ from nxd_ckpt.core.tags import latest, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import describe_incomplete, list_tags
-from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime import journal, lease
 from nxd_ckpt.runtime.paths import JOURNAL
-from nxd_ckpt.runtime.proof import changed_tensors, prove_tensors, refuse_missing
+from nxd_ckpt.runtime.proof import Entries, changed_tensors, prove_tensors, refuse_missing
+from nxd_ckpt.runtime.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -115,6 +115,7 @@ class OpenTag:
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._proved: set[str] = set()
+        self._entries: Entries = {}
 
     @property
     def where(self) -> str:
@@ -135,7 +136,7 @@ class OpenTag:
         tree = self._layout.model_tree(at)
         if self.manifest is not None:
             left_out = not self.parts.lower_precision_weights
-            prove_tensors(self.where, tree, self._shared_indexes(at), left_out=left_out)
+            self._entries |= prove_tensors(self.where, tree, self._shared_indexes(at), left_out=left_out)
         return tree
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -143,21 +144,17 @@ class OpenTag:
 
         ``param_names``, in order of their index, are needed only by layouts that keep names instead.
         """
-        own = self.parts.optimizer == "zero1"
-        if self.parts.optimizer in ("plain", "zero1"):
-            file = names.optimizer_file(self.topology, at, own)
+        kind = self.parts.optimizer
+        own = kind == "zero1"
+        if kind in ("plain", "zero1", "zero1_full"):
+            file = names.optimizer_file(self.topology, at, kind)
             self._prove_state(file, at if own else self.topology.writer_of(at))
         tree = self._layout.optimizer_tree(at, param_names)
         if self.manifest is not None:
-            prove_tensors(self.where, tree, [self.index(at)] if own else self._shared_indexes(at))
+            indexes = [self.index(at)] if own else self._shared_indexes(at)
+            self._entries |= prove_tensors(self.where, tree, indexes)
         refuse_missing(self.where, tree)
         return tree
-
-    def model_dtypes(self, at: Coordinates) -> dict[str, str]:
-        """The dtype of every tensor of the model's state, by name, as far as the files tell."""
-        leaves = self.model_tree(at).items()
-        known = ((name, leaf.dtype) for name, leaf in leaves if isinstance(leaf, (TensorStub, MissingTensor)))
-        return {name: dtype for name, dtype in known if dtype is not None}
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         """The parameter behind each index of the optimizer's state, or None where the tag does not tell."""
@@ -198,18 +195,16 @@ class OpenTag:
             self._indexes[at] = load_index(data, where)
         return self._indexes[at]
 
-    def read(self, stub: TensorStub) -> torch.Tensor:
-        return self._layout.files.read(stub)
+    def read(self, leaf: TensorStub) -> torch.Tensor:
+        return self._layout.files.read(leaf)
 
-    def read_into(self, stub: TensorStub, out: torch.Tensor, name: str) -> None:
-        """Fill a contiguous CPU tensor. Raises DigestMismatch, naming the tensor ``name``."""
-        with _naming(name):
-            self._layout.files.read_into(stub, out)
+    def read_run(self, leaf: Assembly, start: int, stop: int, out: memoryview) -> None:
+        """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor; proves nothing."""
+        self._layout.files.read_run(leaf, start, stop, out)
 
-    def verify(self, stub: TensorStub, name: str) -> None:
-        """Read the tensor's bytes and prove their digest. Raises DigestMismatch, naming the tensor ``name``."""
-        with _naming(name):
-            self._layout.files.verify(stub)
+    def reader(self) -> LeafReader:
+        """Reads and proves the leaves of this tag's trees, as far as those have been made by now."""
+        return LeafReader(self._layout.files, self._entries)
 
     def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:
         """The indexes of the ranks that share the writing of the state at these coordinates, one at a time."""
@@ -261,20 +256,6 @@ def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
         raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
 
 
-class _naming:
-    """Puts the tensor's name into a digest error."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (DigestMismatch, MalformedFile)):
-            raise type(error)(f"tensor {self.name!r}: {error}") from error
-
-
 def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     """Whether another program saved over a tag of ours: its marker is of another time, and files have other sizes.
 
@@ -285,8 +266,8 @@ def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     topology = manifest.topology
     probe = OpenTag(storage, tag, open_tag(storage, tag, topology=topology), manifest)
     first = topology.coordinates_of(0)
-    zero1 = manifest.parts.optimizer != "plain"
-    files = [names.model_file(topology, first), names.optimizer_file(topology, first, zero1)]
+    kind = manifest.parts.optimizer or "plain"
+    files = [names.model_file(topology, first), names.optimizer_file(topology, first, kind)]
     try:
         entries = probe.index(first).files
     except (PartNotFound, MalformedFile, DigestMismatch):

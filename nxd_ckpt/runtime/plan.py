@@ -6,6 +6,7 @@ Who writes what (source: neuronx_distributed 0.18; where it leaves something out
 model, plain files   the first rank of each replica group, whole
 model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
 optimizer, ZeRO-1    every rank its own file
+optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
 optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written)
 scheduler, user      the master rank (global rank 0)
 rank content         every rank its own file
@@ -17,16 +18,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any
 
-import torch
-
+from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import ModelState, State, StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats import xser
-from nxd_ckpt.formats.tensors import dtype_name, iter_tensors
+from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.layout import names
 
@@ -98,7 +99,10 @@ class SavePlan:
 
 
 def plan_save(state: SaveState, topology: Topology) -> SavePlan:
-    """The plan of the rank that ``topology`` is seen from. Reads no tensor data."""
+    """The plan of the rank that ``topology`` is seen from. Reads no tensor data.
+
+    The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly).
+    """
     files = []
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     shared = [part for part in (state.model, state.optimizer) if part is not None]
@@ -108,9 +112,10 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
         experts_only = topology.ep_rank > 0
         files += _shared_files(key, state.model, state.use_xser, group, topology, skipped, experts_only)
     if state.optimizer is not None:
-        zero1 = state.optimizer_kind != "plain"
-        key = names.optimizer_file(topology, topology.coordinates, zero1)
-        owners = [topology.rank] if zero1 else group
+        kind = state.optimizer_kind or "plain"
+        zero1 = kind != "plain"
+        key = names.optimizer_file(topology, topology.coordinates, kind)
+        owners = [topology.rank] if kind == "zero1" else group
         experts_only = topology.ep_rank > 0 and not zero1
         files += _shared_files(key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
         shared = shared[:-1] if zero1 else shared
@@ -180,7 +185,7 @@ def _shared_files(
 
 
 def _planned(
-    key: str, tree: Any, state: State, topology: Topology, leaves: list[tuple[tuple[Any, ...], torch.Tensor]]
+    key: str, tree: Any, state: State, topology: Topology, leaves: list[tuple[tuple[Any, ...], Any]]
 ) -> PlannedFile:
     memory: dict[int, Hashable] = {}
     for path, tensor in leaves:
@@ -190,13 +195,13 @@ def _planned(
     storage_of = {memory[id(storage.tensor)]: index for index, storage in enumerate(image.storages)}
     entries = []
     for path, tensor in leaves:
-        about, shape = state.tensors[path], tuple(tensor.shape)
+        about, (dtype, shape) = state.tensors[path], form_of(tensor)
         replicated = about.spec is not None and about.spec.partition.replicated_over_tp and about.shards == 1
         entries.append(
             NamedTensor(
                 name=about.name,
                 storage=storage_of[memory[id(tensor)]],
-                dtype=dtype_name(tensor.dtype),
+                dtype=dtype,
                 shape=shape,
                 pieces=pieces_of(about, topology, shape),
                 replicated=replicated and about.name.startswith("model/"),
@@ -233,10 +238,12 @@ def _digest_of_structure(parts: list[State]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         for path, tensor in iter_tensors(part.tree):
-            line = (part.tensors[path].name, dtype_name(tensor.dtype), list(tensor.shape))
+            dtype, shape = form_of(tensor)
+            line = (part.tensors[path].name, dtype, list(shape))
             digest.update(repr(line).encode())
     return digest.hexdigest()[:32]
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _nbytes(tensor: Any) -> int:
+    dtype, shape = form_of(tensor)
+    return prod(shape) * itemsize(dtype)

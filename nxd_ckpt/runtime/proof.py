@@ -6,21 +6,25 @@ from another is whole too. The indexes, which the manifest vouches for, say what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
-from nxd_ckpt.errors import DigestMismatch, PartNotFound
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Path, TensorStub, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 
+Entries = dict[tuple[str, int], TensorEntry]
+"""Tensors by file and offset of their first byte in it."""
 
-def prove_tensors(where: str, tree: Any, indexes: Iterable[RankIndex], *, left_out: bool = False) -> None:
+
+def prove_tensors(where: str, tree: Any, indexes: Iterable[RankIndex], *, left_out: bool = False) -> Entries:
     """Compare every leaf of ``tree`` with what the ``indexes`` hold; reads no tensor, and no more indexes than needed.
 
-    The bytes are still to be compared with the digests in their file. ``left_out`` says that tensors without a file
-    are no loss as long as no index lists one.
+    Returns the leaves' entries. The bytes are still to be compared with the digests in their file. ``left_out`` says
+    that tensors without a file are no loss as long as no index lists one.
 
     Raises:
         PartNotFound: a tensor's file is missing.
@@ -39,6 +43,16 @@ def prove_tensors(where: str, tree: Any, indexes: Iterable[RankIndex], *, left_o
                 f"{where}/{leaf.file}, tensor {name!r}: expected {_shown(entry)}, found {leaf.dtype} {leaf.shape} with "
                 f"CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or load another tag"
             )
+    return entries
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Puts the tensor's name into an error about its bytes."""
+    try:
+        yield
+    except (DigestMismatch, MalformedFile) as error:
+        raise type(error)(f"tensor {name!r}: {error}") from error
 
 
 def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
@@ -57,11 +71,9 @@ def refuse_missing(where: str, tree: Any) -> None:
         raise PartNotFound(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
 
 
-def _entries(
-    files: set[str], indexes: Iterable[RankIndex]
-) -> tuple[dict[tuple[str, int], TensorEntry], set[str]]:
+def _entries(files: set[str], indexes: Iterable[RankIndex]) -> tuple[Entries, set[str]]:
     """What the indexes say of ``files``, by file and offset, and which of the files they list."""
-    entries: dict[tuple[str, int], TensorEntry] = {}
+    entries: Entries = {}
     listed: set[str] = set()
     for index in indexes:
         entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}

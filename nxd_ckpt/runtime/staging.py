@@ -58,14 +58,31 @@ def stage(files: Sequence[PlannedFile], wave: Wave, arena: Arena) -> list[memory
 
     The first wave's call waits for pending device work; everything after is transfers (promise 10).
     """
-    memory = arena.reserve(max((span.at + span.stop - span.start for span in wave), default=0))
-    views = [memory[span.at : span.at + span.stop - span.start] for span in wave]
-    copies = [copy for span, view in zip(wave, views, strict=True) for copy in _copies(files, span, view)]
+    views = views_of(wave, arena)
+    copies = [copy for span, view in zip(wave, views, strict=True) for copy in _copies(files[span.file], span, view)]
     for batch in _batches(copies):
         hosts = torch_xla.to_cpu([tensor for tensor, _, _ in batch])
         for host, (_, part, target) in zip(hosts, batch, strict=True):
             _copy(host, part, target)
     return views
+
+
+def views_of(wave: Wave, arena: Arena) -> list[memoryview]:
+    """The arena's memory for each span of the wave, in order, whatever it holds."""
+    memory = arena.reserve(max((span.at + span.stop - span.start for span in wave), default=0))
+    return [memory[span.at : span.at + span.stop - span.start] for span in wave]
+
+
+def contents_of(planned: PlannedFile, span: Span) -> Iterator[tuple[int, int, int, int]]:
+    """The tensor bytes in a span of the file: (storage's number, its bytes from, up to, their place in the span)."""
+    storages = planned.image.storages
+    if span.storage is not None:
+        offset = storages[span.storage].offset
+        yield span.storage, span.start - offset, span.stop - offset, 0
+        return
+    for number, storage in enumerate(storages):
+        if storage.nbytes:
+            yield number, 0, storage.nbytes, storage.offset
 
 
 def _spans(files: Sequence[PlannedFile], cap: int) -> Iterator[Span]:
@@ -90,15 +107,9 @@ _Copy = tuple[torch.Tensor, tuple[int, int], memoryview]
 """A live tensor, the bytes (start, stop) of it that are wanted, and where they go."""
 
 
-def _copies(files: Sequence[PlannedFile], span: Span, view: memoryview) -> Iterator[_Copy]:
-    storages = files[span.file].image.storages
-    if span.storage is not None:
-        storage = storages[span.storage]
-        yield storage.tensor, (span.start - storage.offset, span.stop - storage.offset), view
-        return
-    for storage in storages:
-        if storage.nbytes:
-            yield storage.tensor, (0, storage.nbytes), view[storage.offset : storage.offset + storage.nbytes]
+def _copies(planned: PlannedFile, span: Span, view: memoryview) -> Iterator[_Copy]:
+    for number, start, stop, at in contents_of(planned, span):
+        yield planned.image.storages[number].tensor, (start, stop), view[at : at + stop - start]
 
 
 def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:

@@ -12,6 +12,7 @@ retries, latency and faults are wrappers around it. What a caller may rely on:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -44,6 +45,9 @@ class Storage(Protocol):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``offset`` on."""
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on: many reads of one file, in one call."""
 
     def size(self, key: str) -> int: ...
 

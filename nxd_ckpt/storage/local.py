@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from nxd_ckpt.storage.base import Entry, Writer
@@ -29,14 +30,13 @@ class LocalStorage:
         return self.path(key).read_bytes()
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        view = memoryview(buffer).cast("B")
+        self.read_ranges(key, [(offset, buffer)])
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         fd = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            while len(view):
-                count = os.preadv(fd, [view[: 1 << 30]], offset)
-                if count == 0:
-                    raise EOFError(f"{self.path(key)}: {len(view)} bytes missing at byte {offset}")
-                view, offset = view[count:], offset + count
+            for offset, buffer in ranges:
+                self._read(fd, key, offset, memoryview(buffer).cast("B"))
         finally:
             os.close(fd)
 
@@ -113,6 +113,13 @@ class LocalStorage:
 
     def set_time(self, key: str, seconds: float) -> None:
         os.utime(self.path(key), (seconds, seconds))
+
+    def _read(self, fd: int, key: str, offset: int, view: memoryview) -> None:
+        while len(view):
+            count = os.preadv(fd, [view[: 1 << 30]], offset)
+            if count == 0:
+                raise EOFError(f"{self.path(key)}: {len(view)} bytes missing at byte {offset}")
+            view, offset = view[count:], offset + count
 
     def _sync(self, folder: Path) -> None:
         if not self.durable:

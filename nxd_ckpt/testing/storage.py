@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -20,10 +20,14 @@ from nxd_ckpt.storage.base import Entry, Storage, Writer
 
 
 class Operation(NamedTuple):
-    """One call on a storage: the method's name (``write_at``, ``close`` for writers) and the key."""
+    """One call on a storage: the method's name (``write_at``, ``close`` for writers) and the key.
+
+    ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for.
+    """
 
     name: str
     key: str
+    nbytes: int = 0
 
 
 Hook = Callable[[Operation], None]
@@ -41,8 +45,12 @@ class HookedStorage:
         return self.inner.read(key)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.hook(Operation("read_into", key))
+        self.hook(Operation("read_into", key, len(buffer)))
         self.inner.read_into(key, offset, buffer)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.hook(Operation("read_ranges", key, sum(len(buffer) for _, buffer in ranges)))
+        self.inner.read_ranges(key, ranges)
 
     def size(self, key: str) -> int:
         self.hook(Operation("size", key))

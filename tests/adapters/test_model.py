@@ -51,7 +51,7 @@ def test_capture_holds_the_live_tensors_under_nxd_names():
 def test_capture_describes_every_tensor():
     """Each tensor has its global name, its specification from NxD's attributes, and its tie."""
     state = open_model(Net()).capture(tp=2)
-    embed = ParameterSpec("float32", (6, 4), Partition(0, 1, 2, (1, 0)))
+    embed = ParameterSpec("float32", (6, 4), Partition(0, 1, 2, (1, 0)), tie="embed.weight")
     scale = ParameterSpec("bfloat16", (4,), Partition(), trainable=False)
     seen = ParameterSpec("int64", (), Partition(), trainable=False)
     assert {"embed.weight": embed, "lm_head.weight": embed, "scale": scale, "seen": seen} == state.parameters

@@ -156,8 +156,8 @@ def test_another_dtype_is_named(kept: Path) -> None:
     job, *_ = jobs(net=lambda: Net(dtype=torch.bfloat16))
     match = r"model/scale: saved as float32, live it is bfloat16; cast the model \(model.to\(torch.float32\)\)"
     refuse(kept, "whole", errors.DtypeMismatch, match, job, optimizer=None, scheduler=None)
-    match = r"optim/up.weight/exp_avg: saved as float32, live it is bfloat16"
-    refuse(kept, "whole", errors.DtypeMismatch, match, job)
+    match = r"optim/.*/exp_avg: saved as float32, live it is bfloat16"
+    refuse(kept, "whole", errors.DtypeMismatch, match, job, model=None)
 
 
 class Renamed(Net):
@@ -190,22 +190,10 @@ def test_without_strict_names_that_both_have_are_loaded(kept: Path, caplog: pyte
     assert "down_proj.weight" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("topology", "tag"),
-    [
-        (Topology(tp=2, rank=1), "whole"),
-        (Topology(pp=2, rank=1), "whole"),
-        (Topology(dp=2, ep=2), "whole"),
-        (Topology(dp=4, rank=3), "zero1"),
-        (Topology(dp=1), "zero1"),
-    ],
-)
-def test_other_sizes_are_both_named(kept: Path, topology: Topology, tag: str) -> None:
-    """Those that it was saved on and those that it is loaded on."""
-    saved_on = "dp=2 tp=1 pp=1 ep=1" if tag == "zero1" else "dp=1 tp=1 pp=1 ep=1"
-    match = f"{tag} was saved on {saved_on}, but is loaded on {topology.describe()}"
+def test_stages_need_layers(kept: Path) -> None:
+    """An empty dict takes what a rank of other sizes would hold; two stages cannot share out a model without layers."""
     [job] = jobs()
-    refuse(kept, tag, errors.TopologyMismatch, match, job, topology=topology, optimizer={})
+    refuse(kept, "whole", errors.TopologyMismatch, "2 pipeline stages", job, topology=Topology(pp=2), model={})
 
 
 def test_replicas_may_be_more_or_fewer(kept: Path) -> None:

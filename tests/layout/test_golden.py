@@ -129,7 +129,7 @@ def test_the_converters_full_files(golden: Path, form: str, source: str) -> None
     """Full files, xser with an empty ``.tensors`` or not, hold the shards joined, without padding."""
     full = open_tag(LocalStorage(golden / "k_convert" / form), "full")
     assert isinstance(full, NxdTag)
-    joined = whole(full, full.full_optimizer_tree(Coordinates()))
+    joined = whole(full, full.optimizer_tree(Coordinates()))
     sharded = open_tag(LocalStorage(golden / source / "ckpt"), "step_3")
     shards = [whole(sharded, sharded.optimizer_tree(Coordinates(dp_rank=rank))) for rank in range(2)]
     assert difference(shards[0]["shape_info"], joined["shape_info"]) is None

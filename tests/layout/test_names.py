@@ -53,15 +53,15 @@ def test_the_names_of_golden_checkpoints(golden: Path) -> None:
             at = [Coordinates(rank["pp"], rank["dp"], rank["tp"]) for rank in config["rank_coords"]]
             actual = {names.model_file(topology, place) for place in at}
             if not config["dcp"]:
-                actual |= {names.optimizer_file(topology, place, config["zero1"]) for place in at}
+                actual |= {names.optimizer_file(topology, place, "zero1" if config["zero1"] else "plain") for place in at}
             assert expected == actual, described.parent.name
 
 
 def test_full_and_own_names() -> None:
     """The converter's "full" names, and those that are not NxD's."""
     at = Coordinates(pp_rank=1, dp_rank=103, tp_rank=2)
-    assert "optim/full_tp_rank_02_pp_rank_01.pt" == names.full_optimizer_file(at)
-    assert Coordinates(1, 0, 2) == names.parse_full("full_tp_rank_02_pp_rank_01.pt")
+    assert "optim/full_tp_rank_02_pp_rank_01.pt" == names.optimizer_file(Topology(tp=4, pp=2), at, "zero1_full")
+    assert names.ParsedName(0, None, 2, 1) == names.parse_full("full_tp_rank_02_pp_rank_01.pt")
     assert names.parse_full("full_tp_rank_2_pp_rank_01.pt") is None
     assert names.parse_full("full_tp_rank_002_pp_rank_01.pt") is None
     assert "index/dp_rank_103_tp_rank_02_pp_rank_01.json" == names.index_file(at)

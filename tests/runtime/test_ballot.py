@@ -129,7 +129,7 @@ def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage)
         ballot.collect(hooked, ATTEMPT, 2, 0.1)
     with pytest.raises(OutcomeUnknown):
         ballot.await_verdict(hooked, ATTEMPT, "t", 0.1)
-    assert {rank_file(ATTEMPT, 0, "vote")} == {key for name, key in log if name != "list"}
+    assert {rank_file(ATTEMPT, 0, "vote")} == {done.key for done in log if done.name != "list"}
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"rank": 0, "unknown": 1}', b'{"rank": 0, "index": {"x": 1}}'])

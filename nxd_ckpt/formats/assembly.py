@@ -1,0 +1,127 @@
+"""Reading assemblies: only the bytes that are wanted, straight to where they belong, in bounded memory.
+
+A part is read slab by slab. A slab that is one run of bytes on disk and in memory needs no copy; others go through
+scratch memory of at most :data:`SLAB` bytes, which also casts. What proves the bytes are the digests of the blocks that
+they lie in (:func:`blocks_of`): reading a slice needs no digest of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from math import prod
+
+import torch
+
+from nxd_ckpt.core.box import Box, boxes_of_run
+from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.core.plan import contiguous_runs
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, contiguous_stride, itemsize, torch_dtype
+from nxd_ckpt.formats.torch_zip import read_tensor
+
+SLAB = 16 * 2**20
+"""Bytes that are read at once, at most."""
+
+_HOLES = 16
+"""A hole between two runs is read along if it is not longer than a 16th of what is wanted around it: one read less."""
+
+ReadRanges = Callable[[str, Sequence[tuple[int, memoryview]]], None]
+"""(file's key, [(offset, memory), ...]) -> None: fills each memory with the file's bytes from its offset, or raises."""
+
+
+def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
+    """The tensor, on the CPU."""
+    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+    fill(leaf, out, read)
+    return out
+
+
+def fill(leaf: Assembly, out: torch.Tensor, read: ReadRanges) -> None:
+    """Put the tensor together in ``out``, a contiguous CPU tensor of its dtype and shape."""
+    if sum(part.target.numel for part in leaf.parts) < leaf.numel:
+        out.zero_()
+    for part in leaf.parts:
+        if part.source.numel:
+            _read_part(part, out, read)
+
+
+def fill_run(leaf: Assembly, start: int, stop: int, out: memoryview, read: ReadRanges) -> None:
+    """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor."""
+    dtype = torch_dtype(leaf.dtype)
+    at = 0
+    for box in boxes_of_run(start, stop, leaf.shape):
+        length = box.numel * dtype.itemsize
+        fill(leaf.within(box), torch.frombuffer(out, dtype=dtype, count=box.numel, offset=at).view(box.size), read)
+        at += length
+
+
+def blocks_of(part: Part) -> Iterator[int]:
+    """The digest blocks that the part's bytes lie in, numbered within the record of its stub, ascending."""
+    stub, size = part.stub, itemsize(part.stub.dtype)
+    if not stub.is_contiguous:
+        yield from range(-(-stub.storage.nbytes // CRC_BLOCK))
+        return
+    begin = stub.offset - stub.storage.offset
+    following = 0
+    for start, length in contiguous_runs(part.source, stub.shape):
+        first = (begin + start * size) // CRC_BLOCK
+        last = (begin + (start + length) * size - 1) // CRC_BLOCK
+        yield from range(max(first, following), last + 1)
+        following = max(following, last + 1)
+
+
+def nbytes_of(part: Part) -> int:
+    """Bytes of the part as it lies on disk."""
+    return part.source.numel * itemsize(part.stub.dtype)
+
+
+def _read_part(part: Part, out: torch.Tensor, read: ReadRanges) -> None:
+    stub = part.stub
+    if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
+        whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
+        _view(out, part.target).copy_(_view(whole, part.source))
+        return
+    limit = max(1, SLAB // itemsize(stub.dtype))
+    slab = min(limit, part.source.numel)
+    scratch = torch.empty(slab + slab // _HOLES, dtype=torch_dtype(stub.dtype))
+    for source in _slabs(part.source, limit):
+        moved = source.shifted(part.source.offset)
+        offset = tuple(a + b for a, b in zip(moved.offset, part.target.offset, strict=True))
+        _read_slab(stub, source, _view(out, Box(offset, source.size)), scratch, read)
+
+
+def _read_slab(stub: TensorStub, source: Box, target: torch.Tensor, scratch: torch.Tensor, read: ReadRanges) -> None:
+    size = itemsize(stub.dtype)
+    runs = list(contiguous_runs(source, stub.shape))
+    if len(runs) == 1 and target.is_contiguous() and target.dtype == scratch.dtype:
+        read(stub.file, [(stub.offset + runs[0][0] * size, byte_view(target))])
+        return
+    first, end = runs[0][0], runs[-1][0] + runs[-1][1]
+    if end - first <= source.numel + source.numel // _HOLES and end - first <= scratch.numel():
+        read(stub.file, [(stub.offset + first * size, byte_view(scratch[: end - first]))])
+        target.copy_(scratch.as_strided(source.size, contiguous_stride(stub.shape)))
+        return
+    ranges, at, memory = [], 0, byte_view(scratch)
+    for start, length in runs:
+        ranges.append((stub.offset + start * size, memory[at : at + length * size]))
+        at += length * size
+    read(stub.file, ranges)
+    target.copy_(scratch[: source.numel].view(source.size))
+
+
+def _slabs(box: Box, limit: int) -> Iterator[Box]:
+    """``box`` cut along its outer dimensions into boxes of at most ``limit`` elements, in row-major order."""
+    if box.numel <= limit:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.size) if size > 1)
+    row = prod(box.size[dim + 1 :])
+    step = max(1, limit // row)
+    parts = (box.narrowed(dim, at, min(step, box.size[dim] - at)) for at in range(0, box.size[dim], step))
+    yield from chain.from_iterable(_slabs(part, limit) for part in parts)
+
+
+def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offset, box.size, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor

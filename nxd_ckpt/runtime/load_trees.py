@@ -1,0 +1,255 @@
+"""What a load puts where: the live objects, and the saved trees that fit them.
+
+On the sizes that a tag was saved on, its files are the trees. On others, or where the optimizer's parameters are in
+another order, the trees are put together by name (:mod:`nxd_ckpt.runtime.crossing`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.adapters.model import ModelAdapter, open_model
+from nxd_ckpt.adapters.optimizer import OptimizerAdapter, open_optimizer
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
+from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.runtime.crossing import Crossing
+from nxd_ckpt.runtime.load_options import LoadOptions
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.reading import Leaf
+from nxd_ckpt.runtime.resharded_model import ReshardedModel
+from nxd_ckpt.runtime.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.runtime.target import Target, TargetModel, TargetOptimizer
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass
+class LoadTrees:
+    """Live objects, with the trees that they are to be loaded from and fit; empty where not wanted.
+
+    ``names`` are those of the model that are to be assigned.
+    """
+
+    model: ModelAdapter | None = None
+    optimizer: OptimizerAdapter | None = None
+    model_tree: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_tree: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+    def leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """Everything that will be read, by its global name."""
+        for name in self.names:
+            if isinstance(self.model_tree[name], (TensorStub, Assembly)):
+                yield f"model/{name}", self.model_tree[name]
+        for path, leaf in iter_tensors(self.optimizer_tree):
+            yield self._optimizer_name(path), leaf
+
+    @cached_property
+    def name_by_leaf(self) -> Mapping[int, str]:
+        """The global name of each leaf, by its id."""
+        return {id(leaf): name for name, leaf in self.leaves()}
+
+    def _optimizer_name(self, path: Path) -> str:
+        names = None if self.optimizer is None else self.optimizer.parameter_names
+        owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)
+        # With experts apart, their indices count from an offset of their own.
+        if names is None or not owned or EXPERT_KEYS[0] in self.optimizer_tree or path[1] >= len(names):
+            return "optim/" + ".".join(map(str, path))
+        return "/".join(map(str, ("optim", names[path[1]], *(path[2:] or (MASTER_WEIGHTS,)))))
+
+
+def open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> LoadTrees:
+    """Find what the rank at ``topology`` loads from. Reads trees, and no tensor.
+
+    Raises:
+        IncompatibleState: the tag and the live objects do not fit.
+        PartNotFound: a tensor is in no file.
+    """
+    live = None if model is None else open_model(model)
+    adapter = None
+    if optimizer is not None:
+        adapter = open_optimizer(
+            optimizer,
+            model=live,
+            param_names=options.param_names,
+            zero1_optimizer=opened.parts.optimizer != "plain",
+            topology=topology,
+        )
+    source = _Source(opened, topology, live, adapter, options)
+    trees = LoadTrees(live, adapter)
+    if live is not None:
+        trees.model_tree = source.model_tree(live)
+        trees.names = live.validate(trees.model_tree, options.strict)
+    if adapter is not None:
+        trees.optimizer_tree = source.optimizer_tree(adapter)
+        adapter.validate(trees.optimizer_tree)
+    return trees
+
+
+class _Source:
+    def __init__(
+        self,
+        opened: OpenTag,
+        topology: Topology,
+        model: ModelAdapter | None,
+        optimizer: OptimizerAdapter | None,
+        options: LoadOptions,
+    ) -> None:
+        self._opened, self._topology, self._options = opened, topology, options
+        self._model = model
+        self._live_names = _flat(options.param_names) or (None if optimizer is None else optimizer.parameter_names)
+
+    def model_tree(self, model: ModelAdapter) -> dict[str, Any]:
+        self._check_partitions()
+        if self._same_sizes("model") and not self._is_recut:
+            tree = self._opened.model_tree(self._topology.coordinates)
+        elif not model.names():  # a dict to be filled
+            tree = TargetModel(self._opened, self._target).tree(None)
+        else:
+            tree = ReshardedModel(self._crossing).tree(self._specs, extra=model.names())
+        return self._completed(tree)
+
+    def optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
+        if self._same_sizes("optimizer") and not self._is_recut and not self._is_reordered(optimizer):
+            return self._opened.optimizer_tree(self._topology.coordinates, self._live_names)
+        form = optimizer.form()
+        if form is None:
+            model = TargetModel(self._opened, self._target) if self._opened.parts.model else None
+            return TargetOptimizer(self._opened, self._target, model).tree()
+        plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
+        if plain[0] != plain[1]:
+            kinds = ["plain" if one else "ZeRO-1" for one in plain]
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
+                f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
+            )
+        source = self._optimizer_source
+        tree = source.tree(form)
+        self._refuse_unused(source.names(), [slot.name for slot in form.slots])
+        return tree
+
+    def _same_sizes(self, part: str) -> bool:
+        """Whether this rank's files are simply those of its coordinates."""
+        saved, live = self._opened.topology, self._topology
+        sharded = part == "optimizer" and self._opened.parts.optimizer != "plain"
+        # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
+        same_dp = saved.dp == live.dp or not sharded
+        return (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep) and same_dp
+
+    def _check_partitions(self) -> None:
+        """Raise InvalidArgument for partitions that the live model cannot have."""
+        given = self._options.partitions or {}
+        unknown = [name for name in given if name not in self._specs]
+        if unknown and self._specs and self._topology.pp == 1:  # else it may be on another stage
+            raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
+        for name in given.keys() & self._specs.keys():
+            shape, partition = self._specs[name].shape, given[name]
+            if partition.known and partition.strips(shape, self._topology.tp, self._topology.ep_rank) is None:
+                raise InvalidArgument(
+                    f"partitions= says that {name} is cut as {partition}, which {self._topology.tp} tensor-parallel "
+                    f"ranks that each hold shape {shape} cannot be; give the cut of the whole parameter"
+                )
+
+    @cached_property
+    def _is_recut(self) -> bool:
+        """Whether a parameter was saved as cut in one known way, and is cut in another one."""
+        for name, spec in self._specs.items():
+            recorded, live = self._crossing.recorded.get(name), self._crossing.live_spec(name, spec)
+            cuts = [one.partition for one in (recorded, live) if one is not None and one.partition.known]
+            if len(cuts) == 2 and not any(cut.replicated_over_tp for cut in cuts) and cuts[0] != cuts[1]:
+                return True
+        return False
+
+    def _is_reordered(self, optimizer: OptimizerAdapter) -> bool:
+        """Whether both sides know their parameters' names, and list them in another order."""
+        saved, live = self._opened.optimizer_names(self._topology.coordinates), optimizer.parameter_names
+        if saved is None or live is None or any(name.startswith("#") for name in [*saved, *live]):
+            return False
+        aliases = self._crossing.names
+        return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
+
+    def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
+        """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""
+        names = self._crossing.names
+        used = {alias for name in live for alias in names(name)}
+        all_here = self._topology.pp == 1 or self._topology.pp == self._opened.topology.pp
+        unused = [name for name in saved if name not in used and (all_here or name in self._specs)]
+        if unused:
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
+                "which the live optimizer does not hold; build param_groups as when it was saved (with the same frozen "
+                "parameters)"
+            )
+
+    def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree, with weights that were left out taken from the optimizer's master weights."""
+        missing = [name for name, leaf in tree.items() if isinstance(leaf, MissingTensor)]
+        if not missing:
+            return tree
+        parts, where = self._opened.parts, self._opened.where
+        if parts.lower_precision_weights or not parts.master_weights:
+            raise PartNotFound(
+                f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
+                "tag lost files since it was saved; load another one"
+            )
+        found = {name: leaf for name in missing if (leaf := self._master_weight(name, tree[name])) is not None}
+        lost = [name for name in missing if name not in found]
+        if lost and self._options.strict:
+            raise PartNotFound(
+                f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
+                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
+                "master weights can be matched by name; strict=False leaves those tensors as they are"
+            )
+        if lost:
+            logger.warning("%s: not restored, no file holds them: %s", where, ", ".join(lost))
+        return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
+
+    def _master_weight(self, name: str, missing: MissingTensor) -> Assembly | None:
+        spec = self._specs.get(name)
+        if missing.dtype is None or (spec is None and missing.shape is None):
+            return None
+        if spec is None:
+            spec = ParameterSpec(missing.dtype, missing.shape or (), Partition(known=False))
+        if self._opened.optimizer_names(self._topology.coordinates) is None and self._live_names is None:
+            return None
+        return self._optimizer_source.master_weight(name, ParameterSpec(missing.dtype, spec.shape, spec.partition))
+
+    @cached_property
+    def _crossing(self) -> Crossing:
+        manifest = self._opened.manifest
+        return Crossing(
+            self._opened,
+            self._topology,
+            partitions=self._options.partitions or {},
+            recorded={} if manifest is None else manifest.parameters,
+            aliases={} if self._model is None else {name: self._model.aliases(name) for name in self._specs},
+        )
+
+    @cached_property
+    def _optimizer_source(self) -> ReshardedOptimizer:
+        return ReshardedOptimizer(
+            self._crossing, saved_names=self._options.saved_param_names, live_names=self._live_names
+        )
+
+    @cached_property
+    def _specs(self) -> Mapping[str, ParameterSpec]:
+        return {} if self._model is None else self._model.capture(self._topology.tp).parameters
+
+    @property
+    def _target(self) -> Target:
+        options = self._options
+        return Target(self._topology, partitions=options.partitions, saved_names=options.saved_param_names)
+
+
+def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:
+    return None if param_names is None else [name for group in param_names for name in group]

@@ -1,0 +1,248 @@
+"""A saved optimizer as one rank of another job holds it: found by parameter name, shards cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.optimizer_state import STEP
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.plan import Place
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.runtime.crossing import Crossing, assembled
+from nxd_ckpt.runtime.saved_optimizer import SavedSlot, slots_by_name
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A live parameter in the tag: the stage, the name and the slot that it was saved under."""
+
+    pp_rank: int
+    name: str
+    slot: SavedSlot
+
+
+class ReshardedOptimizer:
+    """The optimizer's part of a tag. Reads trees only, each once.
+
+    Args:
+        saved_names: the parameters' names as they were saved, by pipeline stage and param group.
+        live_names: the live optimizer's, by index: they name the entries of a tag that does not name them itself, as
+            long as stages and experts are the same, by position.
+    """
+
+    def __init__(
+        self,
+        crossing: Crossing,
+        *,
+        saved_names: Sequence[Sequence[Sequence[str]]] | None = None,
+        live_names: Sequence[str] | None = None,
+    ) -> None:
+        self._crossing, self._saved_names, self._live_names = crossing, saved_names, live_names
+        self._slots: dict[Coordinates, dict[str, SavedSlot]] = {}
+
+    def stages(self) -> dict[int, dict[str, SavedSlot]]:
+        """The slots that each pipeline stage saved that may matter to this rank, by name, in order of their index."""
+        crossing = self._crossing
+        return {pp_rank: self._slots_at(crossing.near(pp_rank)) for pp_rank in crossing.stages}
+
+    def names(self) -> list[str]:
+        """The parameters that the optimizer was saved with."""
+        return [name for slots in self.stages().values() for name in slots]
+
+    def tree(self, form: OptimizerForm) -> dict[str, Any]:
+        """The state dict of an optimizer of that form.
+
+        Raises:
+            OptimizerMismatch: a parameter that the saved one did not have, an entry that is not of its parameter's
+                shape, or a param group of parameters that were saved with different options.
+            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; says why.
+        """
+        slots = [replace(slot, spec=self._crossing.live_spec(slot.name, slot.spec)) for slot in form.slots]
+        found = [self._find(slot.name) for slot in slots]
+        entries: dict[int, dict[str, Any]] = {}
+        masters: dict[int, Any] = {}
+        for index, (slot, saved) in enumerate(zip(slots, found, strict=True)):
+            if saved.slot.entries:
+                entries[index] = {key: self._entry(slot, saved, key, leaf) for key, leaf in saved.slot.entries.items()}
+            if saved.slot.master is not None:
+                masters[index] = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
+        groups = self._groups(form, [saved.slot for saved in found])
+        if form.kind == "plain":
+            return {"state": entries, "param_groups": groups}
+        tree: dict[str, Any] = {"state": {}, "param_groups": groups, "base_state": entries}
+        if form.ordinary is not None:
+            slots_before, groups_before = form.ordinary
+            offsets = (slots_before, groups_before, slots_before, slots_before)
+            tree = {**dict(zip(EXPERT_KEYS, offsets, strict=True)), **tree}
+        tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
+        return tree | ({MASTERS: masters} if masters else {})
+
+    def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
+        """The parameter ``spec`` as its master weights have it, cast to its dtype; None where the tag has none."""
+        try:
+            saved = self._find(name)
+        except OptimizerMismatch:
+            return None
+        if saved.slot.master is None:
+            return None
+        slot = OptimizerSlot(name, self._crossing.live_spec(name, spec))
+        leaf = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
+        if isinstance(leaf, TensorStub):
+            whole = Box.whole(leaf.shape)
+            return Assembly(spec.dtype, leaf.shape, (Part(leaf, whole, whole),))
+        return replace(leaf, dtype=spec.dtype) if isinstance(leaf, Assembly) else None
+
+    def _entry(self, slot: OptimizerSlot, found: _Found, key: str, reference: Any) -> Any:
+        """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""
+        if key == STEP or not is_tensor(reference):
+            return reference
+        crossing, name = self._crossing, f"optim/{slot.name}/{key}"
+        dtype, shape = form_of(reference)
+        whole = found.slot.shape or crossing.recorded_shape(slot.name) or shape
+        shards = self._shards(found.slot)
+        held = _shard_shape(whole, shards)
+        if not (shape == held or (self._unpadded and shape[1:] == held[1:] and len(shape) == len(held))):
+            if not shape:
+                return reference
+            raise OptimizerMismatch(
+                f"{name}: saved with shape {shape} for a parameter that each rank held with shape {whole}; only "
+                "entries of the parameter's own shape, and scalars, can be loaded on other sizes"
+            )
+        saved = crossing.saved_spec(slot.name, slot.spec, whole)
+        reads = crossing.reads(
+            name, saved, slot.spec, saved_shards=shards, shards=slot.shards, shard=slot.shard
+        )
+        stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
+        live = _shard_shape(slot.spec.shape, slot.shards)
+        return assembled(name, dtype, live, reads, stubs, held, unpadded=self._unpadded)
+
+    def _leaf_at(self, found: _Found, place: Place, key: str) -> Any:
+        at = self._at(found, place)
+        slot = self._slots_at(at).get(found.name)
+        leaf = None if slot is None else slot.master if key == MASTER_WEIGHTS else slot.entries.get(key)
+        if not is_tensor(leaf):
+            raise IncompatibleState(
+                f"{self._crossing.opened.where}: the rank at {at} saved no {key} for {found.name!r}, others did; the "
+                "files are of two saves, or the parameter had a gradient on some ranks only"
+            )
+        return leaf
+
+    def _at(self, found: _Found, place: Place) -> Coordinates:
+        """The saving rank whose file holds what is at ``place``."""
+        dp_rank = place.ep_rank
+        if self._is_sharded:
+            dp_rank = place.shard * self._crossing.saved.ep + place.ep_rank if found.slot.expert else place.shard
+        return Coordinates(found.pp_rank, dp_rank, place.tp_rank)
+
+    def _shards(self, slot: SavedSlot) -> int:
+        if not self._is_sharded:
+            return 1
+        return self._crossing.saved.expert_dp if slot.expert else self._crossing.saved.dp
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._crossing.opened.parts.optimizer in ("zero1", "zero1_dcp")
+
+    @property
+    def _unpadded(self) -> bool:
+        return self._crossing.opened.parts.optimizer == "zero1_dcp"
+
+    def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot]) -> list[dict[str, Any]]:
+        """Param groups with the options that their parameters were saved with."""
+        groups, begin = [], 0
+        for number, size in enumerate(form.groups):
+            own = saved[begin : begin + size]
+            for slot in own[1:]:
+                self._refuse_other_options(number, own[0], slot)
+            options = own[0].options if own else self._options_of_group(number)
+            # Indices of experts' parameters restart at 0.
+            first = form.ordinary[0] if form.ordinary is not None and number >= form.ordinary[1] else 0
+            groups.append({**options, "params": list(range(begin - first, begin - first + size))})
+            begin += size
+        return groups
+
+    def _refuse_other_options(self, number: int, first: SavedSlot, other: SavedSlot) -> None:
+        options = {*first.options, *other.options} if first.group != other.group else set()
+        differ = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
+        if differ:
+            values = first.options.get(differ[0]), other.options.get(differ[0])
+            raise OptimizerMismatch(
+                f"optimizer: the live param group {number} holds parameters that {self._crossing.opened.where} has in "
+                f"groups {first.group} and {other.group}, which differ in {', '.join(differ)} ({differ[0]}: "
+                f"{values[0]!r} and {values[1]!r}); build param_groups so that each holds parameters of one saved group"
+            )
+
+    def _options_of_group(self, number: int) -> Mapping[str, Any]:
+        """For a group without parameters on this stage: the options that any stage saved under its number."""
+        slots = (slot for stage in self.stages().values() for slot in stage.values())
+        return next((slot.options for slot in slots if slot.group == number), {})
+
+    def _find(self, name: str) -> _Found:
+        for pp_rank, slots in self.stages().items():
+            for alias in self._crossing.names(name):
+                if alias in slots:
+                    return _Found(pp_rank, alias, slots[alias])
+        raise OptimizerMismatch(
+            f"optimizer: {self._crossing.opened.where} has no entry for {name!r}: it was frozen, or not passed to the "
+            f"optimizer, when that was saved. It has {_shown(self.names())}; build param_groups of the same parameters"
+        )
+
+    def _slots_at(self, at: Coordinates) -> dict[str, SavedSlot]:
+        if at not in self._slots:
+            opened = self._crossing.opened
+            names = self._names_of_stage(at)
+            tree = opened.optimizer_tree(at, names)
+            if "base_state" not in tree and opened.parts.optimizer != "plain":
+                raise OptimizerMismatch(
+                    f"{opened.where}: the optimizer's shards were cut in a way that only it knows "
+                    "(zero1_optimizer=True for one that is not ZeRO-1); load them on the sizes that they were saved on"
+                )
+            self._slots[at] = slots_by_name(tree, names, opened.where)
+        return self._slots[at]
+
+    def _names_of_stage(self, at: Coordinates) -> list[str]:
+        opened, saved, live = self._crossing.opened, self._crossing.saved, self._crossing.live
+        if self._saved_names is not None:
+            if len(self._saved_names) != saved.pp:
+                raise OptimizerMismatch(
+                    f"saved_param_names= must list the param groups of each of the {saved.pp} pipeline stages that "
+                    f"{opened.where} was saved on, found {len(self._saved_names)}"
+                )
+            return [name for group in self._saved_names[at.pp_rank] for name in group]
+        names = opened.optimizer_names(at)
+        if names is not None and not any(name.startswith("#") for name in names):
+            return names
+        if self._live_names is not None and (saved.pp, saved.ep) == (live.pp, live.ep):
+            return list(self._live_names)
+        raise OptimizerMismatch(
+            f"{opened.where}, saved on {saved.describe()}, does not say which parameters the entries of its "
+            f"optimizer belong to, and on {live.describe()} their order does not tell. Pass saved_param_names=: for "
+            "each pipeline stage that it was saved on, for each param group (experts' last), the names in order"
+        )
+
+
+def _shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """The shape of a ZeRO-1 shard of a tensor of ``shape``."""
+    return shape if shards == 1 or not shape else (zero1_rows(shape[0], shards), *shape[1:])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorStub) and isinstance(other, TensorStub):
+        return (one.dtype, one.shape, one.storage.crc32) == (other.dtype, other.shape, other.storage.crc32)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more

@@ -1,0 +1,93 @@
+"""A saved optimizer's state by parameter name, whatever form its tree has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_ckpt.adapters.expert_zero1 import split
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """What one rank saved for one parameter.
+
+    ``entries`` are its state ("step", "exp_avg", ...: leaves and plain values), empty where it never had a gradient;
+    ``master`` its shard of the master weights. ``shape`` is the parameter's on that rank, before ZeRO-1 (None where
+    the optimizer is not ZeRO-1). ``options`` are those of its param group, number ``group``. ``expert`` says that
+    another sharding group than the ordinary one shares it.
+    """
+
+    group: int
+    options: Mapping[str, Any]
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    master: Any = None
+    shape: tuple[int, ...] | None = None
+    expert: bool = False
+
+
+def slots_by_name(tree: Mapping[str, Any], names: Sequence[str] | None, where: str) -> dict[str, SavedSlot]:
+    """The slots of one rank's tree, in the order of their indices; named "#0", "#1", ... where ``names`` is None.
+
+    Raises:
+        OptimizerMismatch: ``names`` are not as many as the tree has parameters, or the state is not kept by parameter.
+        MalformedFile: not an optimizer's state dict.
+    """
+    try:
+        slots = _flat(tree)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MalformedFile(f"{where}: not the state dict of an optimizer ({type(error).__name__}: {error})") from error
+    names = [f"#{index}" for index in range(len(slots))] if names is None else names
+    if len(names) != len(slots):
+        raise OptimizerMismatch(
+            f"{where}: the optimizer was saved with {len(slots)} parameters, but {len(names)} names were given; list "
+            "those that it was saved with, per param group in order"
+        )
+    return dict(zip(names, slots, strict=True))
+
+
+def group_sizes(tree: Mapping[str, Any]) -> list[int]:
+    """How many parameters each param group of the tree has."""
+    return [len(group["params"]) for group in tree["param_groups"]]
+
+
+def _flat(tree: Mapping[str, Any]) -> list[SavedSlot]:
+    if "base_state" not in tree:
+        return _plain(tree)
+    if not all(key in tree for key in EXPERT_KEYS):
+        return _zero1(tree, 0, False)
+    ordinary, experts = split(tree)
+    return [*_zero1(ordinary, 0, False), *_zero1(experts, len(ordinary["param_groups"]), True)]
+
+
+def _plain(tree: Mapping[str, Any]) -> list[SavedSlot]:
+    return [
+        SavedSlot(number, _options(group), tree["state"].get(index, {}))
+        for number, group in enumerate(tree["param_groups"])
+        for index in group["params"]
+    ]
+
+
+def _zero1(tree: Mapping[str, Any], first_group: int, expert: bool) -> list[SavedSlot]:
+    masters, shapes = tree.get(MASTERS, {}), tree["shape_info"]
+    return [
+        SavedSlot(
+            first_group + number,
+            _options(group),
+            tree["base_state"].get(index, {}),
+            masters.get(index),
+            tuple(shapes[index]) if index in shapes else None,
+            expert,
+        )
+        for number, group in enumerate(tree["param_groups"])
+        for index in group["params"]
+    ]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
