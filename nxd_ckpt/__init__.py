@@ -14,21 +14,26 @@
 ============================  =========================================================================
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from nxd_ckpt import errors
-from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
-from nxd_ckpt.api import (
-    close_checkpointers,
-    finalize_checkpoint,
-    has_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
-from nxd_ckpt.checkpointer import Checkpointer
-from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.section import Section
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.runtime.background import PendingSave
+
+if TYPE_CHECKING:
+    from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
+    from nxd_ckpt.api import (
+        close_checkpointers,
+        finalize_checkpoint,
+        has_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+    from nxd_ckpt.checkpointer import Checkpointer
+    from nxd_ckpt.core.partition import Partition
+    from nxd_ckpt.core.section import Section
+    from nxd_ckpt.core.topology import Topology
+    from nxd_ckpt.runtime.background import PendingSave
 
 __all__ = [
     "Checkpoint",
@@ -47,3 +52,35 @@ __all__ = [
     "restore_random_state",
     "save_checkpoint",
 ]
+
+# Imported at first use, so that `nxd-ckpt --help` does not wait for torch.
+_MODULE_OF = {
+    "Checkpoint": "checkpoint",
+    "Checkpointer": "checkpointer",
+    "Partition": "core.partition",
+    "PendingSave": "runtime.background",
+    "Section": "core.section",
+    "Topology": "core.topology",
+    "capture_random_state": "adapters.random_state",
+    "close_checkpointers": "api",
+    "finalize_checkpoint": "api",
+    "has_checkpoint": "api",
+    "load_checkpoint": "api",
+    "open_checkpoint": "checkpoint",
+    "restore_random_state": "adapters.random_state",
+    "save_checkpoint": "api",
+}
+
+
+if not TYPE_CHECKING:  # a type checker should still see that a name is misspelt
+
+    def __getattr__(name: str) -> Any:
+        module = _MODULE_OF.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -113,6 +113,7 @@ def load_checkpoint(
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     partitions: Mapping[str, Partition] | None = None,
     verify: bool = True,
+    share_reads: bool | None = None,
     trust_pickle: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Any:
@@ -144,6 +145,7 @@ def load_checkpoint(
         saved_param_names=saved_param_names,
         partitions=partitions,
         verify=verify,
+        share_reads=share_reads,
         trust_pickle=trust_pickle,
     )
 

@@ -189,7 +189,9 @@ class Checkpointer:
         chosen = _options(LoadOptions, {"strict": strict, **options})
         agreement = self._joined()
         with self._rejoining():
-            return load(self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen)
+            return load(
+                self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._timeout
+            )
 
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""

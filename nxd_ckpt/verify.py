@@ -1,56 +1,104 @@
-"""Proving a whole tag, byte for byte, against its manifest and indexes."""
+"""Proving a whole tag: ours byte for byte against its indexes, NxD's by the digests that its files carry.
+
+What is proved differs. A tag of ours has a digest over every byte of every file, headers and padding included. The
+files of neuronx_distributed are zip archives with a CRC-32 for each record (a tensor's bytes, or the pickle): those
+are compared, and what no digest covers is counted. That no file is missing follows from the references between them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.errors import CheckpointError, DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.layout import names
+from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.formats.torch_zip import read_directory
+from nxd_ckpt.layout import legacy, names
+from nxd_ckpt.layout.directory import NO_TAG
+from nxd_ckpt.layout.files import MissingTensor, TagFiles
+from nxd_ckpt.layout.torch_dcp import METADATA, read_metadata
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
 _CHUNK = 16 * 2**20
+_MARKERS = (names.MARKER, names.DONE)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read and what is wrong with it. ``problems`` name file, expected and found; empty means proved."""
+    """What was read and what is wrong with it. ``problems`` name file, expected and found; empty means proved.
+
+    ``nbytes`` counts what was read. Of it, ``proved`` equals a recorded digest, and ``undigested`` is contents (records
+    of zip files, other files) for which none is recorded. The rest is what surrounds records, and damaged files.
+    ``ours`` says that the tag's indexes were the measure.
+    """
 
     tag: str
     files: int
     nbytes: int
     problems: tuple[str, ...]
+    proved: int = 0
+    undigested: int = 0
+    ours: bool = True
 
 
 def verify_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Verification:
-    """Read every file of a tag that nxd_ckpt wrote, by default the latest, and compare size and CRC-32.
+    """Read every file of a tag, by default the latest, and compare what it holds with the digests there are.
 
-    Headers, padding and directories are covered too, unlike by a load, which proves what it reads. Extra memory: one
-    chunk of 16 MiB.
+    For a tag of ours these cover all bytes, unlike in a load, which proves what it reads. For one that
+    neuronx_distributed wrote they are the CRC-32s in its files; files that others refer to must be there too. Extra
+    memory: one chunk of 16 MiB.
 
     Raises:
         CheckpointNotFound: no such tag.
-        PartNotFound: it has no manifest: neuronx_distributed wrote it, and only ``load_checkpoint`` can prove its
-            tensors.
     """
     storage = open_storage(path)
-    opened = open_complete_tag(storage, choose_tag(storage, tag))
-    if opened.manifest is None:
-        raise PartNotFound(f"{opened.where} has no manifest of nxd_ckpt's: there are no digests to compare with")
-    files, nbytes = 0, 0
+    chosen = choose_tag(storage, tag)
+    try:
+        opened = open_complete_tag(storage, chosen)
+    except CorruptCheckpoint as error:  # the manifest: without it nothing tells what the rest should be
+        return Verification(chosen, 0, 0, (str(error),))
+    return _verify_ours(opened) if opened.manifest is not None else _verify_foreign(opened)
+
+
+def files_of(files: TagFiles) -> Iterator[str]:
+    """Every file of a tag but for its markers, relative to it. A directory of NxD 0.1 to 0.5 is one itself (``""``)."""
+    for entry in files.storage.list(files.tag):
+        if files.tag == NO_TAG and not _is_legacy(entry.name):
+            continue
+        if entry.is_dir or entry.name not in _MARKERS:
+            yield from _at_or_below(files, entry.name, entry.is_dir)
+
+
+def _at_or_below(files: TagFiles, file: str, is_dir: bool) -> Iterator[str]:
+    if not is_dir:
+        yield file
+        return
+    for entry in files.storage.list(files.key(file)):
+        yield from _at_or_below(files, f"{file}/{entry.name}", entry.is_dir)
+
+
+def _is_legacy(name: str) -> bool:
+    payload = name.removesuffix(".tensors").removesuffix(".info.pt")
+    return legacy.parse(payload) is not None or legacy.parse_zero1(name) is not None
+
+
+def _verify_ours(opened: OpenTag) -> Verification:
+    files, nbytes, proved = 0, 0, 0
     problems: list[str] = []
     for file, entry in _entries(opened, problems):
         files, nbytes = files + 1, nbytes + entry.nbytes
         try:
-            _prove(storage, f"{opened.tag}/{file}", entry)
+            _prove(opened.storage, f"{opened.tag}/{file}", entry)
+            proved += entry.nbytes
         except CheckpointError as error:
             problems.append(str(error))
-    return Verification(opened.tag, files, nbytes, tuple(problems))
+    return Verification(opened.tag, files, nbytes, tuple(problems), proved)
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry]]:
@@ -63,8 +111,7 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
             continue
         yield from index.files.items()
     one = FileEntry(1, crc32.crc32(b"1"))
-    yield names.MARKER, one
-    yield names.DONE, one
+    yield from ((marker, one) for marker in _MARKERS)
 
 
 def _prove(storage: Storage, key: str, entry: FileEntry) -> None:
@@ -75,11 +122,134 @@ def _prove(storage: Storage, key: str, entry: FileEntry) -> None:
         raise PartNotFound(f"{where} is missing") from error
     if size != entry.nbytes:
         raise MalformedFile(f"{where} has {size} bytes, expected {entry.nbytes}")
-    found = 0
-    memory = memoryview(bytearray(min(_CHUNK, size)))
-    for offset in range(0, size, _CHUNK):
-        part = memory[: min(_CHUNK, size - offset)]
-        storage.read_into(key, offset, part)
-        found = crc32.crc32(part, found)
+    found = _crc32_of(storage, key, 0, size)
     if found != entry.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {entry.crc32:08x}, found {found:08x}")
+
+
+def _crc32_of(storage: Storage, key: str, start: int, nbytes: int) -> int:
+    found = 0
+    memory = memoryview(bytearray(min(_CHUNK, nbytes)))
+    for offset in range(0, nbytes, _CHUNK):
+        part = memory[: min(_CHUNK, nbytes - offset)]
+        storage.read_into(key, start + offset, part)
+        found = crc32.crc32(part, found)
+    return found
+
+
+def _verify_foreign(opened: OpenTag) -> Verification:
+    records = _Records(TagFiles(opened.storage, opened.tag), opened.where)
+    files = list(files_of(records.tag_files))
+    problems = records.problems
+    index = next((file for file in files if file.startswith(f"{names.INDEX_DIR}/")), None)
+    if index is not None and names.MANIFEST not in files:
+        problems.append(f"{opened.where}/{names.MANIFEST} is missing, though there is {index}: the tag lost files")
+    for file in files:
+        records.read(file)
+    problems += _lost_files(opened, known=tuple(problems))
+    return Verification(
+        opened.tag, len(files), records.nbytes, tuple(problems), records.proved, records.undigested, ours=False
+    )
+
+
+class _Records:
+    """Reads files of a tag that has no index, record by record, and counts."""
+
+    def __init__(self, tag_files: TagFiles, where: str) -> None:
+        self.tag_files = tag_files
+        self._storage, self._where = tag_files.storage, where
+        self._dcp: dict[str, list[tuple[int, int]]] | None = None
+        self.nbytes, self.proved, self.undigested = 0, 0, 0
+        self.problems: list[str] = []
+
+    def read(self, file: str) -> None:
+        """Count the file, and prove what it holds; what is wrong with it goes into ``problems``."""
+        try:
+            size = self._storage.size(self.tag_files.key(file))
+            self.nbytes += size
+            archives = self._archives(file, size)
+            if archives is None:
+                self.undigested += size
+                return
+            for start, nbytes in archives:
+                self._prove_archive(file, start, nbytes)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+        except FileNotFoundError:
+            self.problems.append(f"{self._where}/{file} is missing")
+        except EOFError as error:
+            self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
+
+    def _archives(self, file: str, size: int) -> list[tuple[int, int]] | None:
+        """Offset and length of every torch file in this one; None for a file of another kind."""
+        if file.endswith(".distcp"):
+            return self._dcp_archives().get(file, [])
+        payload = file.partition("/")[0]
+        is_torch_file = file.endswith(".pt") or legacy.parse(payload) or legacy.parse_zero1(payload)
+        return [(0, size)] if is_torch_file else None
+
+    def _dcp_archives(self) -> dict[str, list[tuple[int, int]]]:
+        if self._dcp is None:
+            self._dcp = {}  # lost or damaged metadata is one problem, not one for each file
+            metadata = f"{names.OPTIMIZER_DIR}/{METADATA}"
+            if not self.tag_files.has(metadata):
+                raise PartNotFound(f"{self._where}/{metadata} is missing: it says what lies in the .distcp files")
+            for chunks in read_metadata(self.tag_files, names.OPTIMIZER_DIR).entries.values():
+                for chunk in chunks:
+                    self._dcp.setdefault(chunk.file, []).append((chunk.start, chunk.nbytes))
+        return self._dcp
+
+    def _prove_archive(self, file: str, start: int, size: int) -> None:
+        key, where = self.tag_files.key(file), f"{self._where}/{file}"
+
+        def pread(offset: int, nbytes: int) -> bytes:
+            data = bytearray(nbytes)
+            self._storage.read_into(key, start + offset, memoryview(data))
+            return bytes(data)
+
+        for name, record in read_directory(pread, size, where).items():
+            found = _crc32_of(self._storage, key, start + record.offset, record.nbytes)
+            if record.crc32 is None:
+                self.undigested += record.nbytes
+            elif found == record.crc32:
+                self.proved += record.nbytes
+            else:
+                digests = f"expected CRC-32 {record.crc32:08x}, found {found:08x}"
+                self.problems.append(f"{where}, record {name!r}: {digests}")
+
+
+def _lost_files(opened: OpenTag, known: tuple[str, ...]) -> list[str]:
+    """What the state of the ranks refers to and is not there. Damage that is ``known`` is not said twice."""
+    lost: list[str] = []
+    try:
+        for at, look in _looks(opened):
+            try:
+                lost += look(opened, at)
+            except PartNotFound as error:
+                lost.append(str(error))
+    except CheckpointError as error:
+        if not known:
+            lost.append(str(error))
+    return list(dict.fromkeys(lost))
+
+
+def _looks(opened: OpenTag) -> Iterator[tuple[Coordinates, Callable[[OpenTag, Coordinates], list[str]]]]:
+    """For every state that the tag should hold: whose it is, and what looks for its files."""
+    topology, parts = opened.topology, opened.parts
+    for at in map(topology.coordinates_of, range(topology.world_size)):
+        if parts.model and at == topology.writer_of(at):
+            yield at, _lost_of_model
+        if parts.optimizer and (parts.optimizer.startswith("zero1") or at == topology.writer_of(at)):
+            yield at, _lost_of_optimizer
+
+
+def _lost_of_model(opened: OpenTag, at: Coordinates) -> list[str]:
+    missing = [leaf for _, leaf in iter_tensors(opened.model_tree(at), MissingTensor)]
+    if opened.parts.master_weights:  # they stand for the weights: NxD's avoid_saving_lower_precision_weights
+        return []
+    return [f"{opened.where}/{leaf.file} is missing: no file holds tensor {leaf.name!r}" for leaf in missing]
+
+
+def _lost_of_optimizer(opened: OpenTag, at: Coordinates) -> list[str]:
+    opened.optimizer_tree(at)
+    return []

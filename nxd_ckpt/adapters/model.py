@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_of, refuse_unsupported, spec_of
+from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, memory_of, refuse_unsupported, spec_of
 from nxd_ckpt.adapters.state import ModelState, StateTensor, state_of
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
@@ -112,10 +112,7 @@ class ModelAdapter:
 
     def destination(self, name: str) -> torch.Tensor | None:
         """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
-        live = self._live.get(name)
-        if not isinstance(live, torch.Tensor) or live.device.type != "cpu" or _is_extra_state(name):
-            return None
-        return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
+        return None if _is_extra_state(name) else memory_for(self._live.get(name))
 
     @cached_property
     def _ties(self) -> dict[str, str]:

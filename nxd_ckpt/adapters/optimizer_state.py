@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.formats.tensors import Path
 
-Read = Callable[[Any], torch.Tensor]
-"""Gives a saved leaf as a CPU tensor that the caller may keep."""
+
+class Read(Protocol):
+    """Reads saved leaves."""
+
+    def __call__(self, leaf: Any, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The leaf as a CPU tensor that the caller may keep; ``into`` (contiguous, of its form), filled, if given."""
+
 
 Group = dict[str, Any]
 
@@ -150,6 +155,15 @@ def fill_state(state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[
             state[key] = materialise(value, read, torch.device("cpu"))
 
 
+def overwrite(live: torch.Tensor, leaf: Any, read: Read) -> None:
+    """Make ``live``, in place, what was saved; without memory on the way where it is on the CPU."""
+    memory = memory_for(live)
+    if memory is None:
+        copy_in(live, read(leaf))
+    else:
+        read(leaf, into=memory)
+
+
 def materialise(tree: Any, read: Read, device: torch.device) -> Any:
     """``tree`` with copied containers and every saved leaf as a tensor on ``device``."""
     if is_tensor(tree):
@@ -184,7 +198,7 @@ def _option(option: str, value: Any, live: Any, read: Read) -> Any:
 def _entry(value: Any, live: Any, device: torch.device, read: Read) -> Any:
     if not is_tensor(value) or not isinstance(live, torch.Tensor):
         return materialise(value, read, device)
-    copy_in(live, read(value))
+    overwrite(live, value, read)
     return live
 
 

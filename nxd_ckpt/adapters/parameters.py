@@ -45,6 +45,13 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
     return id(tensor)
 
 
+def memory_for(live: Any) -> torch.Tensor | None:
+    """The live tensor, if the bytes of a saved one can be read straight into it: contiguous, on the CPU."""
+    if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
+        return None
+    return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
+
+
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for tensors whose values this process does not simply hold."""
     kind = type(tensor).__name__

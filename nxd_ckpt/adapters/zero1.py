@@ -25,6 +25,7 @@ from nxd_ckpt.adapters.optimizer_state import (
     fill_state,
     flat_parameters,
     form_of_slots,
+    overwrite,
     restore_groups,
 )
 from nxd_ckpt.adapters.parameters import spec_of
@@ -99,7 +100,7 @@ class Zero1Optimizer:
         fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read)
         masters = saved.get(MASTERS, {})
         for index, weights in masters.items():
-            copy_in(self.slots[index].key, read(weights))
+            overwrite(self.slots[index].key, weights, read)
         _rederive([slot for index, slot in enumerate(self.slots) if index not in masters])
         for slot in self.slots:
             slot.clear_gradients()

@@ -30,6 +30,9 @@ class Agreement(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
 
+    def store(self, name: str) -> Any:
+        """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
+
 
 class Alone:
     """One process that agrees with itself: a single-process job, or a tool that acts as one rank."""
@@ -42,6 +45,9 @@ class Alone:
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    def store(self, name: str) -> Any:
+        raise CheckpointError(f"a process alone meets nobody in {name!r}")
 
 
 class StoreAgreement:
@@ -69,6 +75,11 @@ class StoreAgreement:
             return json.loads(self._wait(self._key(0), 0))
         self._put(value)
         return value
+
+    def store(self, name: str) -> Any:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"{self._round}/{name}", self._store)
 
     def _put(self, value: Any) -> None:
         with _reaching_the_store(self.rank):

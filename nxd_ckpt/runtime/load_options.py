@@ -22,7 +22,10 @@ class LoadOptions:
             say it (neuronx_distributed's).
         partitions: how live parameters are cut over tensor-parallel ranks, by name, where their attributes were lost.
         rank_content: an empty dict, filled with what this rank saved as ``rank_content``.
-        verify: prove the digests of all bytes before anything is changed.
+        verify: prove the digests of all bytes before anything is changed. Without it, only what is read as a whole
+            tensor, or a whole block of one, is compared, as it is loaded.
+        share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;
+            None does so where measuring says that it is faster than that each reads all.
         trust_pickle: unpickle objects of any class. Only for checkpoints from sources you trust like your own code.
     """
 
@@ -34,4 +37,5 @@ class LoadOptions:
     partitions: Mapping[str, Partition] | None = None
     rank_content: dict[Any, Any] | None = None
     verify: bool = True
+    share_reads: bool | None = None
     trust_pickle: bool = False

@@ -54,6 +54,11 @@ class LoadTrees:
         for path, leaf in iter_tensors(self.optimizer_tree):
             yield self._optimizer_name(path), leaf
 
+    def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """Those that all data-parallel replicas of this rank read: of the model, and of a plain optimizer."""
+        plain = self.optimizer is not None and self.optimizer.kind == "plain"
+        return ((name, leaf) for name, leaf in self.leaves() if plain or name.startswith("model/"))
+
     @cached_property
     def name_by_leaf(self) -> Mapping[int, str]:
         """The global name of each leaf, by its id."""

@@ -2,11 +2,14 @@
 
 The optimizer comes second because shards without saved master weights are cut from the model's *loaded* parameters.
 Nothing is kept in memory between the two phases but where the bytes lie: what is verified first is read again then,
-mostly from the page cache.
+mostly from the page cache. Data-parallel replicas, which want the same model, share the proving, and where storage is
+slow the reading.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import torch
@@ -14,12 +17,13 @@ import torch
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState, PartNotFound, RanksDisagree
-from nxd_ckpt.formats.tensors import Assembly, TensorStub
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
 from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.reading import Leaf
+from nxd_ckpt.runtime.replicas import Broadcast, Shares, agree_on_shares, open_broadcast
 from nxd_ckpt.storage.base import Storage
 
 
@@ -32,6 +36,7 @@ def load(
     optimizer: Any,
     scheduler: Any,
     options: LoadOptions,
+    timeout: float,
 ) -> Any:
     """Load what is not None, and return the user content or None. See Checkpointer.load."""
     agreement = agreement or Alone()
@@ -43,12 +48,15 @@ def load(
         return _Prepared(opened, topology, model, optimizer, scheduler, options)
 
     prepared = on_all(agreement, prepare)
+    prepared.share(agreement)
+    on_all(agreement, prepared.verify)
+    prepared.join(agreement, timeout)
     on_all(agreement, prepared.apply)
     return prepared.user_content
 
 
 class _Prepared:
-    """A load that has been validated in full: :meth:`apply` only copies."""
+    """A load whose objects and trees fit. Once its bytes are proved too, :meth:`apply` only copies."""
 
     def __init__(
         self, opened: OpenTag, topology: Topology, model: Any, optimizer: Any, scheduler: Any, options: LoadOptions
@@ -61,8 +69,32 @@ class _Prepared:
         self.user_content = opened.user_content()
         self._rank_content = None if options.rank_content is None else self._own_content()
         self._reader = opened.reader()
-        if options.verify:
-            self._verify()
+        self._shares: Shares | None = None
+        self._broadcast: Broadcast | None = None
+        self._rate = math.inf
+
+    def share(self, agreement: Agreement) -> None:
+        """Find out what the data-parallel replicas have in common; all ranks at once."""
+        if agreement.world_size > 1:
+            shares = Shares(self._topology, list(self._trees.replicated_leaves()))
+            self._shares = shares if agree_on_shares(agreement, shares) else None
+
+    def verify(self) -> None:
+        """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share."""
+        if not self._options.verify:
+            return
+        started, nbytes = time.monotonic(), 0
+        for name, leaf in self._trees.leaves():
+            if self._shares is None or self._shares.is_proved_here(leaf):
+                self._reader.prove(leaf, name)
+                nbytes += leaf.numel * itemsize(leaf.dtype)
+        self._rate = nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
+
+    def join(self, agreement: Agreement, timeout: float) -> None:
+        """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
+        if self._shares is not None:
+            wanted = self._options.share_reads
+            self._broadcast = open_broadcast(agreement, self._shares, wanted, self._rate, timeout)
 
     def apply(self) -> None:
         """Change the live objects."""
@@ -90,11 +122,6 @@ class _Prepared:
             )
         return content
 
-    def _verify(self) -> None:
-        """Read every byte that will be loaded once, before anything changes."""
-        for name, leaf in self._trees.leaves():
-            self._reader.prove(leaf, name)
-
     def _assign(self, model: ModelAdapter, name: str, leaf: Any) -> None:
         if not isinstance(leaf, (TensorStub, Assembly)):
             model.assign(name, leaf)
@@ -103,10 +130,25 @@ class _Prepared:
         if destination is None:
             model.assign(name, self._read(leaf))
         else:
-            self._reader.read_into(leaf, destination, f"model/{name}", proved=self._options.verify)
+            self._read_into(leaf, destination)
 
-    def _read(self, leaf: Leaf) -> torch.Tensor:
-        return self._reader.read(leaf, self._trees.name_by_leaf[id(leaf)], proved=self._options.verify)
+    def _read(self, leaf: Leaf, into: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)) if into is None else into
+        self._read_into(leaf, out)
+        return out
+
+    def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
+        owner = None if self._shares is None else self._shares.owner(leaf)
+        proved = self._options.verify and (self._shares is None or self._shares.is_proved_here(leaf))
+        name = self._trees.name_by_leaf[id(leaf)]
+
+        def read() -> None:
+            self._reader.read_into(leaf, out, name, proved=proved)
+
+        if self._broadcast is None or owner is None:
+            read()
+        else:
+            self._broadcast.fill(out, owner, read)
 
 
 def _demand(opened: OpenTag, model: Any, optimizer: Any, scheduler: Any) -> None:

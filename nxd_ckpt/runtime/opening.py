@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -72,8 +72,11 @@ def settle_swap(storage: Storage) -> None:
             break
         time.sleep(0.05)
     if storage.is_file(JOURNAL) and not lease.job_lives(storage, patience=_SWAP_TAKES):
-        with suppress(PermissionError):  # a read-only view shows what is there
+        try:
             journal.recover(storage)
+        except OSError as error:  # a read-only view shows what is there
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
 
 
 def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:

@@ -16,7 +16,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.assembly import blocks_of, fill
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.proof import naming
 
@@ -47,12 +47,6 @@ class LeafReader:
                     self._prove_whole(part.stub)
                 else:
                     self._prove_blocks(entry, blocks_of(part))
-
-    def read(self, leaf: Leaf, name: str, *, proved: bool = False) -> torch.Tensor:
-        """The tensor, on the CPU. As :meth:`read_into`."""
-        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
-        self.read_into(leaf, out, name, proved=proved)
-        return out
 
     def read_into(self, leaf: Leaf, out: torch.Tensor, name: str, *, proved: bool = False) -> None:
         """Fill a contiguous CPU tensor of the leaf's dtype and shape; nothing but its own bytes is read.

@@ -105,10 +105,10 @@ class NxDWrapper:
         return self.optimizer.state_dict()
 
 
-def read(leaf: torch.Tensor) -> torch.Tensor:
-    """The reader that a checkpoint's would be: gives a tensor of its own."""
+def read(leaf: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The reader that a checkpoint's would be: gives a tensor of its own, or fills the adapter's."""
     assert isinstance(leaf, torch.Tensor)
-    return leaf.detach().cpu().clone()
+    return leaf.detach().cpu().clone() if into is None else into.copy_(leaf)
 
 
 def copied(tree: Any) -> Any:

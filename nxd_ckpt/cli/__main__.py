@@ -1,0 +1,8 @@
+"""``python -m nxd_ckpt.cli``: the same as ``nxd-ckpt``."""
+
+import sys
+
+from nxd_ckpt.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

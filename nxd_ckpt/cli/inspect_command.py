@@ -1,0 +1,149 @@
+"""``nxd-ckpt inspect``: what one checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from nxd_ckpt.cli import text
+
+NAME = "inspect"
+SUMMARY = "what one checkpoint holds"
+DESCRIPTION = (
+    "Show one complete tag: sizes, versions, parameters and how they are cut, the optimizer's groups and state, the "
+    "keys of the user content. Nothing but the structure is read, and no code of the checkpoint is run. What "
+    "neuronx-distributed did not write down is shown as '?' or 'unknown'. Exit code 1 if a part cannot be read."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="what was passed to save_checkpoint, or a tag in it")
+    parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
+    parser.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        nargs="?",
+        const="*",
+        help="show instead where the rank's tensors lie: those whose name matches, such as 'model/*.weight', or all",
+    )
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="the global rank to look as (default: 0)")
+    text.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.cli.inspection import inspection
+
+    document = inspection(args.directory, args.tag, rank=args.rank, pattern=args.tensors)
+    text.show(document, _lines(document), as_json=args.json)
+    return 1 if document["problems"] else 0
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    yield "/".join(filter(None, (document["directory"], document["tag"]))) + (" (latest)" if document["latest"] else "")
+    if document["tensors"] is None:
+        yield from text.pairs(_facts(document))
+        yield from _parameters(document["parameters"])
+        yield from _optimizer(document["optimizer"])
+        yield from _user_content(document["user_content"])
+    else:
+        yield from _tensors(document["tensors"], document["rank"])
+    if document["problems"]:
+        yield ""
+        yield from (f"problem: {problem}" for problem in document["problems"])
+
+
+def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if document["order_time"] is not None:
+        yield "saved", f"{text.time_of_day(document['order_time'])} UTC, {text.age(document['age_seconds'])} ago"
+    attempt = f", attempt {document['attempt']}" if document["attempt"] else ""
+    yield "by", text.writer(document["written_by"]) + attempt
+    if document["versions"]:
+        yield "versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    ranks = "" if document["world_size"] is None else f", {text.count(document['world_size'], 'rank')}"
+    order = ", in an order of their own" if document["standard_rank_order"] is False else ""
+    yield "topology", f"{text.topology(document['topology'])}{ranks}{order}"
+    yield "parts", text.parts(document["parts"])
+    yield "files", _form(document["parts"])
+    seconds = {name: value for name, value in document["timings"].items() if name.endswith("_seconds")}
+    if seconds:
+        yield "took", ", ".join(f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in seconds.items())
+    sizes = document["sizes"]
+    total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
+    for part, held in {**sizes, "total": total}.items():
+        yield part.replace("_", " "), f"{text.size(held['nbytes'])} in {text.count(held['files'], 'file')}"
+
+
+def _form(parts: dict[str, Any]) -> str:
+    form = "one per tensor (xser)" if parts["use_xser"] else "one per rank"
+    return form if parts["lower_precision_weights"] else f"{form}, without weights that master weights stand for"
+
+
+def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
+    if not parameters:
+        return
+    yield from ("", f"model: {text.count(len(parameters), 'tensor')}")
+    rows = (
+        (
+            one["name"],
+            one["dtype"] or "?",
+            text.shape(one["shape"]),
+            text.shape(one["global_shape"]),
+            one["cut"],
+            {True: "yes", False: "no", None: "?"}[one["trainable"]],
+        )
+        for one in parameters
+    )
+    yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
+
+
+def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
+    if optimizer is None:
+        return
+    counts = f"{text.count(optimizer['parameters'], 'parameter')}, {optimizer['parameters_with_state']} with state"
+    named = "" if optimizer["names_known"] else ", known by number only"
+    entries = ", ".join(optimizer["entries"]) or "none"
+    masters = "with" if optimizer["master_weights"] else "without"
+    yield from ("", f"optimizer of rank {optimizer['rank']}: {optimizer['kind']}, {counts}{named}")
+    yield f"  state: {entries}; {masters} master weights"
+    for number, group in enumerate(optimizer["param_groups"]):
+        set_ones = ((name, value) for name, value in group["options"].items() if value not in (None, False))
+        options = " ".join(f"{name}={value}" for name, value in set_ones)
+        yield f"  group {number}: {text.count(group['parameters'], 'parameter')}; {options}"
+
+
+def _user_content(content: dict[str, Any] | None) -> Iterator[str]:
+    if content is None:
+        return
+    if content["refused"]:
+        yield from ("", f"user content: not shown: {content['refused']}")
+        return
+    yield from ("", f"user content: {content['type']}")
+    rows = [(entry["key"] or "", entry["type"], entry["value"]) for entry in content["entries"]]
+    yield from text.table(("KEY", "TYPE", "VALUE"), rows)
+
+
+def _tensors(tensors: list[dict[str, Any]], rank: int) -> Iterator[str]:
+    yield f"tensors of rank {rank}: {len(tensors)}"
+    if tensors:
+        head = ("NAME", "DTYPE", "SHAPE", "BYTES", "OFFSET", "FILE", "IN THE GLOBAL TENSOR")
+        yield from text.table(head, map(_tensor, tensors))
+
+
+def _tensor(tensor: dict[str, Any]) -> tuple[str, ...]:
+    stored = tensor["offset"] is not None
+    pieces = tensor["pieces"]
+    return (
+        tensor["name"],
+        tensor["dtype"] or "?",
+        text.shape(tensor["shape"]),
+        str(tensor["nbytes"]) if stored else "-",
+        str(tensor["offset"]) if stored else "-",
+        tensor["file"] if stored else "(in no file)",
+        "?" if pieces is None else " ".join(map(_box, pieces)) or "padding only",
+    )
+
+
+def _box(piece: dict[str, Any]) -> str:
+    ends = (f"{start}:{start + size}" for start, size in zip(piece["offset"], piece["size"], strict=True))
+    return f"[{', '.join(ends)}]"

@@ -1,0 +1,92 @@
+"""``nxd-ckpt COMMAND ...``: the table of commands, and what becomes of their errors.
+
+A command is a module with a line in :data:`COMMANDS`. It imports what it works with inside ``run``: ``--help`` does not
+wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from nxd_ckpt.cli import inspect_command, list_command, text, verify_command
+from nxd_ckpt.errors import CheckpointError
+
+
+class Command(Protocol):
+    """What each module of :data:`COMMANDS` offers. ``SUMMARY`` is a phrase, ``DESCRIPTION`` whole sentences."""
+
+    NAME: str
+    SUMMARY: str
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
+
+    def run(self, args: argparse.Namespace, /) -> int:
+        """Do it and return the exit code. Errors of nxd_ckpt and of the operating system are for :func:`main`."""
+
+
+COMMANDS: tuple[Command, ...] = (list_command, inspect_command, verify_command)
+
+_PIPE_CLOSED = 128 + 13
+_INTERRUPTED = 128 + 2
+"""As shells report a process that a signal (SIGPIPE, SIGINT) ended."""
+
+
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole command line, and that of each command by name."""
+    whole = argparse.ArgumentParser(
+        prog="nxd-ckpt",
+        description="Look at checkpoints of nxd_ckpt and neuronx-distributed. Needs no accelerator and no torch-xla.",
+        epilog="Exit code: 0 if all is well, 1 for an error or a problem found, 2 for a wrong command line.",
+        allow_abbrev=False,
+    )
+    chosen = whole.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    single = {}
+    for command in COMMANDS:
+        parser = chosen.add_parser(
+            command.NAME, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
+        )
+        command.add_arguments(parser)
+        parser.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
+        parser.set_defaults(run=command.run)
+        single[command.NAME] = parser
+    return whole, single
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code; usage errors exit with 2, as argparse does."""
+    args = parsers()[0].parse_args(argv)
+    try:
+        with _warnings_on_stderr():
+            code: int = args.run(args)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:
+        # Whoever read our output stopped, as `head` does. What is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (CheckpointError, OSError) as error:
+        if args.traceback:
+            raise
+        print(f"nxd-ckpt: error: {text.printable(str(error))}", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("nxd-ckpt: warning: %(message)s"))
+    logger = logging.getLogger("nxd_ckpt")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

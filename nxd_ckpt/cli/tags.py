@@ -1,0 +1,154 @@
+"""Tags as the commands show them: which one is meant, and what can be said of each without reading its tensors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.tags import TagInfo, in_order, latest
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
+from nxd_ckpt.layout import legacy, names
+from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, list_tags
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.grid import describe, holes
+from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag, settle_swap
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.verify import files_of
+
+
+def locate(path: str, tag: str | None) -> tuple[str, str | None]:
+    """Directory and tag that are meant: ``path`` may be the directory, or (without ``tag``) one of its tags.
+
+    Raises:
+        CheckpointNotFound: no such directory.
+    """
+    storage = _open(path)
+    if tag is None and not list_tags(storage):
+        directory, name = os.path.split(storage.url)
+        if name and any(info.tag == name for info in list_tags(open_storage(directory))):
+            return directory, name
+    return storage.url, tag
+
+
+def directory_document(path: str) -> dict[str, Any]:
+    """Every tag in a directory, in the order in which they became visible.
+
+    Raises:
+        CheckpointNotFound: no such directory, or ``path`` is itself a tag.
+    """
+    storage = _open(path)
+    settle_swap(storage)
+    tags = in_order(list_tags(storage))
+    if not tags:
+        directory, tag = locate(path, None)
+        if tag is not None:
+            raise CheckpointNotFound(f"{storage.url} is itself a tag: list {directory}, or inspect this one")
+    newest = latest(tags)
+    return {
+        "directory": storage.url,
+        "latest": None if newest is None else newest.tag,
+        "tags": [_listed(storage, info, newest) for info in tags],
+        "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
+    }
+
+
+def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
+    """What a listing says of a complete tag. Raises what opening its first files raises."""
+    return {
+        **_named(info),
+        "complete": True,
+        "written_by": "nxd_ckpt" if opened.manifest is not None else "neuronx_distributed",
+        "topology": _sizes(opened),
+        "parts": asdict(opened.parts),
+    }
+
+
+def _open(path: str) -> Storage:
+    storage = open_storage(os.path.abspath(path) if path and "://" not in path else path)
+    if not storage.is_dir(""):
+        raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
+    return storage
+
+
+def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        **_named(info),
+        "complete": info.complete,
+        "written_by": "nxd_ckpt" if info.ours else "neuronx_distributed",
+        "topology": None,
+        "parts": None,
+        "nbytes": 0,
+        "latest": info == newest,
+        "lacks": [] if info.complete else list(_lacking(storage, info.tag)),
+        "problems": [],
+    }
+    manifest = None
+    try:
+        if info.complete:
+            opened = open_complete_tag(storage, info.tag)
+            manifest = opened.manifest
+            document |= summary(opened, info)
+    except (CheckpointError, FileNotFoundError) as error:
+        document["problems"].append(str(error))
+    document["nbytes"] = _nbytes(storage, info.tag, manifest)
+    return document
+
+
+def _named(info: TagInfo) -> dict[str, Any]:
+    if info.tag == NO_TAG:  # nothing there is a marker with a time
+        return {"tag": info.tag, "order_time": None, "age_seconds": None}
+    at = datetime.fromtimestamp(int(info.order_time), timezone.utc)
+    # A save's order time may lie a second or two ahead of the clock.
+    age = max(0.0, round(time.time() - info.order_time, 1))
+    return {"tag": info.tag, "order_time": f"{at:%Y-%m-%dT%H:%M:%SZ}", "age_seconds": age}
+
+
+def _sizes(opened: OpenTag) -> dict[str, int | None]:
+    sizes: dict[str, int | None] = {**opened.topology.sizes}
+    told = opened.manifest is not None or opened.parts.optimizer in ("zero1", "zero1_dcp")
+    if not told and opened.topology.dp == opened.topology.ep:
+        sizes["dp"] = None  # data-parallel replicas leave no trace in NxD's files
+    return sizes
+
+
+def _nbytes(storage: Storage, tag: str, manifest: Manifest | None) -> int:
+    """Bytes of a tag's files, markers left out. Of ours the manifest knows, without asking for each of many files."""
+    if manifest is not None and "bytes" in manifest.timings:
+        indexes = sum(line.nbytes for line in manifest.ranks)
+        return int(manifest.timings["bytes"]) + indexes + storage.size(f"{tag}/{names.MANIFEST}")
+    files, found = TagFiles(storage, tag), 0
+    for file in files_of(files):
+        with suppress(FileNotFoundError):  # it is being saved over, or removed
+            found += storage.size(files.key(file))
+    return found
+
+
+def _lacking(storage: Storage, tag: str) -> Iterator[str]:
+    """What keeps a tag from being complete, one phrase each."""
+    listing = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if tag == NO_TAG:
+        yield from _missing_ranks("", [name for file in listing if (name := legacy.parse(file)) is not None])
+        return
+    if names.MARKER in listing or names.MANIFEST in listing:  # else it is of NxD 0.6, which wrote no markers
+        yield f"its {names.DONE!r} marker"
+    found = {
+        part: [name for entry in storage.list(f"{tag}/{part}") if (name := names.parse(entry.name)) is not None]
+        for part in (names.MODEL_DIR, names.OPTIMIZER_DIR)
+    }
+    for part, ranks in found.items():
+        yield from _missing_ranks(f" in {part}/", ranks)
+    if not any(found.values()):
+        yield "all files of model and optimizer"
+
+
+def _missing_ranks(where: str, ranks: list[names.ParsedName]) -> Iterator[str]:
+    missing = holes(ranks)
+    if missing:
+        yield f"{len(missing)} of {len(missing) + len(set(ranks))} ranks' files{where}; there are {describe(ranks)}"

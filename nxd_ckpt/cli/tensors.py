@@ -1,0 +1,117 @@
+"""Where the tensors that a rank holds lie on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nxd_ckpt.core.manifest import TensorEntry
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.formats.tensors import Path, TensorStub, iter_tensors
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.runtime.opening import OpenTag
+
+
+def tensors(opened: OpenTag, at: Coordinates, pattern: str) -> list[dict[str, Any]]:
+    """The tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
+
+    ``pattern`` is a shell's, on names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. From the
+    indexes, without reading a state; of NxD's tags from the files, where optimizer entries have numbers for names
+    (``optim/#0/exp_avg``) and nothing says which boxes of a global tensor they are.
+    """
+    found = _of_files(opened, at) if opened.manifest is None else _of_indexes(opened, at)
+    return [tensor for tensor in found if fnmatchcase(tensor["name"], pattern)]
+
+
+def _of_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
+    """Replicas share the writing, so that what a rank holds is in the indexes of others, too."""
+    topology = opened.topology
+    held: dict[str, dict[str, TensorEntry]] = {file: {} for file in _state_files(opened, at)}
+    writers = topology.replicas(at) if opened.parts.use_xser else map(topology.rank_of, (topology.writer_of(at), at))
+    for rank in dict.fromkeys(writers):
+        for entry in opened.index(topology.coordinates_of(rank)).tensors:
+            file = entry.file.partition(".tensors/")[0]
+            if file in held:
+                held[file][entry.name] = entry
+    entries: dict[str, TensorEntry] = {}
+    for of_file in held.values():
+        entries |= of_file
+    return [_indexed(entry) for entry in sorted(entries.values(), key=_order(opened))]
+
+
+def _state_files(opened: OpenTag, at: Coordinates) -> list[str]:
+    """The rank files that hold the state of the rank at these coordinates; a later one outweighs those before."""
+    topology, kind = opened.topology, opened.parts.optimizer or "plain"
+    shared = replace(at, dp_rank=0)  # with xser, ep rank 0's folder has what is not an expert's, and its own experts
+    files = [names.model_file(topology, shared), names.model_file(topology, at)]
+    places = (shared, at) if kind == "plain" else (at,)
+    return [*files, *(names.optimizer_file(topology, place, kind) for place in places)]
+
+
+def _order(opened: OpenTag) -> Callable[[TensorEntry], tuple[str, int]]:
+    """Model before optimizer, parameters in the model's order."""
+    specs = () if opened.manifest is None else opened.manifest.parameters
+    position = {name: number for number, name in enumerate(specs)}
+
+    def key(entry: TensorEntry) -> tuple[str, int]:
+        part, _, name = entry.name.partition("/")
+        return part, position.get(name if part == "model" else name.rpartition("/")[0], len(position))
+
+    return key
+
+
+def _indexed(entry: TensorEntry) -> dict[str, Any]:
+    pieces = entry.pieces
+    return {
+        "name": entry.name,
+        "file": entry.file,
+        "offset": entry.offset,
+        "nbytes": entry.nbytes,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "pieces": None
+        if pieces is None
+        else [
+            {"local": list(piece.local.offset), "offset": list(piece.box.offset), "size": list(piece.box.size)}
+            for piece in pieces
+        ],
+    }
+
+
+def _of_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
+    if opened.parts.model:
+        for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
+            yield _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
+    if opened.parts.optimizer:
+        known = opened.optimizer_names(at)
+        for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
+            yield _on_disk(f"optim/{_state_name(path, known)}", leaf)
+
+
+_LEAVES = (TensorStub, MissingTensor)
+
+
+def _state_name(path: Path, known: list[str] | None) -> str:
+    """``(base_state, 0, exp_avg)`` -> ``#0/exp_avg``, as indexes name what has no name."""
+    section, *rest = path
+    if section not in ("state", "base_state", "sharded_master_weights") or not rest:
+        return "/".join(map(str, path))
+    index, *state = rest
+    names_by_index = dict(enumerate(known or ()))
+    return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
+
+
+def _on_disk(name: str, leaf: TensorStub | MissingTensor) -> dict[str, Any]:
+    offset, nbytes = (leaf.offset, leaf.nbytes) if isinstance(leaf, TensorStub) else (None, None)
+    return {
+        "name": name,
+        "file": leaf.file,
+        "offset": offset,
+        "nbytes": nbytes,
+        "dtype": leaf.dtype,
+        "shape": None if leaf.shape is None else list(leaf.shape),
+        "pieces": None,
+    }

@@ -1,0 +1,108 @@
+"""What people read: sizes, times, aligned columns; and where both forms of output leave. Knows no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def size(nbytes: int) -> str:
+    """``1.5 GiB``; below a KiB in bytes."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in _UNITS:
+        value /= 1024
+        if value < 1023.95 or unit == _UNITS[-1]:
+            break
+    return f"{value:.1f} {unit}"
+
+
+def age(seconds: float) -> str:
+    """``3 h``, in the largest unit of which there are two, or one second."""
+    for length, unit in _AGES:
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def time_of_day(iso: str) -> str:
+    """``2025-11-21 13:51:02`` of ``2025-11-21T13:51:02Z``."""
+    return iso.replace("T", " ").removesuffix("Z")
+
+
+def count(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shape(sizes: Sequence[int] | None) -> str:
+    """``[4, 8]``; ``?`` where it is not known."""
+    return "?" if sizes is None else str(list(sizes))
+
+
+def writer(package: str) -> str:
+    return "NxD" if package == "neuronx_distributed" else package
+
+
+def topology(sizes: Mapping[str, int | None] | None) -> str:
+    """``dp=2 tp=4 pp=1 ep=1``, with ``?`` for a size that the files do not tell."""
+    if sizes is None:
+        return "?"
+    return " ".join(f"{name}={'?' if number is None else number}" for name, number in sizes.items())
+
+
+def parts(held: Mapping[str, Any] | None) -> str:
+    """``model, zero1 optimizer, scheduler``."""
+    if held is None:
+        return "?"
+    names = [name.replace("_", " ") for name in ("model", "scheduler", "user_content", "rank_content") if held[name]]
+    if held["optimizer"]:
+        names.insert(int(held["model"]), f"{held['optimizer']} optimizer")
+    return ", ".join(names) or "nothing"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Lines of left-aligned columns, two spaces apart."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        (indent + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    ]
+
+
+def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of a name and what there is to say of it, the latter aligned."""
+    lines = list(facts)
+    width = max(len(name) for name, _ in lines)
+    return [f"  {name.ljust(width)}  {fact}" for name, fact in lines]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a document, as JSON or as the lines that say the same to people."""
+    if as_json:
+        print(json.dumps(document, indent=2, allow_nan=False))
+        return
+    for line in lines:
+        print(printable(line))
+
+
+def printable(line: str) -> str:
+    """``line`` with what is not printable escaped.
+
+    Names come from disk: nothing in them may move the cursor, start a line, or fail to be encoded.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)

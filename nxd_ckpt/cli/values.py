@@ -1,0 +1,60 @@
+"""Values that a checkpoint holds, rendered shortly: they may be large, nested, or chosen to confuse a terminal."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+import torch
+
+from nxd_ckpt.formats.tensors import dtype_name
+
+
+class _Short(reprlib.Repr):
+    """``repr`` of bounded length and depth, tensors and arrays by dtype and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 4, 6, 6
+        self.maxstring = self.maxother = 60
+
+    def repr_Tensor(self, tensor: torch.Tensor, _: int) -> str:
+        return f"tensor {dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+    def repr_ndarray(self, array: Any, _: int) -> str:
+        return f"array {array.dtype} {list(array.shape)}"
+
+    def repr_Namespace(self, namespace: Any, level: int) -> str:
+        return f"Namespace of {self.repr_dict(vars(namespace), level)}"
+
+
+_SHORT = _Short()
+
+
+def short(value: Any) -> str:
+    """One line, at most a few hundred characters, for any plain data."""
+    return _SHORT.repr(value)
+
+
+def plain(value: Any) -> Any:
+    """``value`` itself where JSON has it, else :func:`short` of it."""
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else short(value)
+
+
+def content_document(content: Any) -> dict[str, Any]:
+    """The type of user content, and an entry for each of its keys; a single one without key where it is no dict."""
+    items = content.items() if isinstance(content, dict) else [(None, content)]
+    return {
+        "type": type(content).__name__,
+        "entries": [
+            {
+                "key": None if key is None else key if isinstance(key, str) else short(key),
+                "type": type(value).__name__,
+                "value": short(value),
+            }
+            for key, value in items
+        ],
+    }

@@ -1,0 +1,64 @@
+"""``nxd-ckpt verify``: whether every byte is what was written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from nxd_ckpt.cli import text
+
+NAME = "verify"
+SUMMARY = "prove that a checkpoint is what was written"
+DESCRIPTION = (
+    "Read every file of a complete tag and compare it with the digests that were recorded. For a tag of nxd_ckpt they "
+    "cover every byte. Files of neuronx-distributed carry a CRC-32 for each tensor and each pickle: these are "
+    "compared, files that others refer to must be there, and bytes without a digest are counted. "
+    "Exit code 1 if there is a problem."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="what was passed to save_checkpoint, or a tag in it")
+    parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
+    text.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.cli.tags import locate
+    from nxd_ckpt.verify import verify_checkpoint
+
+    directory, tag = locate(args.directory, args.tag)
+    found = verify_checkpoint(directory, tag)
+    document = {
+        "directory": directory,
+        "tag": found.tag,
+        "ok": not found.problems,
+        "proved_by": "index" if found.ours else "zip",
+        "files": found.files,
+        "nbytes": found.nbytes,
+        "proved_nbytes": found.proved,
+        "undigested_nbytes": found.undigested,
+        "problems": list(found.problems),
+    }
+    text.show(document, _lines(document), as_json=args.json)
+    return 1 if found.problems else 0
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    yield from (f"problem: {problem}" for problem in document["problems"])
+    problems = text.count(len(document["problems"]), "problem")
+    where = "/".join(filter(None, (document["directory"], document["tag"])))
+    yield f"{where}: {'ok' if document['ok'] else problems}"
+    read = f"{text.count(document['files'], 'file')}, {text.size(document['nbytes'])}"
+    proved = document["proved_nbytes"]
+    if document["proved_by"] == "index":
+        yield f"  read {read}; {text.size(proved)} are what nxd_ckpt wrote, byte for byte"
+        return
+    undigested = document["undigested_nbytes"]
+    around = document["nbytes"] - proved - undigested
+    yield f"  read {read}; {text.size(proved)} equal the CRC-32 in their file"
+    yield (
+        f"  not proved: {text.size(undigested)} of contents without a digest, {text.size(around)} of headers and "
+        f"padding{'' if document['ok'] else ', and what is damaged'}"
+    )

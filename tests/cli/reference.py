@@ -1,0 +1,66 @@
+"""What docs/cli.md shows of the command: each console block is a command line and what it prints.
+
+``python -m tests.cli.reference`` writes the blocks anew, in the repository's root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from nxd_ckpt.cli.main import main
+from tests.docs.markdown import REPOSITORY, code_blocks
+
+DOCUMENT = REPOSITORY / "docs" / "cli.md"
+
+_BLOCK = re.compile(r"^(```console\n\$ nxd-ckpt )(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_VOLATILE = re.compile(r"\b(\d[\d.:-]*|[0-9a-f]{12}-\d+)\b")
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """The arguments of every console block."""
+    return [shlex.split(block[2]) for block in _BLOCK.finditer(text)]
+
+
+def rendered(text: str) -> str:
+    """``text`` with the real output in every console block, of checkpoints that its Python blocks make."""
+    with _in_a_directory_of_its_own() as directory:
+        for block in code_blocks(DOCUMENT, "python"):
+            exec(compile(block, str(DOCUMENT), "exec"), {})
+        return _BLOCK.sub(lambda block: f"{block[1]}{block[2]}\n{_printed(block[2], directory)}```", text)
+
+
+def steady(text: str) -> str:
+    """``text`` without what differs between two runs, machines and versions: numbers, and the columns they widen."""
+    lines = [line for line in text.splitlines() if not line.startswith("  versions ")]
+    return "\n".join(re.sub(" +", " ", _VOLATILE.sub("#", line)) for line in lines)
+
+
+def _printed(arguments: str, directory: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(shlex.split(arguments))
+    return out.getvalue().replace(directory, "/data")
+
+
+@contextlib.contextmanager
+def _in_a_directory_of_its_own() -> Iterator[str]:
+    """A directory to make checkpoints in, and a terminal of a known width without colours."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as directory, mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
+        os.chdir(directory)
+        try:
+            yield os.getcwd()
+        finally:
+            os.chdir(before)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(rendered(DOCUMENT.read_text()))

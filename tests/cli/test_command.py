@@ -1,0 +1,146 @@
+"""The command line itself: exit codes, errors, warnings, and what it needs to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nxd_ckpt
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.errors import CheckpointNotFound
+from tests.cli.conftest import Run
+
+pytestmark = pytest.mark.plain
+
+REPOSITORY = Path(__file__).parents[2]
+LOOKING = ["list", "inspect", "verify"]
+
+
+def start(*arguments: str | Path, encoding: str = "utf-8") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "nxd_ckpt.cli", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_it_runs_as_a_process(examples: Path) -> None:
+    """``python -m nxd_ckpt.cli`` prints one document and exits with the command's code."""
+    process = start("list", examples, "--json")
+    out, err = process.communicate()
+    assert (0, "") == (process.returncode, err)
+    assert ["z_plain", "zero1", "cut"] == [tag["tag"] for tag in json.loads(out)["tags"]]
+
+
+def test_a_terminal_without_the_letters_gets_them_escaped(copied: Path) -> None:
+    """Names that stdout cannot encode are no reason to fail."""
+    (copied / "zero1").rename(copied / "größe")
+    process = start("list", copied, encoding="ascii")
+    out, err = process.communicate()
+    assert (0, "") == (process.returncode, err)
+    assert r"  gr\xf6\xdfe  " in out
+
+
+def test_a_reader_that_stops_is_no_error(examples: Path) -> None:
+    """``nxd-ckpt inspect ... | head`` ends quietly, as if by the signal that other programs get."""
+    process = start("inspect", examples, "--tensors")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    err = process.stderr.read()
+    process.stderr.close()
+    assert ("", 141) == (err, process.wait())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["list"], ["unknown"], ["list", "a", "b"], ["list", "a", "--jso"], ["inspect", "a", "--rank", "x"]],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and the usage on stderr."""
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert 2 == exited.value.code
+    out, err = capsys.readouterr()
+    assert ("", True) == (out, err.startswith("usage: nxd-ckpt"))
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_errors_are_one_line_unless_asked(run: Run, tmp_path: Path, command: str) -> None:
+    """``--traceback`` lets the exception through."""
+    outcome = run(command, tmp_path / "absent")
+    assert (1, "") == (outcome.code, outcome.out)
+    assert f"nxd-ckpt: error: checkpoint directory {tmp_path}/absent does not exist\n" == outcome.err
+    with pytest.raises(CheckpointNotFound):
+        run(command, tmp_path / "absent", "--traceback")
+
+
+@pytest.mark.parametrize("command", LOOKING)
+@pytest.mark.parametrize(("path", "complaint"), [("", "must not be empty"), ("s3://bucket/run", "not URLs")])
+def test_what_is_no_directory_name_is_an_error(run: Run, command: str, path: str, complaint: str) -> None:
+    """The same sentence as from the functions."""
+    outcome = run(command, path)
+    assert (1, "") == (outcome.code, outcome.out)
+    assert complaint in outcome.err
+
+
+def test_errors_of_the_operating_system_are_one_line_too(
+    run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that may not be read, a stale mount: the system's message, no traceback."""
+
+    def refuse(*_: object) -> bytes:
+        raise PermissionError(13, "Permission denied", "manifest.json")
+
+    monkeypatch.setattr("nxd_ckpt.storage.local.LocalStorage.read", refuse)
+    outcome = run("verify", examples)
+    assert (1, "nxd-ckpt: error: [Errno 13] Permission denied: 'manifest.json'\n") == (outcome.code, outcome.err)
+
+
+def test_an_interrupt_is_quiet(run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during a long verification: the shell's exit code for it, no traceback."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nxd_ckpt.storage.local.LocalStorage.read_into", interrupt)
+    outcome = run("verify", examples)
+    assert (130, "", "") == (outcome.code, outcome.out, outcome.err)
+
+
+def test_warnings_go_to_stderr(run: Run, copied: Path) -> None:
+    """Once each, so that a JSON document stays one."""
+    (copied / "zero1" / "manifest.json").unlink()
+    outcome = run("inspect", copied, "zero1", "--json")
+    assert "neuronx_distributed" == outcome.document["written_by"]
+    warning = f"nxd-ckpt: warning: {copied}/zero1: manifest.json is missing, though there are indexes"
+    assert 1 == outcome.err.count(warning)
+    assert outcome.err == run("inspect", copied, "zero1", "--json").err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """torch takes a second to import: parsing and ``--help`` do without it."""
+    program = """
+import contextlib, sys
+from nxd_ckpt.cli.main import COMMANDS, main
+for arguments in ([], *([command.NAME] for command in COMMANDS)):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):
+        main([*arguments, "--help"])
+print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", program]
+    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (0, "False\n") == (outcome.returncode, outcome.stdout), outcome.stderr
+
+
+def test_the_package_offers_what_it_names() -> None:
+    """Public names are imported at first use: each is there, and no other."""
+    assert [] == [name for name in nxd_ckpt.__all__ if getattr(nxd_ckpt, name, None) is None]
+    assert set(nxd_ckpt.__all__) <= set(dir(nxd_ckpt))
+    assert not hasattr(nxd_ckpt, "save_chekpoint")

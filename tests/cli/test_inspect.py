@@ -1,0 +1,370 @@
+"""``nxd-ckpt inspect``: everything that is known of one tag, and nothing that is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nxd_ckpt
+from tests.cli.checkpoints import CUTS, GLOBAL, PLACES, held, whole
+from tests.cli.conftest import Run
+from tests.golden.checkpoints import CONFIGURATIONS, saved
+
+pytestmark = pytest.mark.plain
+
+
+def document(run: Run, *arguments: str | Path) -> dict[str, Any]:
+    outcome = run("inspect", *arguments, "--json")
+    assert (0, "") == (outcome.code, outcome.err)
+    return outcome.document
+
+
+def bytes_on_disk(tag: Path, tensor: dict[str, Any]) -> bytes:
+    with open(tag / tensor["file"], "rb") as stream:
+        stream.seek(tensor["offset"])
+        return stream.read(tensor["nbytes"])
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def test_what_the_manifest_says_is_shown(run: Run, examples: Path) -> None:
+    """Of the latest tag, unless another is named: whose it is, on how many ranks, by which versions, how fast."""
+    found = document(run, examples)
+    manifest = json.loads((examples / "cut" / "manifest.json").read_bytes())
+    assert ("cut", True, True, "nxd_ckpt") == tuple(
+        found[key] for key in ("tag", "latest", "complete", "written_by")
+    )
+    for key in ("attempt", "versions", "timings", "parts"):
+        assert manifest[key] == found[key]
+    assert (8, True, {"dp": 2, "tp": 4, "pp": 1, "ep": 2}) == (
+        found["world_size"],
+        found["standard_rank_order"],
+        found["topology"],
+    )
+
+
+@pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
+def test_sizes_are_those_on_disk(run: Run, examples: Path, tag: str) -> None:
+    """For each part the number of files and their bytes, markers left out."""
+    expected: dict[str, dict[str, int]] = {}
+    parts = {"optim": "optimizer", "manifest.json": "index", "scheduler.pt": "scheduler"}
+    for path in (examples / tag).rglob("*"):
+        if path.is_file() and path.name not in ("checkpoint", "done"):
+            top = path.relative_to(examples / tag).parts[0]
+            part = expected.setdefault(parts.get(top, top.removesuffix(".pt")), {"files": 0, "nbytes": 0})
+            part["files"] += 1
+            part["nbytes"] += path.stat().st_size
+    assert expected == document(run, examples, tag)["sizes"]
+
+
+def test_parameters_are_shown_with_their_cut(run: Run, examples: Path) -> None:
+    """Local and global shape, the partition, and the same in words; no global shape where the cut is unknown."""
+    found = {one["name"]: one for one in document(run, examples, "cut")["parameters"]}
+    for name, (partition, words) in CUTS.items():
+        expected = {
+            "name": name,
+            "dtype": "float32",
+            "shape": list(held(name, PLACES[0]).shape),
+            "global_shape": list(GLOBAL[name]) if partition.known else None,
+            "partition": partition.to_json(),
+            "cut": words,
+            "trainable": False,
+        }
+        assert expected == found[name]
+    rows = [re.split("  +", line.strip()) for line in run("inspect", examples, "cut").out.splitlines()]
+    assert ["qkv", "float32", "[6, 2]", "[16, 2]", CUTS["qkv"][1], "no"] in rows
+
+
+def test_trainable_parameters_are_told_from_buffers(run: Run, examples: Path) -> None:
+    """Buffers and frozen parameters are not trained."""
+    found = {one["name"]: one["trainable"] for one in document(run, examples, "zero1")["parameters"]}
+    assert {"up.weight": True, "up.bias": True, "down.weight": True, "scale": False, "steps_seen": False} == found
+
+
+def test_the_optimizer_is_described(run: Run, examples: Path) -> None:
+    """Kind, entries, counts and groups with their options, as the asked rank holds them."""
+    found = document(run, examples, "zero1", "--rank", "1")["optimizer"]
+    [group] = found.pop("param_groups")
+    expected = {
+        "kind": "zero1",
+        "rank": 1,
+        "parameters": 3,
+        "parameters_with_state": 3,
+        "entries": ["step", "exp_avg", "exp_avg_sq"],
+        "master_weights": True,
+        "names_known": True,
+    }
+    assert expected == found
+    assert (3, 0.01, [0.9, 0.999]) == (
+        group["parameters"],
+        group["options"]["weight_decay"],
+        group["options"]["betas"],
+    )
+    text = run("inspect", examples, "zero1").out
+    assert "optimizer of rank 0: zero1, 3 parameters, 3 with state\n" in text
+    assert "state: step, exp_avg, exp_avg_sq; with master weights\n" in text
+    assert None is document(run, examples, "cut")["optimizer"]
+
+
+def test_user_content_is_shown_shortly(run: Run, examples: Path) -> None:
+    """Key, type and one bounded line each: tensors by shape, deep and long values abridged."""
+    found = document(run, examples, "z_plain")["user_content"]
+    entries = {entry["key"]: (entry["type"], entry["value"]) for entry in found["entries"]}
+    assert ("dict", None) == (found["type"], found["refused"])
+    assert {"steps", "seen", "args", "5"} == entries.keys()
+    assert ("int", "7") == entries["steps"]
+    assert ("Tensor", "tensor int64 [3]") == entries["seen"]
+    assert ("dict", "{'deep': {'er': {...}}, 'lr': 0.1}") == entries["args"]
+    assert "..." in entries["5"][1]
+    assert len(entries["5"][1]) <= 60
+
+
+def test_user_content_that_is_no_dict_is_one_entry(run: Run, tmp_path: Path) -> None:
+    """Anything may be saved there; text goes to one line, escaped."""
+    with nxd_ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("one", user_content="line\n\x1b[2J")
+    found = document(run, tmp_path)["user_content"]
+    assert [{"key": None, "type": "str", "value": r"'line\n\x1b[2J'"}] == found["entries"]
+    assert r"'line\n\x1b[2J'" in run("inspect", tmp_path).out
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+def test_code_in_user_content_is_not_run(run: Run, tmp_path: Path) -> None:
+    """What only trust_pickle would load is refused by name; the rest is shown, and that is no problem."""
+    with nxd_ckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save("one", {"w": torch.ones(2)}, user_content=Trap(tmp_path / "sprung"), trust_pickle=True)
+    found = document(run, tmp_path / "run")
+    assert "not plain data" in found["user_content"]["refused"] or "asks for" in found["user_content"]["refused"]
+    assert ["w"] == [one["name"] for one in found["parameters"]]
+    assert "user content: not shown: " in run("inspect", tmp_path / "run").out
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
+def test_tensors_lie_where_they_are_said_to(run: Run, examples: Path, tag: str) -> None:
+    """For every rank, each tensor that it holds: file, offset and bytes lead to the values that it loads."""
+    checkpoint = nxd_ckpt.open_checkpoint(examples, tag)
+    for rank in range(checkpoint.topology.world_size):
+        model = checkpoint.model_state(rank)
+        found = document(run, examples, tag, "--tensors", "model/*", "--rank", str(rank))["tensors"]
+        assert {f"model/{name}" for name in model} == {tensor["name"] for tensor in found}
+        for tensor in found:
+            live = model[tensor["name"].removeprefix("model/")]
+            assert (str(live.dtype), list(live.shape)) == (f"torch.{tensor['dtype']}", tensor["shape"])
+            assert raw(live) == bytes_on_disk(examples / tag, tensor)
+
+
+def test_a_shard_is_found_under_its_own_rank(run: Run, examples: Path) -> None:
+    """With ZeRO-1 the same name leads each rank to its own rows."""
+    checkpoint = nxd_ckpt.open_checkpoint(examples, "zero1")
+    for rank in range(2):
+        [tensor] = document(
+            run, examples, "zero1", "--tensors", "optim/up.weight/master_weights", "--rank", str(rank)
+        )["tensors"]
+        live = checkpoint.optimizer_state(rank)["sharded_master_weights"][0]
+        assert raw(live) == bytes_on_disk(examples / "zero1", tensor)
+        assert [2 * rank, 0] == tensor["pieces"][0]["offset"]
+
+
+def test_pieces_are_parts_of_the_global_tensor(run: Run, examples: Path) -> None:
+    """What lies at a piece of the local tensor is what lies at its place in the global one, for every cut."""
+    for rank, at in enumerate(PLACES):
+        found = document(run, examples, "cut", "--tensors", "--rank", str(rank))["tensors"]
+        assert list(CUTS) == [tensor["name"].removeprefix("model/") for tensor in found]
+        for tensor in found:
+            name = tensor["name"].removeprefix("model/")
+            if name == "lost":
+                assert tensor["pieces"] is None
+                continue
+            local = held(name, at)
+            covered = 0
+            for piece in tensor["pieces"]:
+                here, there = (window(piece[start], piece["size"]) for start in ("local", "offset"))
+                assert torch.equal(whole(name)[there], local[here])
+                covered += local[here].numel()
+            assert local.numel() == covered
+    text = run("inspect", examples, "--tensors", "*qkv", "--rank", "1").out
+    assert text.endswith("  [2:4, 0:2] [10:12, 0:2] [14:16, 0:2]\n")
+
+
+def window(offset: list[int], size: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
+
+
+def test_only_matching_tensors_are_listed(run: Run, examples: Path) -> None:
+    """The pattern is a shell's, on the whole name; without --tensors there is no list."""
+    found = document(run, examples, "zero1", "--tensors", "optim/up.*/exp_avg")["tensors"]
+    assert ["optim/up.weight/exp_avg", "optim/up.bias/exp_avg"] == [tensor["name"] for tensor in found]
+    assert [] == document(run, examples, "zero1", "--tensors", "up.weight")["tensors"]
+    assert None is document(run, examples, "zero1")["tensors"]
+    assert "tensors of rank 0: 0\n" in run("inspect", examples, "zero1", "--tensors", "nothing").out
+
+
+@pytest.mark.parametrize("form", ["{}/zero1", "{}/zero1/", "{}/../checkpoints/zero1"])
+def test_the_path_may_be_the_tag_itself(run: Run, examples: Path, form: str) -> None:
+    """The directory above it is found."""
+    found = document(run, form.format(examples))
+    assert (str(examples), "zero1", False) == (found["directory"], found["tag"], found["latest"])
+
+
+def test_the_path_may_be_relative(run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also ``.``, inside a tag."""
+    monkeypatch.chdir(examples / "zero1")
+    assert "zero1" == document(run, ".")["tag"]
+    assert "z_plain" == document(run, "..", "z_plain")["tag"]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_golden_tags_are_shown_as_far_as_files_tell(run: Run, golden: Path, name: str) -> None:
+    """Names, dtypes and local shapes of all stages; cuts and global shapes only where nothing can have been cut."""
+    golden_one = saved(golden, name)
+    tag = golden_one.tags[-1]
+    found = document(run, golden_one.directory, tag, "--tensors")
+    first_of_stage = [
+        rank
+        for rank, at in enumerate(golden_one.config["rank_coords"])
+        if (at["dp"], at["tp"]) == (0, 0)
+    ]
+    live = {name: held for rank in first_of_stage for name, held in golden_one.held(tag, rank)["model"].items()}
+    expected = {name: (str(held.dtype).removeprefix("torch."), list(held.shape)) for name, held in live.items()}
+    assert expected == {one["name"]: (one["dtype"], one["shape"]) for one in found["parameters"]}
+    alone = golden_one.config["tp"] == golden_one.config["ep"] == 1
+    assert {"whole" if alone else "unknown"} == {one["cut"] for one in found["parameters"]}
+    assert {None} == {one["trainable"] for one in found["parameters"]}
+    optimizer, kept = found["optimizer"], golden_one.held(tag, 0)["optimizer"]
+    assert list(map(len, (group["params"] for group in kept["param_groups"]))) == [
+        group["parameters"] for group in optimizer["param_groups"]
+    ]
+    assert golden_one.config["master_in_ckpt"] == optimizer["master_weights"]
+    assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer["entries"])
+    assert (None, None, {}) == (found["attempt"], found["world_size"], found["versions"])
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_golden_tensors_lie_where_they_are_said_to(run: Run, golden: Path, name: str) -> None:
+    """For every rank; what was never saved is in no file, and is said to be."""
+    golden_one = saved(golden, name)
+    tag = golden_one.tags[-1]
+    for rank in places_of(golden_one.config):
+        found = document(run, golden_one.directory, tag, "--tensors", "--rank", str(rank))
+        at = nxd_ckpt.open_checkpoint(golden_one.directory, tag).topology.coordinates_of(rank)
+        coordinates = {"pp": at.pp_rank, "dp": at.dp_rank, "tp": at.tp_rank}
+        global_rank = next(
+            number
+            for number, place in enumerate(golden_one.config["rank_coords"])
+            if coordinates == {key: place[key] for key in coordinates}
+        )
+        kept = golden_one.held(tag, global_rank)
+        tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+        for parameter, live in kept["model"].items():
+            tensor = tensors[f"model/{parameter}"]
+            if golden_one.config["avoid_lp"]:
+                assert (None, None) == (tensor["offset"], tensor["nbytes"])
+            else:
+                assert raw(live) == bytes_on_disk(golden_one.directory / tag, tensor)
+        for entry, live in moments(kept["optimizer"], golden_one.config):
+            assert raw(live) == bytes_on_disk(golden_one.directory / tag, tensors[entry])
+
+
+def places_of(config: dict[str, Any]) -> range:
+    """The ranks that the files tell of: without ZeRO-1 they know of no replicas."""
+    dp = config["dp"] if config["zero1"] else config["ep"]
+    return range(dp * config["tp"] * config["pp"])
+
+
+def moments(optimizer: dict[str, Any], config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The name of each first moment, and its values."""
+    names = dict(enumerate(config["optimizer_param_names_rank0"][0])) if config["dcp"] else {}
+    for index, state in (optimizer.get("base_state") or optimizer["state"]).items():
+        yield f"optim/{names.get(index, f'#{index}')}/exp_avg", state["exp_avg"]
+
+
+def test_a_lost_index_does_not_hide_the_rest(run: Run, copied: Path) -> None:
+    """What needs it is missing, the problem says why, and the exit code tells scripts."""
+    index = copied / "zero1" / "index" / "dp_rank_00_tp_rank_00_pp_rank_00.json"
+    index.unlink()
+    outcome = run("inspect", copied, "zero1", "--tensors", "--json")
+    found = outcome.document
+    assert 1 == outcome.code
+    assert [f"{index} is missing: the tag lost files since it was saved"] == found["problems"]
+    assert (None, None, 5) == (found["optimizer"], found["tensors"], len(found["parameters"]))
+    assert f"problem: {found['problems'][0]}\n" in run("inspect", copied, "zero1", "--tensors").out
+
+
+def test_a_damaged_manifest_is_an_error(run: Run, copied: Path) -> None:
+    """It is named; no half of a tag is shown."""
+    manifest = copied / "zero1" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"tp":1', b'"tp":2'))
+    outcome = run("inspect", copied, "zero1")
+    assert (1, "") == (outcome.code, outcome.out)
+    assert outcome.err.startswith(f"nxd-ckpt: error: {manifest}: expected CRC-32")
+
+
+def test_an_incomplete_tag_is_refused(run: Run, copied: Path) -> None:
+    """As a load does; the message says what is there."""
+    (copied / "cut" / "done").unlink()
+    outcome = run("inspect", copied / "cut")
+    assert (1, "") == (outcome.code, outcome.out)
+    assert f"{copied}/cut is incomplete" in outcome.err
+    assert "zero1" == document(run, copied)["tag"]
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        ("", "does not exist"),
+        ("empty/", "no complete checkpoint; it is empty or absent"),
+        ("logs/events/", "no complete checkpoint; it holds 'events' (not a checkpoint)"),
+    ],
+)
+def test_what_is_no_checkpoint_is_an_error(run: Run, tmp_path: Path, make: str, complaint: str) -> None:
+    """The message says what is there instead."""
+    (tmp_path / make).mkdir(parents=True, exist_ok=True)
+    outcome = run("inspect", tmp_path / (make.split("/")[0] or "absent"))
+    assert (1, "") == (outcome.code, outcome.out)
+    assert complaint in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("absent",), "no tag 'absent'"),
+        (("zero1/model",), "not a path"),
+        (("zero1", "--rank", "2"), "rank 2 is not in [0, 2)"),
+        (("zero1", "--rank", "-1"), "rank -1 is not in [0, 2)"),
+    ],
+)
+def test_a_wrong_tag_or_rank_is_an_error(run: Run, examples: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    """Named, with what would be right."""
+    outcome = run("inspect", examples, *arguments)
+    assert (1, "") == (outcome.code, outcome.out)
+    assert complaint in outcome.err
+
+
+def test_a_truncated_file_of_nxd_is_a_problem(run: Run, golden: Path, tmp_path: Path) -> None:
+    """The part that it holds is not shown, the others are."""
+    shutil.copytree(golden / "h_tp2_pp2_zero1_xser" / "ckpt", tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "step_3" / "optim" / "dp_rank_00_tp_rank_01_pp_rank_01.pt"
+    file.write_bytes(file.read_bytes()[:-9])
+    outcome = run("inspect", tmp_path / "ckpt", "--rank", "3", "--json")
+    assert (1, None) == (outcome.code, outcome.document["optimizer"])
+    assert str(file.relative_to(tmp_path / "ckpt" / "step_3")) in outcome.document["problems"][0]
+    assert outcome.document["parameters"]

@@ -1,0 +1,211 @@
+"""``nxd-ckpt list``: every tag in its order, whoever wrote it, and why the incomplete ones are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt.runtime.paths import trash_file
+from tests.cli.conftest import Run
+
+pytestmark = pytest.mark.plain
+
+
+def bytes_below(tag: Path) -> int:
+    """Of a tag's files, markers left out."""
+    files = [path for path in tag.rglob("*") if path.is_file() and path.name not in ("checkpoint", "done")]
+    return sum(path.stat().st_size for path in files)
+
+
+def states(outcome_lines: list[str]) -> dict[str, str]:
+    """TAG -> STATE of a printed table."""
+    head = next(number for number, line in enumerate(outcome_lines) if line.split()[:2] == ["TAG", "STATE"])
+    return {line.split()[0]: line.split()[1] for line in outcome_lines[head + 1 :] if line.startswith("  ")}
+
+
+def test_tags_come_in_the_order_in_which_they_became_visible(run: Run, examples: Path) -> None:
+    """Not in that of their names; the last complete one is marked."""
+    outcome = run("list", examples)
+    lines = outcome.out.splitlines()
+    assert (0, "") == (outcome.code, outcome.err)
+    assert f"{examples}: 3 tags, 3 complete" == lines[0]
+    assert [("z_plain", "complete"), ("zero1", "complete"), ("cut", "latest")] == list(states(lines).items())
+
+
+def test_the_document_says_all_of_a_tag(run: Run, examples: Path) -> None:
+    """Bytes are those on disk, the time is the manifest's order time, parts and sizes are the manifest's."""
+    document = run("list", examples, "--json").document
+    manifest = json.loads((examples / "cut" / "manifest.json").read_bytes())
+    tag = document["tags"][-1]
+    assert 0 <= tag.pop("age_seconds") < 3600
+    assert manifest["order_time"] == datetime.fromisoformat(tag.pop("order_time").replace("Z", "+00:00")).timestamp()
+    expected = {
+        "tag": "cut",
+        "complete": True,
+        "latest": True,
+        "written_by": "nxd_ckpt",
+        "topology": {"dp": 2, "tp": 4, "pp": 1, "ep": 2},
+        "parts": manifest["parts"],
+        "nbytes": bytes_below(examples / "cut"),
+        "lacks": [],
+        "problems": [],
+    }
+    assert expected == tag
+    assert (str(examples), "cut", None) == (document["directory"], document["latest"], document["note"])
+
+
+def test_text_and_document_tell_the_same_parts(run: Run, examples: Path) -> None:
+    """Sizes and parts of each tag in words."""
+    lines = run("list", examples).out.splitlines()
+    assert lines[2].endswith("model, plain optimizer, scheduler, user content")
+    assert lines[3].endswith("model, zero1 optimizer, scheduler, rank content")
+    assert "dp=2 tp=4 pp=1 ep=2" in lines[4]
+
+
+def test_tags_of_neuronx_distributed_are_listed(run: Run, golden: Path) -> None:
+    """Their sizes and parts come from the files; every key is there, as for ours."""
+    directory = golden / "j_dp2_zero1_xser_async_kept2" / "ckpt"
+    document = run("list", directory, "--json").document
+    assert [("step_4", False), ("step_5", True)] == [(tag["tag"], tag["latest"]) for tag in document["tags"]]
+    for tag in document["tags"]:
+        assert "neuronx_distributed" == tag["written_by"]
+        assert {"dp": 2, "tp": 1, "pp": 1, "ep": 1} == tag["topology"]
+        assert "zero1" == tag["parts"]["optimizer"]
+        assert bytes_below(directory / tag["tag"]) == tag["nbytes"]
+
+
+def test_a_size_that_no_file_tells_is_not_made_up(run: Run, golden: Path) -> None:
+    """Without ZeRO-1, NxD's files are the same for any number of data-parallel replicas."""
+    directory = golden / "g_dp2_tp2_nozero1_xser" / "ckpt"
+    [tag] = run("list", directory, "--json").document["tags"]
+    assert {"dp": None, "tp": 2, "pp": 1, "ep": 1} == tag["topology"]
+    assert "dp=? tp=2 pp=1 ep=1" in run("list", directory).out
+
+
+def test_a_directory_of_0_5_is_listed_as_itself(run: Run, tmp_path: Path) -> None:
+    """It has no tags and no time of its own; other files beside it do not count."""
+    for tp in range(2):
+        (tmp_path / f"tp_rank_{tp:02d}_pp_rank_00").mkdir()
+        torch.save({"model": {"w": torch.ones(3)}}, tmp_path / f"tp_rank_{tp:02d}_pp_rank_00" / "checkpoint.pt")
+    (tmp_path / "log.txt").write_text("much" * 1000)
+    [tag] = run("list", tmp_path, "--json").document["tags"]
+    files = [tmp_path / f"tp_rank_{tp:02d}_pp_rank_00" / "checkpoint.pt" for tp in range(2)]
+    assert ("", True, None, None) == (tag["tag"], tag["latest"], tag["order_time"], tag["age_seconds"])
+    assert (True, 2) == (tag["parts"]["model"], tag["topology"]["tp"])
+    assert sum(path.stat().st_size for path in files) == tag["nbytes"]
+    assert "(the directory itself)" in run("list", tmp_path).out
+
+
+def test_what_an_incomplete_tag_lacks_is_said(run: Run, golden: Path, tmp_path: Path) -> None:
+    """The marker, and each part with ranks whose files are missing; it is never the latest."""
+    shutil.copytree(golden / "c_dp2_tp2_zero1_xser" / "ckpt", tmp_path / "ckpt")
+    shutil.copytree(tmp_path / "ckpt" / "step_3", tmp_path / "ckpt" / "step_4")
+    (tmp_path / "ckpt" / "step_4" / "done").unlink()
+    (tmp_path / "ckpt" / "step_4" / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt").unlink()
+    document = run("list", tmp_path / "ckpt", "--json").document
+    lacks = {tag["tag"]: tag["lacks"] for tag in document["tags"]}
+    ranks = "1 of 4 ranks' files in optim/; there are 3 rank files: dp 0-1, tp 0-1, pp 0-0 with 1 missing"
+    assert {"step_3": [], "step_4": ["its 'done' marker", ranks]} == lacks
+    assert "step_3" == document["latest"]
+    lines = run("list", tmp_path / "ckpt").out.splitlines()
+    assert {"step_3": "latest", "step_4": "incomplete"} == states(lines)
+    assert f"step_4 is incomplete: it lacks {ranks}" in lines
+
+
+def test_a_save_that_wrote_nothing_yet_lacks_everything(run: Run, tmp_path: Path) -> None:
+    """NxD marks a directory before it writes into it."""
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "checkpoint").write_bytes(b"1")
+    document = run("list", tmp_path, "--json").document
+    assert (None, ["its 'done' marker", "all files of model and optimizer"]) == (
+        document["latest"],
+        document["tags"][0]["lacks"],
+    )
+
+
+def test_a_tag_of_0_6_lacks_no_marker(run: Run, golden: Path, tmp_path: Path) -> None:
+    """That version wrote none: only the rank's file is missed."""
+    shutil.copytree(golden / "s_tp2_stride2_nozero1_pt" / "ckpt", tmp_path / "ckpt")
+    [tag] = (tmp_path / "ckpt").iterdir()
+    for name in ("checkpoint", "done", "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"):
+        (tag / name).unlink()
+    (tmp_path / "ckpt" / "newest").write_text(tag.name)
+    [found] = run("list", tmp_path / "ckpt", "--json").document["tags"]
+    [lack] = found["lacks"]
+    assert lack.startswith("1 of 2 ranks' files in model/")
+
+
+def test_an_empty_directory_holds_no_checkpoints(run: Run, tmp_path: Path) -> None:
+    """That is an answer, not an error."""
+    outcome = run("list", tmp_path)
+    assert (0, f"{tmp_path}: no checkpoints; it is empty or absent\n") == (outcome.code, outcome.out)
+    document = run("list", tmp_path, "--json").document
+    assert ([], None) == (document["tags"], document["latest"])
+
+
+def test_a_directory_of_something_else_is_described(run: Run, tmp_path: Path) -> None:
+    """What is there instead is named."""
+    (tmp_path / "logs").mkdir()
+    outcome = run("list", tmp_path)
+    assert (0, f"{tmp_path}: no checkpoints; it holds 'logs' (not a checkpoint)\n") == (outcome.code, outcome.out)
+
+
+@pytest.mark.parametrize("kind", ["absent", "file"])
+def test_what_is_no_directory_is_an_error(run: Run, tmp_path: Path, kind: str) -> None:
+    """The path is named, on stderr, and nothing is printed."""
+    path = tmp_path / kind
+    if kind == "file":
+        path.write_text("")
+    outcome = run("list", path, "--json")
+    assert (1, "") == (outcome.code, outcome.out)
+    assert f"nxd-ckpt: error: checkpoint directory {path} does not exist\n" == outcome.err
+
+
+def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:
+    """The error says which directory is meant."""
+    outcome = run("list", examples / "cut")
+    assert (1, "") == (outcome.code, outcome.out)
+    assert f"{examples / 'cut'} is itself a tag: list {examples}" in outcome.err
+
+
+def test_a_damaged_tag_does_not_hide_the_others(run: Run, copied: Path) -> None:
+    """Its row says what is wrong, and the others are as before."""
+    (copied / "zero1" / "manifest.json").write_bytes(b"{")
+    tags = {tag["tag"]: tag for tag in run("list", copied, "--json").document["tags"]}
+    [problem] = tags["zero1"]["problems"]
+    assert problem.startswith(f"{copied}/zero1/manifest.json: not valid JSON")
+    assert (None, None) == (tags["zero1"]["topology"], tags["zero1"]["parts"])
+    assert [[], []] == [tags[name]["problems"] for name in ("z_plain", "cut")]
+    assert f"zero1: {problem}" in run("list", copied).out.splitlines()
+
+
+def test_a_replacement_that_a_crash_interrupted_hides_no_tag(run: Run, copied: Path) -> None:
+    """The old tag was out of the way and the new one not in yet: it is put back, as by a load."""
+    (copied / ".nxd_ckpt" / "trash").mkdir(parents=True, exist_ok=True)
+    (copied / "zero1").rename(copied / trash_file("run-1", "zero1"))
+    (copied / ".nxd_ckpt" / "journal.json").write_text('{"attempt": "run-1", "tag": "zero1"}')
+    tags = run("list", copied, "--json").document["tags"]
+    assert ["z_plain", "zero1", "cut"] == [tag["tag"] for tag in tags]
+
+
+def test_names_cannot_move_the_cursor(run: Run, copied: Path) -> None:
+    """A tag's name may hold anything but a slash; it stays on its line, and whole in the document."""
+    os.rename(copied / "zero1", copied / "zero\n\x1b[2J1\udcff")
+    assert r"  zero\n\x1b[2J1\udcff  " in run("list", copied).out
+    names = [tag["tag"] for tag in run("list", copied, "--json").document["tags"]]
+    assert ["z_plain", "zero\n\x1b[2J1\udcff", "cut"] == names
+
+
+def test_ages_are_in_the_largest_fitting_unit(run: Run, golden: Path, tmp_path: Path) -> None:
+    """A tag that became visible three days ago is three days old."""
+    shutil.copytree(golden / "s_tp2_stride2_nozero1_pt" / "ckpt", tmp_path / "ckpt")
+    [tag] = (tmp_path / "ckpt").iterdir()
+    then = datetime.now().timestamp() - 3 * 86400 - 60
+    os.utime(tag / "done", (then, then))
+    assert "  3 d  " in run("list", tmp_path / "ckpt").out

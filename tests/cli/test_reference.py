@@ -1,0 +1,40 @@
+"""docs/cli.md is true: it shows what the command prints, and leaves no command out."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_ckpt.cli.main import COMMANDS, parsers
+from tests.cli.reference import DOCUMENT, command_lines, rendered, steady
+from tests.docs.markdown import headings
+
+pytestmark = pytest.mark.plain
+
+
+def test_blocks_show_what_the_command_prints() -> None:
+    """Help word for word, the rest but for numbers. `python -m tests.cli.reference` brings it up to date."""
+    text = DOCUMENT.read_text()
+    assert steady(rendered(text)) == steady(text)
+
+
+def test_every_command_is_documented() -> None:
+    """It has a heading of its own, an example, and its help."""
+    lines = command_lines(DOCUMENT.read_text())
+    for command in COMMANDS:
+        assert f"`nxd-ckpt {command.NAME}`" in headings(DOCUMENT)
+        assert [command.NAME, "--help"] in lines
+        assert any(line[0] == command.NAME and "--help" not in line for line in lines)
+
+
+def test_every_command_says_what_each_argument_is_for() -> None:
+    """No argument is without help, and no command without a description."""
+    for parser in parsers()[1].values():
+        assert parser.description
+        assert [] == [action.dest for action in parser._actions if not action.help]
+
+
+def test_a_changed_output_is_seen() -> None:
+    """Only numbers, versions and the width of columns may differ."""
+    assert steady("  a   1.5 KiB  b") == steady("  a 20 KiB   b")
+    assert steady("  --json  print") != steady("  --jsons  print")
+    assert steady("attempt 0123456789ab-1") == steady("attempt fedcba987654-2")

@@ -1,0 +1,112 @@
+"""``nxd-ckpt verify``: the exit code says whether a tag is what was written, the output what is not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.golden.checkpoints import CONFIGURATIONS, saved
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
+def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:
+    """Every byte of every file is proved; the latest tag is meant unless another is named."""
+    outcome = run("verify", examples, tag, "--json")
+    found = outcome.document
+    assert (0, "") == (outcome.code, outcome.err)
+    data = [p for p in (examples / tag).rglob("*") if p.is_file() and p.suffix != ".json"]
+    expected = {
+        "directory": str(examples),
+        "tag": tag,
+        "ok": True,
+        "proved_by": "index",
+        "files": len(data),
+        "nbytes": sum(path.stat().st_size for path in data),
+        "proved_nbytes": sum(path.stat().st_size for path in data),
+        "undigested_nbytes": 0,
+        "problems": [],
+    }
+    assert expected == found
+    assert run("verify", examples / tag).out.startswith(f"{examples}/{tag}: ok\n  read {len(data)} files, ")
+    assert "cut" == run("verify", examples, "--json").document["tag"]
+
+
+def test_every_problem_is_listed(run: Run, copied: Path) -> None:
+    """A changed file, a lost one and a lost index: exit code 1, and a line for each."""
+    tag = copied / "zero1"
+    changed, lost = tag / "scheduler.pt", tag / "rank_content" / "rank_00000.pt"
+    changed.write_bytes(changed.read_bytes().replace(b"last_epoch", b"LAST_EPOCH"))
+    lost.unlink()
+    index = tag / "index" / "dp_rank_01_tp_rank_00_pp_rank_00.json"
+    index.unlink()
+    outcome = run("verify", copied, "zero1", "--json")
+    assert (1, False, "") == (outcome.code, outcome.document["ok"], outcome.err)
+    problems = outcome.document["problems"]
+    assert sorted(map(str, (changed, lost, index))) == sorted(
+        next(str(path) for path in (changed, lost, index) if str(path) in problem) for problem in problems
+    )
+    text = run("verify", copied, "zero1")
+    assert [f"problem: {problem}" for problem in problems] == text.out.splitlines()[:3]
+    assert (1, f"{tag}: 3 problems") == (text.code, text.out.splitlines()[3])
+
+
+def test_a_damaged_manifest_is_a_problem(run: Run, copied: Path) -> None:
+    """A script gets its document also then."""
+    (copied / "cut" / "manifest.json").write_bytes(b"")
+    outcome = run("verify", copied, "--json")
+    [problem] = outcome.document["problems"]
+    assert (1, "cut", 0) == (outcome.code, outcome.document["tag"], outcome.document["proved_nbytes"])
+    assert problem.startswith(f"{copied}/cut/manifest.json: not valid JSON")
+
+
+def test_other_tags_do_not_matter(run: Run, copied: Path) -> None:
+    """Only the tag that was asked for is read."""
+    shutil.rmtree(copied / "cut" / "model")
+    assert 0 == run("verify", copied, "zero1").code
+    assert 1 == run("verify", copied).code
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_tags_of_neuronx_distributed_are_proved_as_far_as_digests_reach(run: Run, golden: Path, name: str) -> None:
+    """It is said how much that is, and what the rest consists of."""
+    directory = saved(golden, name).directory
+    outcome = run("verify", directory, "--json")
+    found = outcome.document
+    assert (0, "zip", True) == (outcome.code, found["proved_by"], found["ok"])
+    assert 0 < found["proved_nbytes"] < found["nbytes"]
+    text = run("verify", directory).out
+    assert "equal the CRC-32 in their file" in text
+    assert "of contents without a digest" in text
+
+
+def test_a_changed_tensor_of_nxd_is_a_problem(run: Run, golden: Path, tmp_path: Path) -> None:
+    """Its file and record are named."""
+    shutil.copytree(golden / "b_dp2_zero1_xser" / "ckpt", tmp_path / "ckpt")
+    tensor = run("inspect", tmp_path / "ckpt", "--tensors", "model/embed.weight", "--json").document["tensors"][0]
+    file = tmp_path / "ckpt" / "step_3" / tensor["file"]
+    data = bytearray(file.read_bytes())
+    data[tensor["offset"]] ^= 1
+    file.write_bytes(data)
+    outcome = run("verify", tmp_path / "ckpt")
+    assert 1 == outcome.code
+    assert outcome.out.startswith(f"problem: {file}, record 'data/0': expected CRC-32")
+    assert outcome.out.endswith(", and what is damaged\n")
+
+
+@pytest.mark.parametrize("kind", ["absent", "empty", "incomplete"])
+def test_what_is_no_complete_checkpoint_is_an_error(run: Run, tmp_path: Path, kind: str) -> None:
+    """Nothing is proved, and nothing is printed but the error."""
+    if kind != "absent":
+        (tmp_path / kind).mkdir()
+    if kind == "incomplete":
+        (tmp_path / kind / "step_1").mkdir()
+        (tmp_path / kind / "step_1" / "checkpoint").write_bytes(b"1")
+    outcome = run("verify", tmp_path / kind, "--json")
+    assert (1, "") == (outcome.code, outcome.out)
+    assert outcome.err.startswith("nxd-ckpt: error: ")
+    assert str(tmp_path / kind) in outcome.err
