@@ -1,0 +1,87 @@
+"""How a parameter is cut on other sizes when no live model says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.plan import Cut
+from nxd_ckpt.core.resharding import derived, rescaled, respecified
+from nxd_ckpt.core.section import Section
+from nxd_ckpt.errors import TopologyMismatch
+
+pytestmark = pytest.mark.plain
+
+
+def spec(*shape: int, **partition: object) -> ParameterSpec:
+    return ParameterSpec("float32", shape, Partition(**partition))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("partition", "tp", "new_tp", "expected"),
+    [
+        (Partition(), 2, 4, Partition()),
+        (Partition(0, num_partitions=2), 2, 4, Partition(0, num_partitions=4)),
+        (Partition(0, num_partitions=2), 4, 8, Partition(0, num_partitions=2)),
+        (Partition(0, num_partitions=4), 8, 2, Partition(0, num_partitions=2)),
+        (Partition(1, partition_stride=3, num_partitions=2), 2, 1, Partition(1, partition_stride=3)),
+        (
+            Partition(0, fused=(Section(16, 4), Section(8, 2))),
+            4,
+            8,
+            Partition(0, fused=(Section(16, 8), Section(8, 2))),
+        ),
+    ],
+    ids=["replicated", "all ranks", "fewer stay", "fewer than those", "strided", "fused"],
+)
+def test_rescaled(partition: Partition, tp: int, new_tp: int, expected: Partition) -> None:
+    """As many partitions as ranks stay as many as ranks, fewer stay as many as they are."""
+    assert expected == rescaled("w", partition, tp, new_tp)
+
+
+@pytest.mark.parametrize(
+    ("partition", "new_tp"),
+    [
+        (Partition(0, num_partitions=4, rank_ordering=(0, 2, 1, 3)), 2),
+        (Partition(0, num_partitions=2), 3),
+        (Partition(0, fused=(Section(12, 4), Section(6, 2))), 3),
+    ],
+    ids=["ordering", "two for three", "fused"],
+)
+def test_no_convention_says(partition: Partition, new_tp: int) -> None:
+    """Then nothing is guessed: the parameter is named, and the keyword that says it."""
+    with pytest.raises(TopologyMismatch, match=r"^w: .*partitions="):
+        rescaled("w", partition, 4, new_tp)
+
+
+def test_local_shapes_on_other_sizes() -> None:
+    """The whole is what stays the same."""
+    columns = spec(3, 8, partition_dim=1, num_partitions=2)
+    assert (3, 4) == respecified("w", columns, Cut(tp=2), Cut(tp=4)).shape
+    strided = spec(12, 2, partition_dim=0, partition_stride=3, num_partitions=2)
+    assert (24, 2) == respecified("w", strided, Cut(tp=2), Cut(tp=1)).shape
+    experts = spec(4, 8, 6, partition_dim=2, num_partitions=2, expert=True)
+    assert (2, 8, 12) == respecified("w", experts, Cut(tp=2, ep=2), Cut(tp=1, ep=4)).shape
+
+
+@pytest.mark.parametrize(
+    ("given", "new", "match"),
+    [
+        (spec(5, 2, partition_dim=0, num_partitions=2), Cut(tp=4), "10 elements of dimension 0, over tp=4"),
+        (spec(2, 8, 6, expert=True), Cut(tp=2, ep=8), "4 experts, over ep=8"),
+        (spec(5, 2, known=False), Cut(tp=4), "not known"),
+    ],
+    ids=["tp", "experts", "unknown"],
+)
+def test_sizes_that_do_not_divide_it(given: ParameterSpec, new: Cut, match: str) -> None:
+    """Each error names the parameter and the sizes."""
+    with pytest.raises(TopologyMismatch, match=f"^w: .*{match}"):
+        respecified("w", given, Cut(tp=2, ep=2), new)
+
+
+def test_an_unrecorded_cut_follows_the_live_one_and_the_shapes() -> None:
+    """Two key-value heads on four saving ranks: the shapes tell that there were two partitions, not four."""
+    live = spec(4, 8, partition_dim=0, num_partitions=2)
+    assert Partition(0, num_partitions=2) == derived("w", (4, 8), Cut(tp=4), live, Cut(tp=2)).partition
+    assert Partition(0, num_partitions=4) == derived("w", (2, 8), Cut(tp=4), live, Cut(tp=2)).partition
