@@ -21,7 +21,7 @@ class LoadOptions:
         saved_param_names: the same as when it was saved, for each pipeline stage: for tags of other sizes that do not
             say it (neuronx_distributed's).
         partitions: how live parameters are cut over tensor-parallel ranks, by name, where their attributes were lost.
-        rank_content: an empty dict, filled with what this rank saved as ``rank_content``.
+        rank_content: an empty dict, filled with what this rank saved as ``rank_content``; not on other sizes.
         verify: prove the digests of all bytes before anything is changed. Without it, only what is read as a whole
             tensor, or a whole block of one, is compared, as it is loaded.
         share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;

@@ -8,6 +8,7 @@ slow the reading.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import Any
@@ -25,6 +26,8 @@ from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.reading import Leaf
 from nxd_ckpt.runtime.replicas import Broadcast, Shares, agree_on_shares, open_broadcast
 from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 def load(
@@ -114,11 +117,21 @@ class _Prepared:
             self._options.rank_content.update(self._rank_content)
 
     def _own_content(self) -> dict[Any, Any]:
-        content = self._opened.rank_content(self._topology.rank)
+        saved, rank = self._opened.topology, self._topology.rank
+        if saved.sizes != self._topology.sizes and self._opened.parts.rank_content:
+            logger.warning(
+                "%s was saved on %s: rank_content= stays empty on %s, where no rank is one of those. "
+                "open_checkpoint(...).rank_content(rank) gives what each saved",
+                self._opened.where,
+                saved.describe(),
+                self._topology.describe(),
+            )
+            return {}
+        content = self._opened.rank_content(rank)
         if not isinstance(content, dict):
             raise IncompatibleState(
-                f"{self._opened.where}: rank_content= fills a dict, but rank {self._topology.rank} saved a "
-                f"{type(content).__name__}; read it with open_checkpoint(...).rank_content({self._topology.rank})"
+                f"{self._opened.where}: rank_content= fills a dict, but rank {rank} saved a {type(content).__name__}; "
+                f"read it with open_checkpoint(...).rank_content({rank})"
             )
         return content
 
