@@ -4,11 +4,13 @@
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
 #   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
+#   BENCH_ARGS="--gib 4"    size and place of what `make bench` converts and loads
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_PLAIN ?= .venv-plain
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 XLA_READY := $(VENV)/.nxd-ckpt-installed
 PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
@@ -16,7 +18,7 @@ PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test lint test-xla test-plain soak demo
+.PHONY: test lint test-xla test-plain soak bench demo
 
 test: lint test-xla test-plain
 
@@ -32,6 +34,10 @@ test-plain: $(PLAIN_READY)
 
 soak: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+bench: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench_convert $(BENCH_ARGS)
+	$(VENV_PLAIN)/bin/python -m tools.bench_load $(BENCH_ARGS)
 
 demo: $(XLA_READY)
 	$(VENV)/bin/python examples/demo.py
