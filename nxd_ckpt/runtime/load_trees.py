@@ -225,8 +225,6 @@ class _Source:
             return None
         if spec is None:
             spec = ParameterSpec(missing.dtype, missing.shape or (), Partition(known=False))
-        if self._opened.optimizer_names(self._topology.coordinates) is None and self._live_names is None:
-            return None
         return self._optimizer_source.master_weight(name, ParameterSpec(missing.dtype, spec.shape, spec.partition))
 
     @cached_property

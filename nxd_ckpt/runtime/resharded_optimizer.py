@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
 from nxd_ckpt.runtime.crossing import Crossing, assembled
-from nxd_ckpt.runtime.saved_optimizer import SavedSlot, slots_by_name
+from nxd_ckpt.runtime.saved_optimizer import SavedSlot, options_by_group, slots_by_name
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,12 @@ class ReshardedOptimizer:
     ) -> None:
         self._crossing, self._saved_names, self._live_names = crossing, saved_names, live_names
         self._slots: dict[Coordinates, dict[str, SavedSlot]] = {}
+        self._options: dict[Coordinates, list[dict[str, Any]]] = {}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of every param group, also of those without parameters; of the stage that has most of them."""
+        near = [self._crossing.near(pp_rank) for pp_rank in self.stages()]
+        return max((self._options[at] for at in near), key=len)
 
     def stages(self) -> dict[int, dict[str, SavedSlot]]:
         """The slots that each pipeline stage saved that may matter to this rank, by name, in order of their index."""
@@ -83,7 +89,8 @@ class ReshardedOptimizer:
         tree: dict[str, Any] = {"state": {}, "param_groups": groups, "base_state": entries}
         if form.ordinary is not None:
             slots_before, groups_before = form.ordinary
-            offsets = (slots_before, groups_before, slots_before, slots_before)
+            # NxD counts the first from the keys of "state", which is empty: always 1.
+            offsets = (1, groups_before, slots_before, slots_before)
             tree = {**dict(zip(EXPERT_KEYS, offsets, strict=True)), **tree}
         tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
         return tree | ({MASTERS: masters} if masters else {})
@@ -165,15 +172,16 @@ class ReshardedOptimizer:
             own = saved[begin : begin + size]
             for slot in own[1:]:
                 self._refuse_other_options(number, own[0], slot)
-            options = own[0].options if own else self._options_of_group(number)
-            # Indices of experts' parameters restart at 0.
-            first = form.ordinary[0] if form.ordinary is not None and number >= form.ordinary[1] else 0
+            # Experts' groups are numbered anew, and so are the parameters in them.
+            first, first_group = form.ordinary if form.ordinary and number >= form.ordinary[1] else (0, 0)
+            options = own[0].options if own else dict(enumerate(self.groups())).get(number - first_group, {})
             groups.append({**options, "params": list(range(begin - first, begin - first + size))})
             begin += size
         return groups
 
     def _refuse_other_options(self, number: int, first: SavedSlot, other: SavedSlot) -> None:
-        options = {*first.options, *other.options} if first.group != other.group else set()
+        same = (first.group, first.expert) == (other.group, other.expert)
+        options = set() if same else {*first.options, *other.options}
         differ = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
         if differ:
             values = first.options.get(differ[0]), other.options.get(differ[0])
@@ -182,11 +190,6 @@ class ReshardedOptimizer:
                 f"groups {first.group} and {other.group}, which differ in {', '.join(differ)} ({differ[0]}: "
                 f"{values[0]!r} and {values[1]!r}); build param_groups so that each holds parameters of one saved group"
             )
-
-    def _options_of_group(self, number: int) -> Mapping[str, Any]:
-        """For a group without parameters on this stage: the options that any stage saved under its number."""
-        slots = (slot for stage in self.stages().values() for slot in stage.values())
-        return next((slot.options for slot in slots if slot.group == number), {})
 
     def _find(self, name: str) -> _Found:
         for pp_rank, slots in self.stages().items():
@@ -209,6 +212,7 @@ class ReshardedOptimizer:
                     "(zero1_optimizer=True for one that is not ZeRO-1); load them on the sizes that they were saved on"
                 )
             self._slots[at] = slots_by_name(tree, names, opened.where)
+            self._options[at] = options_by_group(tree)
         return self._slots[at]
 
     def _names_of_stage(self, at: Coordinates) -> list[str]:

@@ -19,8 +19,8 @@ class SavedSlot:
 
     ``entries`` are its state ("step", "exp_avg", ...: leaves and plain values), empty where it never had a gradient;
     ``master`` its shard of the master weights. ``shape`` is the parameter's on that rank, before ZeRO-1 (None where
-    the optimizer is not ZeRO-1). ``options`` are those of its param group, number ``group``. ``expert`` says that
-    another sharding group than the ordinary one shares it.
+    the optimizer is not ZeRO-1). ``options`` are those of its param group, number ``group``. ``expert`` says that it is
+    in an optimizer of its own, for experts, whose groups are numbered as the other's.
     """
 
     group: int
@@ -51,18 +51,19 @@ def slots_by_name(tree: Mapping[str, Any], names: Sequence[str] | None, where: s
     return dict(zip(names, slots, strict=True))
 
 
-def group_sizes(tree: Mapping[str, Any]) -> list[int]:
-    """How many parameters each param group of the tree has."""
-    return [len(group["params"]) for group in tree["param_groups"]]
+def options_by_group(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of each param group, empty ones too; with experts apart, of the ordinary parameters' groups."""
+    groups = tree["param_groups"]
+    return [_options(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]]
 
 
 def _flat(tree: Mapping[str, Any]) -> list[SavedSlot]:
     if "base_state" not in tree:
         return _plain(tree)
     if not all(key in tree for key in EXPERT_KEYS):
-        return _zero1(tree, 0, False)
+        return _zero1(tree, False)
     ordinary, experts = split(tree)
-    return [*_zero1(ordinary, 0, False), *_zero1(experts, len(ordinary["param_groups"]), True)]
+    return [*_zero1(ordinary, False), *_zero1(experts, True)]
 
 
 def _plain(tree: Mapping[str, Any]) -> list[SavedSlot]:
@@ -73,11 +74,11 @@ def _plain(tree: Mapping[str, Any]) -> list[SavedSlot]:
     ]
 
 
-def _zero1(tree: Mapping[str, Any], first_group: int, expert: bool) -> list[SavedSlot]:
+def _zero1(tree: Mapping[str, Any], expert: bool) -> list[SavedSlot]:
     masters, shapes = tree.get(MASTERS, {}), tree["shape_info"]
     return [
         SavedSlot(
-            first_group + number,
+            number,
             _options(group),
             tree["base_state"].get(index, {}),
             masters.get(index),

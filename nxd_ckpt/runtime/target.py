@@ -80,6 +80,7 @@ class TargetModel:
         recorded = recorded_parameters(opened, target.partitions or {})
         self._target = target
         self._crossing = Crossing(opened, target.topology, recorded=recorded, every_stage=True)
+        _check_experts(self._crossing)
         self._source = ReshardedModel(self._crossing)
 
     @cached_property
@@ -144,22 +145,22 @@ class TargetOptimizer:
 
     @cached_property
     def form(self) -> OptimizerForm:
-        """Experts are in groups of their own, after the others, for ZeRO-1 with expert parallelism only."""
+        """With ZeRO-1 and expert parallelism, each group is there twice: without its experts, and with them alone."""
         kind = self._target.optimizer or self._opened.parts.optimizer or "plain"
         kind = "zero1" if kind == "zero1_dcp" else kind
+        slots = self._slots_here()
+        numbers = range(len(self._source.groups()))
         apart = kind != "plain" and self._target.topology.ep > 1
-        groups: dict[tuple[bool, int], dict[str, SavedSlot]] = {}
-        for slots in self._source.stages().values():
-            for name, slot in slots.items():
-                members = groups.setdefault((apart and self._is_expert(name, slot), slot.group), {})
-                if name in self._mine:
-                    members.setdefault(name, slot)
-        ordered = [(expert, groups[expert, number]) for expert, number in sorted(groups)]
-        own = [len(members) for expert, members in ordered if not expert]
+        groups = [
+            [name for name, slot in slots.items() if slot.group == number and self._is_expert(name, slot) in kinds]
+            for kinds in (((False,), (True,)) if apart else ((False, True),))
+            for number in numbers
+        ]
+        own = [len(names) for names in groups[: len(numbers)]]
         return OptimizerForm(
             kind,
-            tuple(self._slot(name, slot, kind) for _, members in ordered for name, slot in members.items()),
-            tuple(len(members) for _, members in ordered),
+            tuple(self._slot(name, slots[name], kind) for names in groups for name in names),
+            tuple(map(len, groups)),
             (sum(own), len(own)) if apart else None,
         )
 
@@ -175,6 +176,17 @@ class TargetOptimizer:
     def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
         """A parameter as its master weights have it, cast to its dtype; None where there are none."""
         return self._source.master_weight(name, spec)
+
+    def _slots_here(self) -> dict[str, SavedSlot]:
+        """The saved slots of this rank's parameters: in saved order; in the model's where experts come back to it."""
+        found: dict[str, SavedSlot] = {}
+        for slots in self._source.stages().values():
+            found |= {name: slot for name, slot in slots.items() if name in self._mine and name not in found}
+        rejoined = self._opened.topology.ep > 1 and self._target.topology.ep == 1 and self._model is not None
+        if not rejoined or self._model is None:
+            return found
+        order = [name for name in self._model.stages[self._target.topology.pp_rank] if name in found]
+        return {name: found[name] for name in [*order, *found]}
 
     @cached_property
     def _mine(self) -> set[str]:
@@ -223,6 +235,17 @@ class TargetOptimizer:
             groups = self._opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
             stages.append([[f"#{pp_rank}.{index}" for index in range(sum(len(group["params"]) for group in groups))]])
         return stages
+
+
+def _check_experts(crossing: Crossing) -> None:
+    """Raise TopologyMismatch where experts are to be cut, and the tag does not say which parameters those are."""
+    saved, live = crossing.saved, crossing.live
+    if live.ep == saved.ep or live.ep == 1 or any(spec.partition.expert for spec in crossing.recorded.values()):
+        return
+    raise TopologyMismatch(
+        f"{crossing.opened.where}, saved on {saved.describe()}, marks no parameter as an expert's; for ep={live.ep} "
+        "pass partitions= with expert=True for those that are"
+    )
 
 
 def respecified_here(
