@@ -1,9 +1,10 @@
-"""Train, be killed in the middle of a save, resume: and end with the same model, bit for bit.
+"""Train, be killed in the middle of a save, resume: and end with the same model, bit for bit. Then change the sizes.
 
-Runs ``train_llama.py`` three times on this machine, four processes each (data parallel 2 x tensor parallel 2) in
-CPU-XLA emulation: without interruption; with one process killed while a checkpoint is being written; and once more
-with the same command as the killed run. The exit code is 0 only if the resumed run equals the uninterrupted one in
-every bit.
+Runs ``train_llama.py`` four times on this machine, four processes each, in CPU-XLA emulation. Data parallel 2 x tensor
+parallel 2: without interruption; with one process killed while a checkpoint is being written; and once more with the
+same command as the killed run. Data parallel 4 x tensor parallel 1: from a checkpoint of that run. The exit code is 0
+only if the resumed run equals the uninterrupted one in every bit, and the run on other sizes starts from the same
+tensors, bit for bit, and has the same losses but for rounding.
 """
 
 from __future__ import annotations
@@ -14,13 +15,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from demo_compare import (
+    LOSS_TOLERANCE,
+    global_tensors_that_differ,
+    relative_differences,
+    steps_that_differ,
+    tensors_that_differ,
+)
 from demo_job import RANKS, Job, RunFailed, kill_during_save, step_of
+from global_tensors import ReplicasDiffer
 
 import nxd_ckpt
-from nxd_ckpt.formats.tensors import iter_tensors
+
+SIZES = nxd_ckpt.Topology(dp=2, tp=2)
+OTHER_SIZES = nxd_ckpt.Topology(dp=4, tp=1)
+GLOBAL_BATCH = 8  # sequences of all data-parallel ranks
+KEPT = 3  # checkpoints
+# Of the MLPs' 346 features, a tensor-parallel rank has 173: ZeRO-1 pads them for two replicas, and 346 for four.
+INNER = 346
 
 LEGEND = """
 stall: how long save_checkpoint held the training loop, to copy the state into host memory (at the first save of
@@ -30,28 +45,33 @@ bytes: of all ranks' files. Losses are shown rounded, but compared in every bit.
 """
 
 
-def steps_that_differ(expected: Mapping[int, str], actual: Mapping[int, str], first: int, last: int) -> list[int]:
-    """Steps from ``first`` to ``last`` whose losses are not equal in every bit, or missing in either run."""
-    steps = range(first, last + 1)
-    return [step for step in steps if expected.get(step) is None or expected[step] != actual.get(step)]
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, and when it is saved."""
 
+    steps: int
+    save_every: int
+    layers: int
 
-def tensors_that_differ(expected: nxd_ckpt.Checkpoint, actual: nxd_ckpt.Checkpoint) -> tuple[int, list[str]]:
-    """All ranks' model and optimizer state: how many tensors were compared, and which differ in value or dtype."""
-    count, different = 0, []
-    for rank in range(expected.topology.world_size):
-        for part in ("model_state", "optimizer_state"):
-            first = dict(iter_tensors(getattr(expected, part)(rank)))
-            second = dict(iter_tensors(getattr(actual, part)(rank)))
-            for path in [*first, *(path for path in second if path not in first)]:
-                count += 1
-                if path not in first or path not in second or not _same(first[path], second[path]):
-                    different.append(f"rank {rank}: {part}: {'/'.join(map(str, path))}")
-    return count, different
+    @property
+    def crossing(self) -> int:
+        """The step that the run on other sizes starts from: the oldest checkpoint that is kept to the end."""
+        return (self.steps // self.save_every - (KEPT - 1)) * self.save_every
 
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.dtype == second.dtype and torch.equal(first, second)
+    def arguments(self, sizes: nxd_ckpt.Topology) -> list[str]:
+        """For train_llama.py. Dropout ends at the crossing: ranks draw their own, so other sizes drop other values."""
+        options = {
+            "steps": self.steps,
+            "save_every": self.save_every,
+            "num_kept_ckpts": KEPT,
+            "layers": self.layers,
+            "inner": INNER,
+            "dropout": 0.1,
+            "dropout_steps": self.crossing,
+            "tensor_parallel_size": sizes.tp,
+            "batch_size": GLOBAL_BATCH // sizes.dp,
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def table(reference: Job, killed: Job, resumed: Job, steps: int) -> list[str]:
@@ -77,21 +97,21 @@ def _cost(job: Job, step: int) -> str:
     return f"    {1000 * stall:8.1f}  {timings['write_seconds']:8.3f}  {int(timings['bytes']):10,}"
 
 
-def run(work: Path, steps: int, save_every: int, layers: int) -> bool:
-    """The three runs and the comparison, told on stdout; whether everything is equal."""
-    arguments = ["--steps", str(steps), "--save_every", str(save_every), "--layers", str(layers), "--dropout", "0.1"]
+def run(work: Path, plan: Plan) -> bool:
+    """The four runs and their comparisons, told on stdout; whether everything is equal."""
     first, second = work / "checkpoints_uninterrupted", work / "checkpoints_killed"
+    arguments = plan.arguments(SIZES)
 
-    print(f"[1/3] {steps} steps without interruption ...", flush=True)
+    print(f"[1/4] {plan.steps} steps without interruption ...", flush=True)
     with Job("uninterrupted", work, first, arguments) as reference:
         reference.must_succeed()
     print(f"      done in {reference.seconds:.0f} s\n")
 
-    print("[2/3] The same again, but rank 2 is killed (SIGKILL) while it writes a checkpoint ...", flush=True)
+    print("[2/4] The same again, but rank 2 is killed (SIGKILL) while it writes a checkpoint ...", flush=True)
     with Job("killed", work, second, arguments) as killed:
         kill = kill_during_save(killed, nxd_ckpt.Topology(dp=2, tp=2, rank=2), complete=2)
         killed.wait()
-    lost = f"step_{step_of(kill.latest) + save_every}"
+    lost = f"step_{step_of(kill.latest) + plan.save_every}"
     complete = killed.complete_tags()
     if complete[-1] != kill.latest:
         raise RunFailed(f"{complete[-1]} is visible, although rank 2 was killed before it had written its part")
@@ -100,17 +120,58 @@ def run(work: Path, steps: int, save_every: int, layers: int) -> bool:
         f"without\n      rank 2's, {lost} never became visible. Complete are {', '.join(complete)}.\n"
     )
 
-    print("[3/3] Started again, with the same command ...", flush=True)
+    print("[3/4] Started again, with the same command ...", flush=True)
     with Job("resumed", work, second, arguments) as resumed:
         resumed.must_succeed()
     tag = next(resumed.records("start"))["resumed_from"]
-    print(f"      It took up {tag} and trained on to step {steps}.\n")
+    print(f"      It took up {tag} and trained on to step {plan.steps}.\n")
     if tag != kill.latest:
         raise RunFailed(f"the resumed run took up {tag}, expected the latest complete checkpoint, {kill.latest}")
 
-    print(*table(reference, killed, resumed, steps), sep="\n")
+    print(*table(reference, killed, resumed, plan.steps), sep="\n")
     print(LEGEND)
-    return report(reference, killed, resumed, step_of(tag), steps)
+    return report(reference, killed, resumed, step_of(tag), plan.steps) and cross(work, plan, reference, resumed)
+
+
+def cross(work: Path, plan: Plan, reference: Job, resumed: Job) -> bool:
+    """The last run: a checkpoint of ``resumed``, on other sizes. Told on stdout; whether it is the same training."""
+    tag = f"step_{plan.crossing}"
+    print(f"\n[4/4] {tag}, saved on {_short(SIZES)}, is taken up on {_short(OTHER_SIZES)} ...", flush=True)
+    arguments = [*plan.arguments(OTHER_SIZES), "--resume_from", str(resumed.checkpoints)]
+    arguments += ["--loading_step", str(plan.crossing)]
+    with Job("crossed", work, work / "checkpoints_crossed", arguments) as crossed:
+        crossed.must_succeed()
+    # What the crossed run saved at once, under the same tag, is what it had loaded.
+    saved, loaded = resumed.checkpoints / tag, crossed.checkpoints / tag
+    count, tensors = global_tensors_that_differ(saved, SIZES, loaded, OTHER_SIZES)
+    expected, actual = reference.losses(), crossed.losses()
+    differences = relative_differences(expected, actual, plan.crossing + 1, plan.steps)
+
+    print(f"\nstep   {_short(SIZES):>13}  {_short(OTHER_SIZES):>9}   relative difference")
+    for step, difference in differences.items():
+        losses = [float.fromhex(run.get(step, "nan")) for run in (expected, actual)]
+        print(f"{step:4}   {losses[0]:13.4f}  {losses[1]:9.4f}   {difference:19.1e}")
+    print()
+    return report_crossing(tag, count, tensors, differences)
+
+
+def report_crossing(tag: str, count: int, tensors: list[str], differences: Mapping[int, float]) -> bool:
+    """Say what was compared on other sizes and what differs; whether nothing does, but for rounding."""
+    wrong = [step for step, difference in differences.items() if difference > LOSS_TOLERANCE]
+    for name in tensors[:10]:
+        print(f"DIFFERENT: {tag}: {name}")
+    if wrong:
+        print(f"DIFFERENT: the losses on {_short(OTHER_SIZES)}, by more than {LOSS_TOLERANCE:.0e}, at steps {wrong}")
+    if tensors or wrong:
+        print("FAILED: the run on other sizes is not the same training.")
+        return False
+    print(
+        f"It started from the same {count} global tensors (weights, moments, fp32 master weights, steps): put together "
+        "by hand\nfrom the ranks' files, they are equal in every bit. Its losses equal the uninterrupted run's to "
+        f"{LOSS_TOLERANCE:.0e} of their\nvalue: on other sizes sums are taken in another order, and each is rounded to "
+        "bf16, by up to 4e-03 of its value."
+    )
+    return True
 
 
 def report(reference: Job, killed: Job, resumed: Job, resumed_step: int, steps: int) -> bool:
@@ -138,6 +199,10 @@ def report(reference: Job, killed: Job, resumed: Job, resumed_step: int, steps: 
     return True
 
 
+def _short(sizes: nxd_ckpt.Topology) -> str:
+    return f"dp{sizes.dp} x tp{sizes.tp}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
@@ -145,17 +210,18 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and logs")
     options = parser.parse_args()
+    plan = Plan(options.steps, options.save_every, options.layers)
     started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="nxd_ckpt_demo_"))
     print(
-        f"nxd_ckpt demo: a {options.layers}-layer Llama learns Python's standard library on {RANKS} processes (data "
+        f"nxd_ckpt demo: a {plan.layers}-layer Llama learns Python's standard library on {RANKS} processes (data "
         f"parallel 2 x tensor\nparallel 2, ZeRO-1, bf16 with fp32 master weights). A checkpoint every "
-        f"{options.save_every} steps, saved in the background.\n"
+        f"{plan.save_every} steps, saved in the background.\n"
     )
     equal = False
     try:
-        equal = run(work, options.steps, options.save_every, options.layers)
-    except RunFailed as error:
+        equal = run(work, plan)
+    except (RunFailed, ReplicasDiffer) as error:
         print(f"FAILED: {error}")
     finally:
         if equal and not options.keep:

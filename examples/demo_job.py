@@ -128,7 +128,7 @@ def kill_during_save(job: Job, victim: nxd_ckpt.Topology, complete: int) -> Kill
 
     What a rank writes shows as files in the save's staging directory.
     """
-    file = names.optimizer_file(victim, victim.coordinates, True)
+    file = names.optimizer_file(victim, victim.coordinates, "zero1")
     seen: set[str] = set()
     while job.running():
         for attempt in job.attempts() if len(job.complete_tags()) >= complete else []:

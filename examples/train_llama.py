@@ -10,7 +10,9 @@ and on any machine, in CPU-XLA emulation (the script does not know)::
     python -m nxd_ckpt.emulation --nproc 4 examples/train_llama.py --checkpoint_dir /tmp/llama \\
         --loading_step latest_if_exists
 
-Kill it at any moment and start it again with the same command: it goes on as if nothing had happened.
+Kill it at any moment and start it again with the same command: it goes on as if nothing had happened. To go on with
+other sizes, start it with another ``--tensor_parallel_size`` or number of processes, a new ``--checkpoint_dir``, and
+``--resume_from`` the old one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -37,6 +40,8 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 
 import nxd_ckpt
 
+State = tuple[Llama, ZeroRedundancyOptimizer, torch.optim.lr_scheduler.LRScheduler]
+
 
 def main() -> None:
     args = parse_arguments()
@@ -49,24 +54,30 @@ def main() -> None:
     dp_groups = [[dp_rank * tp + rank for dp_rank in range(topology.dp)] for rank in range(tp)]
 
     torch.manual_seed(args.seed)
-    config = Config(width=args.width, layers=args.layers, inner=args.width * 11 // 4, dropout=args.dropout)
+    config = Config(width=args.width, layers=args.layers, inner=args.inner, dropout=args.dropout)
     model = Llama(config, TensorParallel(topology.tp_rank, tp, tp_groups)).to(torch.bfloat16).to(torch_xla.device())
     model.finish_placement()
-    optimizer = make_optimizer(model, dp_groups, tp_groups, args.learning_rate)
+    optimizer = make_optimizer(model, dp_groups, args.learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
     # Dropout: the ranks of one tensor-parallel group draw the same numbers, those of another replica others.
     xm.set_rng_state(args.seed + topology.dp_rank)
 
-    step, data_position = 0, 0
-    content, resumed_from = resume(args, model, optimizer, scheduler, topology)
-    if content is not None:
-        step, data_position = content["step"], content["data_position"]
-
     log = Log(args.log)
-    log.write(event="start", rank=topology.rank, pid=os.getpid(), step=step, resumed_from=resumed_from)
+    state = model, optimizer, scheduler
+    progress = {"step": 0, "data_position": 0}
+    directory, tag = find_checkpoint(args)
+    if tag is not None:
+        progress = resume(directory, tag, state, topology)
+    log.write(event="start", rank=topology.rank, pid=os.getpid(), step=progress["step"], resumed_from=tag)
+    if directory != args.checkpoint_dir:
+        # At once, on the new sizes: started again, the run finds a checkpoint in its own directory.
+        save(args, state, topology, progress, log)
+
     data = Bytes(args.sequence_length)
-    while step < args.steps:
-        inputs, targets = data.batch(data_position + topology.dp_rank * args.batch_size, args.batch_size)
+    while progress["step"] < args.steps:
+        model.train(progress["step"] < args.dropout_steps)
+        position = progress["data_position"] + topology.dp_rank * args.batch_size
+        inputs, targets = data.batch(position, args.batch_size)
         optimizer.zero_grad(set_to_none=True)
         logits = model(inputs.to(torch_xla.device()))
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.to(torch_xla.device()).flatten())
@@ -76,47 +87,60 @@ def main() -> None:
         mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / topology.dp, groups=dp_groups, pin_layout=False)
         torch_xla.sync()
 
-        step += 1
-        data_position += topology.dp * args.batch_size
+        progress["step"] += 1
+        progress["data_position"] += topology.dp * args.batch_size
         if topology.rank == 0:
-            log.write(event="step", step=step, loss=mean.item(), hex=mean.item().hex())
-        if step % args.save_every == 0:
-            started = time.perf_counter()
-            nxd_ckpt.save_checkpoint(
-                args.checkpoint_dir,
-                f"step_{step}",
-                model,
-                optimizer,
-                scheduler,
-                user_content={"step": step, "data_position": data_position},
-                num_kept_ckpts=args.num_kept_ckpts,
-                async_save=True,
-                rank_content=nxd_ckpt.capture_random_state(),
-                topology=topology,
-            )
-            if topology.rank == 0:
-                log.write(event="save", step=step, tag=f"step_{step}", stall_seconds=time.perf_counter() - started)
+            log.write(event="step", step=progress["step"], loss=mean.item(), hex=mean.item().hex())
+        if progress["step"] % args.save_every == 0:
+            save(args, state, topology, progress, log)
     nxd_ckpt.finalize_checkpoint()
 
 
-def resume(args: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, topology: nxd_ckpt.Topology) -> Any:
-    """Load what ``--loading_step`` asks for: the user content and the tag's name, or None and None."""
+def find_checkpoint(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Where to resume from: the directory, and the tag that ``--loading_step`` asks for; no tag to start anew."""
+    own, other = args.checkpoint_dir, args.resume_from
+    directory = own if other is None or nxd_ckpt.has_checkpoint(own) else other
     if args.loading_step == "-1":
-        return None, None
-    tag = None if args.loading_step == "latest_if_exists" else f"step_{args.loading_step}"
-    if tag is None and not nxd_ckpt.has_checkpoint(args.checkpoint_dir):
-        return None, None
-    random_state: dict[str, Any] = {}
-    content = nxd_ckpt.load_checkpoint(
-        args.checkpoint_dir, tag, model, optimizer, scheduler, rank_content=random_state, topology=topology
+        return own, None
+    if args.loading_step != "latest_if_exists":
+        return directory, f"step_{args.loading_step}"
+    if not nxd_ckpt.has_checkpoint(directory):
+        return own, None
+    return directory, nxd_ckpt.open_checkpoint(directory).tag
+
+
+def resume(directory: str, tag: str, state: State, topology: nxd_ckpt.Topology) -> Any:
+    """Load the tag, whatever sizes it was saved on, and return how far it had come."""
+    # A rank's random state belongs to its place among the ranks: on other sizes, each goes on from its own seed.
+    same_sizes = nxd_ckpt.open_checkpoint(directory, tag).topology.describe() == topology.describe()
+    random_state: dict[str, Any] | None = {} if same_sizes else None
+    progress = nxd_ckpt.load_checkpoint(directory, tag, *state, rank_content=random_state, topology=topology)
+    if random_state is not None:
+        nxd_ckpt.restore_random_state(random_state)
+    return progress
+
+
+def save(
+    args: argparse.Namespace, state: State, topology: nxd_ckpt.Topology, progress: dict[str, int], log: Log
+) -> None:
+    """Save in the background: model, optimizer, scheduler, how far training came, and each rank's random state."""
+    started = time.perf_counter()
+    step = progress["step"]
+    nxd_ckpt.save_checkpoint(
+        args.checkpoint_dir,
+        f"step_{step}",
+        *state,
+        user_content=progress,
+        num_kept_ckpts=args.num_kept_ckpts,
+        async_save=True,
+        rank_content=nxd_ckpt.capture_random_state(),
+        topology=topology,
     )
-    nxd_ckpt.restore_random_state(random_state)
-    return content, f"step_{content['step']}"
+    if topology.rank == 0:
+        log.write(event="save", step=step, tag=f"step_{step}", stall_seconds=time.perf_counter() - started)
 
 
-def make_optimizer(
-    model: Llama, dp_groups: list[list[int]], tp_groups: list[list[int]], learning_rate: float
-) -> ZeroRedundancyOptimizer:
+def make_optimizer(model: Llama, dp_groups: list[list[int]], learning_rate: float) -> ZeroRedundancyOptimizer:
     """AdamW on fp32 master weights, sharded over the data-parallel ranks; no weight decay on norms."""
     parameters = list(model.parameters())
     groups = [
@@ -127,9 +151,9 @@ def make_optimizer(
         groups,
         torch.optim.AdamW,
         sharding_groups=dp_groups,
-        grad_norm_groups=tp_groups,
-        grad_clipping=True,
-        max_norm=1.0,
+        # torch-xla's gradient norm counts what every tensor-parallel rank holds whole (the RMSNorms) once for each of
+        # them: clipped gradients would depend on their number.
+        grad_clipping=False,
         save_master_weights=True,
         pin_layout=False,
         bucket_cap_mb_all_gather=64,
@@ -186,13 +210,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama on Python's standard library.")
     parser.add_argument("--checkpoint_dir", required=True, help="directory that all ranks share")
     parser.add_argument("--loading_step", default="-1", help="-1 starts anew, latest_if_exists resumes, or a step")
+    parser.add_argument("--resume_from", help="directory to load from while checkpoint_dir holds no checkpoint")
     parser.add_argument("--save_every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--num_kept_ckpts", type=int, default=3, help="older checkpoints are deleted")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tensor_parallel_size", type=int, default=2)
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--inner", type=int, default=352, help="width inside the MLPs")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--dropout_steps", type=int, default=sys.maxsize, help="early dropout: none after these steps")
     parser.add_argument("--batch_size", type=int, default=4, help="sequences per step and data-parallel rank")
     parser.add_argument("--sequence_length", type=int, default=64, help="bytes")
     parser.add_argument("--learning_rate", type=float, default=2e-3)

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,37 +22,43 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return import_module("demo")
+    return import_module("demo_compare")
 
 
 @pytest.mark.xla
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_run_that_is_killed_in_a_save_resumes_as_the_same_run(tmp_path: Path) -> None:
-    """The demo, shortened: every step's loss and the last checkpoint are equal, and nothing is left behind."""
+    """The demo, shortened: losses and the last checkpoint are equal, on other sizes too, and nothing is left behind."""
     work = tmp_path / "work"
     work.mkdir()
     steps = 6
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", str(steps), "--save_every", "1", "--layers", "1"]
     environment = os.environ | {"TMPDIR": str(work), "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert (0, "") == (ended.returncode, ended.stderr), ended.stdout
-    table = [line.split() for line in ended.stdout.splitlines() if line.strip()[:1].isdigit() and "yes" in line]
-    assert [str(step) for step in range(1, steps + 1)] == [row[0] for row in table]
+    whole, _, crossed = (
+        [line.split() for line in part.splitlines() if line.strip()[:1].isdigit() and len(line.split()) > 3]
+        for part in ended.stdout.partition("[4/4]")
+    )
+    assert [str(step) for step in range(1, steps + 1)] == [row[0] for row in whole if "yes" in row]
+    assert ["5", "6"] == [row[0] for row in crossed]
+    # 12 in the model, two of them tied; and for each of 11 parameters three states and a step.
+    assert "the same 56 global tensors" in ended.stdout
     assert [] == list(work.glob("nxd_ckpt_demo_*"))
 
 
 @pytest.mark.plain
-def test_a_loss_that_differs_or_is_missing_is_found(demo: ModuleType) -> None:
+def test_a_loss_that_differs_or_is_missing_is_found(compare: ModuleType) -> None:
     """A step counts as equal only if both runs have it, with the same bits."""
     expected = {1: "0x1.0p+0", 2: "0x1.1p+0", 3: "0x1.2p+0", 4: "0x1.3p+0"}
     actual = {1: "0x1.8p+0", 2: "0x1.1p+0", 3: "0x1.2000000000001p+0"}
-    assert [3, 4, 5] == demo.steps_that_differ(expected, actual, 2, 5)
+    assert [3, 4, 5] == compare.steps_that_differ(expected, actual, 2, 5)
 
 
 @pytest.mark.plain
-def test_a_tensor_that_differs_in_one_bit_is_found(demo: ModuleType, tmp_path: Path) -> None:
+def test_a_tensor_that_differs_in_one_bit_is_found(compare: ModuleType, tmp_path: Path) -> None:
     """The last checkpoints are compared by value and dtype, tensor by tensor."""
     first = {"a": torch.ones(3), "b": torch.zeros(2), "c": torch.ones(2)}
     second = {"a": torch.ones(3), "b": torch.tensor([0.0, 1e-45]), "c": torch.ones(2, dtype=torch.bfloat16)}
@@ -61,7 +68,52 @@ def test_a_tensor_that_differs_in_one_bit_is_found(demo: ModuleType, tmp_path: P
             checkpointer.save("step_1", model, optimizer)
     opened = [nxd_ckpt.open_checkpoint(tmp_path / name) for name in ("first", "second")]
     expected = (3, ["rank 0: model_state: b", "rank 0: model_state: c"])
-    assert expected == demo.tensors_that_differ(*opened)
+    assert expected == compare.tensors_that_differ(*opened)
+
+
+@pytest.mark.plain
+def test_a_loss_on_other_sizes_counts_only_if_both_runs_have_it(compare: ModuleType) -> None:
+    """The difference is relative to the expected loss, and infinite where a loss is missing or not a number."""
+    expected = {1: "0x1.0p+1", 2: "0x1.0p+1", 3: "0x1.0p+1", 4: "0x1.0p+1"}
+    actual = {1: "0x1.0p+3", 2: "0x1.0p+1", 3: "nan", 4: "0x1.8p+1"}
+    found = compare.relative_differences(expected, actual, 2, 5)
+    assert {2: 0.0, 3: float("inf"), 4: 0.5, 5: float("inf")} == found
+
+
+@pytest.mark.plain
+def test_other_sizes_must_give_the_same_tensors_and_losses(compare: ModuleType) -> None:
+    """One tensor, or one loss beyond the tolerance, and the demo says that the crossing failed."""
+    report = import_module("demo").report_crossing
+    rounded, wrong = {3: compare.LOSS_TOLERANCE / 2, 4: 0.0}, {3: 0.0, 4: 2 * compare.LOSS_TOLERANCE}
+    cases = [([], rounded), (["model/a"], rounded), ([], wrong)]
+    assert [True, False, False] == [report("step_2", 1, tensors, differences) for tensors, differences in cases]
+
+
+@pytest.mark.xla
+def test_a_run_resumes_from_another_directory_until_its_own_has_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same command starts the crossing to other sizes, and goes on after it."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    find_checkpoint = import_module("train_llama").find_checkpoint
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+
+    def found(loading_step: str) -> Any:
+        return find_checkpoint(Namespace(checkpoint_dir=own, resume_from=other, loading_step=loading_step))
+
+    assert (own, None) == found("latest_if_exists")
+    save_step(other, 1)
+    save_step(other, 2)
+    assert (other, "step_2") == found("latest_if_exists")
+    assert (other, "step_1") == found("1")
+    assert (own, None) == found("-1")
+    save_step(own, 3)
+    assert (own, "step_3") == found("latest_if_exists")
+
+
+def save_step(directory: str, step: int) -> None:
+    with nxd_ckpt.Checkpointer(directory) as checkpointer:
+        checkpointer.save(f"step_{step}", {"weight": torch.ones(1)})
 
 
 @pytest.mark.plain
