@@ -64,8 +64,9 @@ class ExpertZero1Optimizer:
         self._ordinary.load(ordinary, read)
         self._experts.load(experts, read)
         # Before each step upstream copies the outer groups' options onto the inner optimizers.
-        inner = self._optimizer.non_ep_zero_optimizer.param_groups
-        for outer, restored in zip(self._optimizer.param_groups, inner, strict=True):
+        inner = self._optimizer.non_ep_zero_optimizer.param_groups, self._optimizer.ep_zero_optimizer.param_groups
+        for outer, ordinary, experts in zip(self._optimizer.param_groups, *inner, strict=True):
+            restored = ordinary if ordinary["params"] else experts
             outer.update({option: value for option, value in restored.items() if option != "params"})
 
     def _slot(self, index: int, offset: int) -> Slot:

@@ -27,6 +27,9 @@ Group = dict[str, Any]
 
 STEP = "step"
 
+ON_HOST = (STEP, "mu_product")
+"""Entries that torch keeps on the CPU, unless the optimizer's step runs on the device as a whole."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -101,9 +104,11 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
     if isinstance(live, torch.Tensor):
         wanted_dtype, wanted = form_of(live)
     else:
-        # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape.
+        # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape, but for
+        # what was reduced away (Adafactor's row_var and col_var).
         wanted_dtype = dtype
-        wanted = tuple(slot.key.shape) if 0 < len(shape) == slot.key.dim() else shape
+        of_key = tuple(1 if found == 1 else size for found, size in zip(shape, slot.key.shape, strict=False))
+        wanted = of_key if 0 < len(shape) == slot.key.dim() else shape
     if shape != wanted:
         raise ShapeMismatch(
             f"optim/{slot.name}/{entry}: saved with shape {shape}, live it has {wanted}; the checkpoint was saved for "
@@ -146,7 +151,7 @@ def fill_state(state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[
         live = state.get(slot.key, {})
         state[slot.key] = {
             entry: _step(value, live.get(entry), slot, read)
-            if entry == STEP
+            if entry in ON_HOST
             else _entry(value, live.get(entry), slot.key.device, read)
             for entry, value in saved[index].items()
         }

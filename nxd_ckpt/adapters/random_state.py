@@ -20,9 +20,7 @@ def capture_random_state() -> dict[str, Any]:
         name, keys, *rest = numpy.random.get_state()
         state["numpy"] = [name, keys.tolist(), *rest]
     if torch_xla.is_running():
-        from torch_xla.core import xla_model
-
-        state["xla"] = int(xla_model.get_rng_state())
+        state["xla"] = list(torch_xla.random_state())
     return state
 
 
@@ -36,6 +34,4 @@ def restore_random_state(state: dict[str, Any]) -> None:
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if "torch_xla" in sys.modules and "xla" in state:
-        from torch_xla.core import xla_model
-
-        xla_model.set_rng_state(state["xla"])
+        torch_xla.set_random_state(*state["xla"])

@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.errors import UnsupportedState
+
+_DRAWS = 100_000
+"""Random tensors in one step, at most: to count them again takes 50 µs each."""
+
 
 def is_xla(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "xla"
@@ -41,6 +46,38 @@ def sync() -> None:
         library._xla_sync_live_tensors(device, [], True)
         # The token that orders collectives refers to the work just done, whose donated inputs are gone.
         library._set_all_reduce_token(device, None)
+
+
+def random_state() -> tuple[int, int]:
+    """The seed of the current step on the default device, and how many random tensors were made from it so far.
+
+    Both are needed: the next step's seed comes from this step's, whatever was drawn in between, while torch-xla's own
+    ``get_rng_state`` gives the two as one number, from which only the rest of the current step could continue.
+    """
+    library = _loaded()._XLAC
+    device = library._xla_get_default_device()
+    running = int(library._xla_get_rng_seed(device))
+    if not hasattr(library, "_get_base_seed_as_tensor"):  # another torch-xla than those tested
+        return running, 0
+    # Asking for the seed rewinds the generator to it: drawing as often as before brings it back.
+    seed = int(library._get_base_seed_as_tensor(device).cpu()) % 2**64
+    for draws in range(_DRAWS):
+        if library._xla_get_rng_seed(device) == running:
+            return seed, draws
+        _draw(device)
+    raise UnsupportedState(
+        f"the XLA device made more than {_DRAWS} random tensors in one step, or its generator was set in the middle of "
+        "one: mark the step (torch_xla.sync()) before capturing random state"
+    )
+
+
+def set_random_state(seed: int, draws: int) -> None:
+    """Continue as where :func:`random_state` gave ``seed`` and ``draws``."""
+    library = _loaded()._XLAC
+    device = library._xla_get_default_device()
+    library._xla_set_rng_seed(seed, device)
+    for _ in range(draws):
+        _draw(device)
 
 
 def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,6 +115,10 @@ def compile_count() -> int:
 
     data = metrics.metric_data("CompileTime")
     return int(data[0]) if data else 0
+
+
+def _draw(device: str) -> None:
+    torch.rand((), device=device)  # never computed, but counted when it is asked for
 
 
 def _upload_scalar(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -174,6 +174,8 @@ def _cut_alike(saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_c
     expert = saved.partition.expert or live.partition.expert
     if saved_cut.tp != live_cut.tp or (expert and saved_cut.ep != live_cut.ep):
         return False
+    if saved.shape != live.shape and saved.partition.known and live.partition.known:
+        return False
     # On equal sizes a cut that is not known, or was lost on one side, does not matter; two that differ do.
     explicit = [spec.partition.known and not spec.partition.replicated_over_tp for spec in (saved, live)]
     return not all(explicit) or saved.partition == live.partition

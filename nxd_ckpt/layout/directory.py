@@ -117,7 +117,10 @@ def _listed_in_newest(storage: Storage) -> dict[str, float]:
 
 
 def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | None:
-    files = {entry.name for entry in storage.list(tag) if not entry.is_dir}
+    try:
+        files = {entry.name for entry in storage.list(tag) if not entry.is_dir}
+    except PermissionError:
+        return None  # another user's directory, beside the tags
     ours = MANIFEST in files
     if DONE not in files and tag in newest:
         return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=ours)

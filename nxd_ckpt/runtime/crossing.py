@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -45,6 +46,11 @@ class Crossing:
         """The saved pipeline stages where this rank's names may be: its own, where stages stayed the same."""
         own = self.saved.pp == self.live.pp and not self.every_stage
         return [self.live.pp_rank] if own else range(self.saved.pp)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank's stage holds every name of :attr:`stages`."""
+        return self.live.pp == 1 or (self.saved.pp == self.live.pp and not self.every_stage)
 
     def near(self, pp_rank: int) -> Coordinates:
         """A saving rank of that stage that tells what any does: where sizes are the same, the one of this place."""
@@ -86,7 +92,7 @@ class Crossing:
     def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
         """The parameter as saving ranks held it, with ``shape``; cut as recorded, else as the live one is."""
         recorded = next((self.recorded[alias] for alias in self.names(name) if alias in self.recorded), None)
-        if recorded is not None and (recorded.partition.known or not self._says_how(name, live)):
+        if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
             return replace(recorded, shape=shape)
         if self.saved.tp == self.live.tp:
             return ParameterSpec(live.dtype, shape, live.partition, live.trainable)
@@ -116,10 +122,39 @@ class Crossing:
             replace(self.place, shard=shard),
         )
 
-    def _says_how(self, name: str, live: ParameterSpec) -> bool:
-        """Whether a cut is given, or on the live parameter: no attributes say nothing."""
+    def suspects(self, name: str, saved: ParameterSpec) -> list[tuple[Place, bool, str]]:
+        """Places to be compared with the first one: (place, whether it should be equal, what partitions= would say).
+
+        Attributes get lost, and then a parameter counts as replicated. The commit has compared tags of ours over
+        tensor-parallel ranks. A parameter with as many partitions as ranks that two neighbours hold alike is one of
+        grouped-query attention, of which there are fewer.
+        """
+        sizes, live, partition = self.saved, self.live, saved.partition
+        found: list[tuple[Place, bool, str]] = []
+        if sizes.ep > 1 and (sizes.ep, sizes.tp) != (live.ep, live.tp) and not partition.expert:
+            found.append((Place(ep_rank=1), True, "expert=True"))
+        if sizes.tp == 1 or sizes.tp == live.tp:
+            return found
+        if partition.replicated_over_tp and not any(alias in self.recorded for alias in self.names(name)):
+            found += [(Place(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
+        elif partition.num_partitions == sizes.tp and not partition.expert and prod(saved.shape) > 1:
+            found.append((Place(1), False, "num_partitions"))
+        return found
+
+    def _is_credible(self, name: str, recorded: ParameterSpec, live: ParameterSpec) -> bool:
+        """Whether what was recorded stands: against another whole, a cut that the caller gives counts more, and against
+        no attributes at all those of the live parameter."""
         given = any(alias in self.partitions for alias in self.names(name))
-        return given or (live.partition.known and live.partition.partition_dim is not None)
+        if not given and (_is_explicit(recorded.partition) or not _is_explicit(live.partition)):
+            return True
+        sides = ((recorded, self.saved.ep), (live, self.live.ep))
+        wholes = [spec.partition.global_shape(spec.shape, ep) for spec, ep in sides]
+        return recorded.partition.known and wholes[0] == wholes[1]
+
+
+def _is_explicit(partition: Partition) -> bool:
+    """Whether attributes say how it is cut: without any it counts as replicated."""
+    return partition.known and (partition.partition_dim is not None or partition.expert)
 
 
 def assembled(

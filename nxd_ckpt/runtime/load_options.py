@@ -25,7 +25,8 @@ class LoadOptions:
         verify: prove the digests of all bytes before anything is changed. Without it, only what is read as a whole
             tensor, or a whole block of one, is compared, as it is loaded.
         share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;
-            None does so where measuring says that it is faster than that each reads all.
+            None does so where measuring says that it is faster than that each reads all. Of several ranks' answers,
+            False goes before True, and True before None.
         trust_pickle: unpickle objects of any class. Only for checkpoints from sources you trust like your own code.
     """
 

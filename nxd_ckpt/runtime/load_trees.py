@@ -18,9 +18,10 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.resharding import rescaled
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
 from nxd_ckpt.runtime.load_options import LoadOptions
@@ -37,7 +38,8 @@ logger = logging.getLogger("nxd_ckpt")
 class LoadTrees:
     """Live objects, with the trees that they are to be loaded from and fit; empty where not wanted.
 
-    ``names`` are those of the model that are to be assigned.
+    ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
+    the saved ones in their order.
     """
 
     model: ModelAdapter | None = None
@@ -45,12 +47,13 @@ class LoadTrees:
     model_tree: Mapping[str, Any] = field(default_factory=dict)
     optimizer_tree: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    is_regrouped: bool = False
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Everything that will be read, by its global name."""
         for name in self.names:
-            if isinstance(self.model_tree[name], (TensorStub, Assembly)):
-                yield f"model/{name}", self.model_tree[name]
+            for path, leaf in iter_tensors(self.model_tree[name]):  # extra state may hold tensors inside
+                yield "/".join(map(str, ("model", name, *path))), leaf
         for path, leaf in iter_tensors(self.optimizer_tree):
             yield self._optimizer_name(path), leaf
 
@@ -98,6 +101,7 @@ def open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, 
     if adapter is not None:
         trees.optimizer_tree = source.optimizer_tree(adapter)
         adapter.validate(trees.optimizer_tree)
+    trees.is_regrouped = source.is_regrouped
     return trees
 
 
@@ -111,7 +115,8 @@ class _Source:
         options: LoadOptions,
     ) -> None:
         self._opened, self._topology, self._options = opened, topology, options
-        self._model = model
+        self._model, self._optimizer = model, optimizer
+        self.is_regrouped = False
         self._live_names = _flat(options.param_names) or (None if optimizer is None else optimizer.parameter_names)
 
     def model_tree(self, model: ModelAdapter) -> dict[str, Any]:
@@ -119,14 +124,18 @@ class _Source:
         if self._same_sizes("model") and not self._is_recut:
             tree = self._opened.model_tree(self._topology.coordinates)
         elif not model.names():  # a dict to be filled
-            tree = TargetModel(self._opened, self._target).tree(None)
+            target = TargetModel(self._opened, self._target)
+            masters = self._opened.parts.master_weights
+            tree = target.tree(TargetOptimizer(self._opened, self._target, target) if masters else None)
         else:
             tree = ReshardedModel(self._crossing).tree(self._specs, extra=model.names())
         return self._completed(tree)
 
     def optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
         if self._same_sizes("optimizer") and not self._is_recut and not self._is_reordered(optimizer):
-            return self._opened.optimizer_tree(self._topology.coordinates, self._live_names)
+            tree = self._opened.optimizer_tree(self._topology.coordinates, self._live_names)
+            if not self._is_regrouped(optimizer, tree):
+                return tree
         form = optimizer.form()
         if form is None:
             model = TargetModel(self._opened, self._target) if self._opened.parts.model else None
@@ -140,6 +149,7 @@ class _Source:
             )
         source = self._optimizer_source
         tree = source.tree(form)
+        self.is_regrouped = source.group_order(form) != list(range(len(source.groups())))
         self._refuse_unused(source.names(), [slot.name for slot in form.slots])
         return tree
 
@@ -149,7 +159,18 @@ class _Source:
         sharded = part == "optimizer" and self._opened.parts.optimizer != "plain"
         # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
         same_dp = saved.dp == live.dp or not sharded
-        return (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep) and same_dp
+        same = (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep)
+        return same and same_dp and not self._is_restaged
+
+    @cached_property
+    def _is_restaged(self) -> bool:
+        """Whether there are as many pipeline stages as before, but this one holds what another one held."""
+        saved, live = self._opened.topology, self._topology
+        if saved.pp == 1 or saved.pp != live.pp or self._model is None or not self._opened.parts.model:
+            return False
+        near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
+        held = self._opened.model_tree(near).keys()
+        return any(not held & {name, *self._model.aliases(name)} for name in self._model.names())
 
     def _check_partitions(self) -> None:
         """Raise InvalidArgument for partitions that the live model cannot have."""
@@ -167,11 +188,16 @@ class _Source:
 
     @cached_property
     def _is_recut(self) -> bool:
-        """Whether a parameter was saved as cut in one known way, and is cut in another one."""
+        """Whether a parameter was saved as cut in one known way, and is cut in another one of the same whole.
+
+        With another whole the attributes of one side are wrong, and this rank's own files are right.
+        """
         for name, spec in self._specs.items():
             recorded, live = self._crossing.recorded.get(name), self._crossing.live_spec(name, spec)
-            cuts = [one.partition for one in (recorded, live) if one is not None and one.partition.known]
-            if len(cuts) == 2 and not any(cut.replicated_over_tp for cut in cuts) and cuts[0] != cuts[1]:
+            sides = [side for side in (recorded, live) if side is not None and side.partition.known]
+            wholes = {side.partition.global_shape(side.shape, self._topology.ep) for side in sides}
+            cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
+            if len(cuts) == 2 and len(wholes) == 1:
                 return True
         return False
 
@@ -183,11 +209,25 @@ class _Source:
         aliases = self._crossing.names
         return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
 
+    def _is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
+        """Whether names on both sides could match parameters that are in other param groups than they were."""
+        saved = self._opened.optimizer_names(self._topology.coordinates)
+        if saved is None or optimizer.parameter_names is None:
+            return False
+        try:
+            form = optimizer.form()
+        except OptimizerMismatch:
+            return False
+        # Of another kind: validating it says so.
+        if form is None or (form.kind == "plain") == ("base_state" in tree):
+            return False
+        return [len(group["params"]) for group in tree["param_groups"]] != list(form.groups)
+
     def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
         """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""
         names = self._crossing.names
         used = {alias for name in live for alias in names(name)}
-        all_here = self._topology.pp == 1 or self._topology.pp == self._opened.topology.pp
+        all_here = self._crossing.holds_all
         unused = [name for name in saved if name not in used and (all_here or name in self._specs)]
         if unused:
             raise OptimizerMismatch(
@@ -236,12 +276,16 @@ class _Source:
             partitions=self._options.partitions or {},
             recorded={} if manifest is None else manifest.parameters,
             aliases={} if self._model is None else {name: self._model.aliases(name) for name in self._specs},
+            every_stage=self._is_restaged,
         )
 
     @cached_property
     def _optimizer_source(self) -> ReshardedOptimizer:
         return ReshardedOptimizer(
-            self._crossing, saved_names=self._options.saved_param_names, live_names=self._live_names
+            self._crossing,
+            saved_names=self._options.saved_param_names,
+            live_names=self._live_names,
+            by_position=self._optimizer is not None and self._live_names is None,
         )
 
     @cached_property
@@ -250,8 +294,9 @@ class _Source:
 
     @property
     def _target(self) -> Target:
-        options = self._options
-        return Target(self._topology, partitions=options.partitions, saved_names=options.saved_param_names)
+        given, sizes = self._options.partitions or {}, (self._topology.tp, self._opened.topology.tp)
+        partitions = {name: rescaled(name, partition, *sizes) for name, partition in given.items()}
+        return Target(self._topology, partitions=partitions, saved_names=self._options.saved_param_names)
 
 
 def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:

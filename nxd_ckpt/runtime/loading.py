@@ -11,23 +11,28 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import IncompatibleState, PartNotFound, RanksDisagree
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
+from nxd_ckpt.errors import CheckpointError, IncompatibleState, OptimizerMismatch, PartNotFound, RanksDisagree
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors, torch_dtype
 from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.reading import Leaf
-from nxd_ckpt.runtime.replicas import Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
+
+_MEASURED = 64 * 2**20
+"""Bytes that are read to learn how fast reading is."""
 
 
 def load(
@@ -68,39 +73,62 @@ class _Prepared:
         self._scheduler = scheduler
         _demand(opened, model, optimizer, scheduler)
         self._trees = open_trees(opened, topology, model, optimizer, options)
+        if scheduler is not None and self._trees.is_regrouped:
+            raise OptimizerMismatch(
+                f"optimizer: its param groups are not those of {opened.where} in their order, by which the scheduler "
+                "keeps learning rates; build them as when it was saved, or load with scheduler=None"
+            )
         self._scheduler_state = opened.scheduler() if scheduler is not None else None
         self.user_content = opened.user_content()
         self._rank_content = None if options.rank_content is None else self._own_content()
         self._reader = opened.reader()
         self._shares: Shares | None = None
         self._broadcast: Broadcast | None = None
-        self._rate = math.inf
 
     def share(self, agreement: Agreement) -> None:
         """Find out what the data-parallel replicas have in common; all ranks at once."""
         if agreement.world_size > 1:
             shares = Shares(self._topology, list(self._trees.replicated_leaves()))
-            self._shares = shares if agree_on_shares(agreement, shares) else None
+            # What decides which leaves are proved, and in which order they are read.
+            adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
+            terms = [self._options.verify, *adapters]
+            self._shares = shares if agree_on_shares(agreement, shares, terms) else None
 
     def verify(self) -> None:
         """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share."""
         if not self._options.verify:
             return
-        started, nbytes = time.monotonic(), 0
         for name, leaf in self._trees.leaves():
             if self._shares is None or self._shares.is_proved_here(leaf):
                 self._reader.prove(leaf, name)
-                nbytes += leaf.numel * itemsize(leaf.dtype)
-        self._rate = nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
 
     def join(self, agreement: Agreement, timeout: float) -> None:
         """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
         if self._shares is not None:
             wanted = self._options.share_reads
-            self._broadcast = open_broadcast(agreement, self._shares, wanted, self._rate, timeout)
+            rate = self._read_rate(self._shares) if wanted is None else math.inf
+            self._broadcast = open_broadcast(agreement, self._shares, wanted, rate, timeout)
+
+    def _read_rate(self, shares: Shares) -> float:
+        """Bytes per second of reading what another replica proved: from the page cache, if that one is on this host."""
+        nbytes, started = 0, time.monotonic()
+        if shares.nbytes < WORTH_IT:
+            return math.inf
+        try:
+            for name, leaf in self._trees.replicated_leaves():
+                if nbytes < _MEASURED and not shares.is_proved_here(leaf):
+                    self._reader.read_into(leaf, torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)), name)
+                    nbytes += leaf.numel * itemsize(leaf.dtype)
+        except (CheckpointError, OSError):
+            return math.inf  # who reads it for good will say so
+        return nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
 
     def apply(self) -> None:
-        """Change the live objects."""
+        """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
+        with self._broadcast or nullcontext():
+            self._fill()
+
+    def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
             for name in self._trees.names:
@@ -115,6 +143,9 @@ class _Prepared:
         if self._options.rank_content is not None and self._rank_content is not None:
             self._options.rank_content.clear()
             self._options.rank_content.update(self._rank_content)
+        # Constants that the model made on the device are pending in a new process. Left to the first step, they would
+        # make its graph another than the uninterrupted run's: a whole step compiled for one use, and rounded otherwise.
+        torch_xla.sync()
 
     def _own_content(self) -> dict[Any, Any]:
         saved, rank = self._opened.topology, self._topology.rank
@@ -137,7 +168,7 @@ class _Prepared:
 
     def _assign(self, model: ModelAdapter, name: str, leaf: Any) -> None:
         if not isinstance(leaf, (TensorStub, Assembly)):
-            model.assign(name, leaf)
+            model.assign(name, map_tensors(leaf, self._read, (TensorStub, Assembly)))  # extra state
             return
         destination = model.destination(name)
         if destination is None:

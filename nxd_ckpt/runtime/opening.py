@@ -185,18 +185,21 @@ class OpenTag:
     def index(self, at: Coordinates) -> RankIndex:
         """The index of the rank at these coordinates, proved against the manifest. Ours only."""
         if at not in self._indexes:
-            if self.manifest is None:
-                raise PartNotFound(f"{self.where} has no index: it was not written by nxd_ckpt")
-            line = self.manifest.ranks[self.topology.rank_of(at)]
-            key = f"{self.tag}/{names.index_file(at)}"
-            where = f"{self.storage.url}/{key}"
-            try:
-                data = self.storage.read(key)
-            except FileNotFoundError as error:
-                raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-            check_bytes(data, FileEntry(line.nbytes, line.crc32), where)
-            self._indexes[at] = load_index(data, where)
+            self._indexes[at] = self._load_index(at)
         return self._indexes[at]
+
+    def _load_index(self, at: Coordinates) -> RankIndex:
+        if self.manifest is None:
+            raise PartNotFound(f"{self.where} has no index: it was not written by nxd_ckpt")
+        line = self.manifest.ranks[self.topology.rank_of(at)]
+        key = f"{self.tag}/{names.index_file(at)}"
+        where = f"{self.storage.url}/{key}"
+        try:
+            data = self.storage.read(key)
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+        check_bytes(data, FileEntry(line.nbytes, line.crc32), where)
+        return load_index(data, where)
 
     def read(self, leaf: TensorStub) -> torch.Tensor:
         return self._layout.files.read(leaf)
@@ -214,7 +217,9 @@ class OpenTag:
         # With xser, ep rank 0's hold what is not an expert's.
         for place in dict.fromkeys((self.topology.writer_of(at), replace(at, dp_rank=0))):
             for rank in self.topology.replicas(place, expert=self.topology.ep > 1):
-                yield self.index(self.topology.coordinates_of(rank))
+                member = self.topology.coordinates_of(rank)
+                # Not kept but for the first, which is asked again: with xser there may be one for each dp rank.
+                yield self.index(member) if member == place else self._load_index(member)
 
     def _prove_state(self, file: str, writer: Coordinates) -> None:
         self._prove(file, writer)

@@ -196,7 +196,8 @@ def _planned(
     entries = []
     for path, tensor in leaves:
         about, (dtype, shape) = state.tensors[path], form_of(tensor)
-        replicated = about.spec is not None and about.spec.partition.replicated_over_tp and about.shards == 1
+        partition = None if about.spec is None else about.spec.partition
+        replicated = partition is not None and partition.known and partition.replicated_over_tp and about.shards == 1
         entries.append(
             NamedTensor(
                 name=about.name,

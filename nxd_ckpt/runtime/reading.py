@@ -39,9 +39,10 @@ class LeafReader:
             DigestMismatch: bytes changed; names the tensor ``name``.
         """
         with naming(name):
-            for stub in [leaf] if isinstance(leaf, TensorStub) else []:
-                self._prove_whole(stub)
-            for part in leaf.parts if isinstance(leaf, Assembly) else ():
+            if isinstance(leaf, TensorStub):
+                self._prove_whole(leaf)
+                return
+            for part in leaf.parts:
                 entry = self._entry(part.stub)
                 if entry is None:
                     self._prove_whole(part.stub)

@@ -7,9 +7,10 @@ from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.plan import Place
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import TopologyMismatch
-from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing, assembled
 
@@ -42,18 +43,23 @@ class ReshardedModel:
         crossing = self._crossing
         specs = {name: crossing.live_spec(name, spec) for name, spec in live.items()}
         wanted = {*specs, *extra}
-        all_here = crossing.live.pp == 1 or crossing.saved.pp == crossing.live.pp
         tree: dict[str, Any] = {}
         for pp_rank, names in self.stages().items():
             for name in names:
-                if name not in tree and (all_here or name in wanted):
-                    tree[name] = self._leaf(name, pp_rank, specs.get(name))
+                if name in tree:
+                    self._refuse_another_of_the_name(name, pp_rank)
+                elif crossing.holds_all or name in wanted:
+                    tree[name] = self._leaf(name, pp_rank, specs.get(name), name in wanted)
         return tree
 
-    def _leaf(self, name: str, pp_rank: int, live: ParameterSpec | None) -> Any:
+    def _leaf(self, name: str, pp_rank: int, live: ParameterSpec | None, wanted: bool) -> Any:
         crossing = self._crossing
         reference = self.reference(pp_rank)[name]
-        if live is None or isinstance(reference, MissingTensor) or not is_tensor(reference):
+        if isinstance(reference, MissingTensor):
+            return reference
+        if live is None or not is_tensor(reference):
+            if wanted:
+                self._refuse_other_values(name, pp_rank, reference)
             return reference
         dtype, shape = form_of(reference)
         saved = crossing.saved_spec(name, live, shape)
@@ -63,25 +69,44 @@ class ReshardedModel:
         return assembled(f"model/{name}", dtype, live.shape, reads, stubs, shape)
 
     def _refuse_unequal_replicas(self, name: str, pp_rank: int, saved: ParameterSpec) -> None:
-        """Of what is believed equal on all ranks of a dimension that changes, compare a second rank's digest.
-
-        Over tensor-parallel ranks the commit has done so for tags of ours.
-        """
-        sizes, live, partition = self._crossing.saved, self._crossing.live, saved.partition
-        suspects = []
-        if sizes.ep > 1 and sizes.ep != live.ep and not partition.expert:
-            suspects.append((Coordinates(pp_rank, 1, 0), "expert-parallel", "expert=True"))
-        replicated = partition.replicated_over_tp and name not in self._crossing.recorded
-        if sizes.tp > 1 and sizes.tp != live.tp and replicated:
-            suspects.append((Coordinates(pp_rank, 0, 1), "tensor-parallel", "partition_dim"))
-        for at, dimension, attribute in suspects:
-            pair = [self._tree(place).get(name) for place in (Coordinates(pp_rank, 0, 0), at)]
-            digests = {leaf.storage.crc32 for leaf in pair if isinstance(leaf, TensorStub)}
-            if len(digests) == 2 and None not in digests:
+        """Compare digests of what is taken for equal, or for different, on all ranks of a dimension that changes."""
+        first = self._digests(name, pp_rank, Place())
+        for place, equal, attribute in self._crossing.suspects(name, saved):
+            other = self._digests(name, pp_rank, place)
+            if None not in (*first, *other) and equal != (first == other):
+                taken, saw = ("the same", "other values than") if equal else ("another part", "the same values as")
                 raise TopologyMismatch(
-                    f"model/{name}: taken for equal on all {dimension} ranks, but rank 1 of them saved other values "
-                    f"than rank 0: its partition attributes were lost; pass partitions= with its {attribute}"
+                    f"model/{name}: taken to be {taken} on each rank, but rank (tp {place.tp_rank}, ep "
+                    f"{place.ep_rank}) saved {saw} rank 0: its attributes were lost, or do not tell; pass partitions= "
+                    f"with its {attribute}"
                 )
+
+    def _refuse_other_values(self, name: str, pp_rank: int, reference: Any) -> None:
+        """Tensors in extra state, or in a dict of the state dict, say nothing of a cut: only equal ones are taken."""
+        saved, live = self._crossing.saved, self._crossing.live
+        leaves = list(iter_tensors(reference))
+        if not leaves or (saved.tp, saved.ep) == (live.tp, live.ep):
+            return
+        first = self._digests(name, pp_rank, Place())
+        for place in (Place(tp_rank, ep_rank) for ep_rank in range(saved.ep) for tp_rank in range(saved.tp)):
+            if self._digests(name, pp_rank, place) != first or None in first:
+                raise TopologyMismatch(
+                    f"model/{name}: holds tensors whose cut nothing describes, and rank (tp {place.tp_rank}, ep "
+                    f"{place.ep_rank}) saved other values than rank 0; load it on the sizes that it was saved on"
+                )
+
+    def _refuse_another_of_the_name(self, name: str, pp_rank: int) -> None:
+        """Of a name on several stages (a tied embedding) one is taken: all must be equal."""
+        stages = [stage for stage, names in self.stages().items() if name in names]
+        digests = [[_digest(leaf) for _, leaf in iter_tensors(self.reference(stage)[name])] for stage in stages]
+        if any(one != digests[0] for one in digests):
+            raise TopologyMismatch(
+                f"model/{name}: pipeline stages {stages} saved other values under this name; which of them is meant?"
+            )
+
+    def _digests(self, name: str, pp_rank: int, place: Place) -> list[Any]:
+        value = self._tree(_at(pp_rank, place)).get(name)
+        return [_digest(leaf) for _, leaf in iter_tensors(value)]
 
     def _tree(self, at: Coordinates) -> dict[str, Any]:
         if at not in self._trees:
@@ -89,6 +114,12 @@ class ReshardedModel:
         return self._trees[at]
 
 
-def _at(pp_rank: int, place: Any) -> Coordinates:
+def _at(pp_rank: int, place: Place) -> Coordinates:
     """The saving rank whose model file holds what is at ``place``."""
     return Coordinates(pp_rank, place.ep_rank, place.tp_rank)
+
+
+def _digest(leaf: Any) -> tuple[Any, ...] | None:
+    """None where it is not known."""
+    crc = leaf.storage.crc32 if isinstance(leaf, TensorStub) else None
+    return None if crc is None else (leaf.dtype, leaf.shape, crc)

@@ -15,10 +15,10 @@ from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_rows
-from nxd_ckpt.core.plan import Place
+from nxd_ckpt.core.plan import Place, Read
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, iter_tensors
 from nxd_ckpt.runtime.crossing import Crossing, assembled
 from nxd_ckpt.runtime.saved_optimizer import SavedSlot, options_by_group, slots_by_name
 
@@ -39,6 +39,7 @@ class ReshardedOptimizer:
         saved_names: the parameters' names as they were saved, by pipeline stage and param group.
         live_names: the live optimizer's, by index: they name the entries of a tag that does not name them itself, as
             long as stages and experts are the same, by position.
+        by_position: live parameters have no names but "#0", "#1", ...: entries go by position, names or not.
     """
 
     def __init__(
@@ -47,10 +48,14 @@ class ReshardedOptimizer:
         *,
         saved_names: Sequence[Sequence[Sequence[str]]] | None = None,
         live_names: Sequence[str] | None = None,
+        by_position: bool = False,
     ) -> None:
+        self._by_position = by_position
         self._crossing, self._saved_names, self._live_names = crossing, saved_names, live_names
         self._slots: dict[Coordinates, dict[str, SavedSlot]] = {}
         self._options: dict[Coordinates, list[dict[str, Any]]] = {}
+        self._general: dict[Coordinates, dict[str, Any]] = {}
+        self._plans: dict[tuple[OptimizerSlot, tuple[int, ...]], list[Read[Place]]] = {}
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of every param group, also of those without parameters; of the stage that has most of them."""
@@ -61,6 +66,14 @@ class ReshardedOptimizer:
         """The slots that each pipeline stage saved that may matter to this rank, by name, in order of their index."""
         crossing = self._crossing
         return {pp_rank: self._slots_at(crossing.near(pp_rank)) for pp_rank in crossing.stages}
+
+    def group_order(self, form: OptimizerForm) -> list[int]:
+        """The number of the saved group that each live param group (without experts' own) was, as far as it has one."""
+        order, begin = [], 0
+        for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
+            order.append(self._find(form.slots[begin].name).slot.group if size else number)
+            begin += size
+        return order
 
     def names(self) -> list[str]:
         """The parameters that the optimizer was saved with."""
@@ -76,13 +89,16 @@ class ReshardedOptimizer:
         """
         slots = [replace(slot, spec=self._crossing.live_spec(slot.name, slot.spec)) for slot in form.slots]
         found = [self._find(slot.name) for slot in slots]
-        entries: dict[int, dict[str, Any]] = {}
+        entries: dict[Any, Any] = {}
         masters: dict[int, Any] = {}
         for index, (slot, saved) in enumerate(zip(slots, found, strict=True)):
+            self._refuse_entries_elsewhere(slot, saved)
             if saved.slot.entries:
                 entries[index] = {key: self._entry(slot, saved, key, leaf) for key, leaf in saved.slot.entries.items()}
             if saved.slot.master is not None:
                 masters[index] = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
+        self._refuse_shared(slots, found)
+        entries |= self._general[self._crossing.near(next(iter(self.stages())))]
         groups = self._groups(form, [saved.slot for saved in found])
         if form.kind == "plain":
             return {"state": entries, "param_groups": groups}
@@ -112,9 +128,16 @@ class ReshardedOptimizer:
 
     def _entry(self, slot: OptimizerSlot, found: _Found, key: str, reference: Any) -> Any:
         """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""
-        if key == STEP or not is_tensor(reference):
-            return reference
         crossing, name = self._crossing, f"optim/{slot.name}/{key}"
+        if key == STEP:
+            return reference
+        if not is_tensor(reference):
+            if any(leaf.shape for _, leaf in iter_tensors(reference)):
+                raise OptimizerMismatch(
+                    f"{name}: saved as a {type(reference).__name__} of tensors; only entries of the parameter's own "
+                    "shape, and scalars, can be loaded on other sizes"
+                )
+            return reference
         dtype, shape = form_of(reference)
         whole = found.slot.shape or crossing.recorded_shape(slot.name) or shape
         shards = self._shards(found.slot)
@@ -126,24 +149,82 @@ class ReshardedOptimizer:
                 f"{name}: saved with shape {shape} for a parameter that each rank held with shape {whole}; only "
                 "entries of the parameter's own shape, and scalars, can be loaded on other sizes"
             )
-        saved = crossing.saved_spec(slot.name, slot.spec, whole)
-        reads = crossing.reads(
-            name, saved, slot.spec, saved_shards=shards, shards=slot.shards, shard=slot.shard
-        )
+        reads = self._reads(slot, found, whole)
+        self._refuse_unequal_replicas(name, crossing.saved_spec(slot.name, slot.spec, whole), found, key)
         stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
         live = _shard_shape(slot.spec.shape, slot.shards)
         return assembled(name, dtype, live, reads, stubs, held, unpadded=self._unpadded)
+
+    def _reads(self, slot: OptimizerSlot, found: _Found, whole: tuple[int, ...]) -> list[Read[Place]]:
+        """What all entries of a parameter that are shaped like it are read from."""
+        key = (slot, whole)
+        if key not in self._plans:
+            saved = self._crossing.saved_spec(slot.name, slot.spec, whole)
+            self._plans[key] = self._crossing.reads(
+                f"optim/{slot.name}",
+                saved,
+                slot.spec,
+                saved_shards=self._shards(found.slot),
+                shards=slot.shards,
+                shard=slot.shard,
+            )
+        return self._plans[key]
+
+    def _refuse_entries_elsewhere(self, slot: OptimizerSlot, found: _Found) -> None:
+        """Raise IncompatibleState where a rank saved state that the one which speaks for all has not.
+
+        Experts may differ in that: each is another one.
+        """
+        mine = {key for key, value in found.slot.entries.items() if value is not None}
+        whole = found.slot.shape or self._crossing.recorded_shape(slot.name)
+        if whole is None or (mine and len(mine) == len(found.slot.entries)):
+            return
+        for place in {read.holder for read in self._reads(slot, found, whole)}:
+            other = self._slots_at(self._at(found, place)).get(found.name, found.slot)
+            more = {key for key, value in other.entries.items() if value is not None} - mine
+            if more:
+                raise self._only_here_and_there(found, ", ".join(sorted(map(str, more))), self._near(found))
+
+    def _refuse_unequal_replicas(self, name: str, saved: ParameterSpec, found: _Found, key: str) -> None:
+        """As for the model: of what is taken to be equal on all ranks, look at another one's digest."""
+        for place, equal, attribute in self._crossing.suspects(found.name, saved):
+            if not equal or (self._is_sharded and place.ep_rank):  # one shard each, no replicas
+                continue
+            pair = [self._leaf_at(found, at, key) for at in (Place(), place)]
+            digests = {leaf.storage.crc32 for leaf in pair if isinstance(leaf, TensorStub)}
+            if len(digests) == 2 and None not in digests:
+                raise TopologyMismatch(
+                    f"{name}: taken to be the same on each rank, but rank (tp {place.tp_rank}, ep {place.ep_rank}) "
+                    f"saved other values than rank 0: its attributes were lost; pass partitions= with its {attribute}"
+                )
+
+    def _refuse_shared(self, slots: Sequence[OptimizerSlot], found: Sequence[_Found]) -> None:
+        """Raise OptimizerMismatch where two live parameters would take the state of a single one."""
+        first: dict[tuple[int, str], str] = {}
+        for slot, saved in zip(slots, found, strict=True):
+            other = first.setdefault((saved.pp_rank, saved.name), slot.name)
+            if other != slot.name:
+                raise OptimizerMismatch(
+                    f"optimizer: {other!r} and {slot.name!r} were one parameter (tied) when "
+                    f"{self._crossing.opened.where} was saved, live they are two; tie them, or load with optimizer=None"
+                )
+
+    def _near(self, found: _Found) -> Coordinates:
+        return self._crossing.near(found.pp_rank)
 
     def _leaf_at(self, found: _Found, place: Place, key: str) -> Any:
         at = self._at(found, place)
         slot = self._slots_at(at).get(found.name)
         leaf = None if slot is None else slot.master if key == MASTER_WEIGHTS else slot.entries.get(key)
         if not is_tensor(leaf):
-            raise IncompatibleState(
-                f"{self._crossing.opened.where}: the rank at {at} saved no {key} for {found.name!r}, others did; the "
-                "files are of two saves, or the parameter had a gradient on some ranks only"
-            )
+            raise self._only_here_and_there(found, key, at)
         return leaf
+
+    def _only_here_and_there(self, found: _Found, key: str, at: Coordinates) -> IncompatibleState:
+        return IncompatibleState(
+            f"{self._crossing.opened.where}: the rank at {at} saved no {key} for {found.name!r}, others did; the files "
+            "are of two saves, or the parameter had a gradient on some ranks only"
+        )
 
     def _at(self, found: _Found, place: Place) -> Coordinates:
         """The saving rank whose file holds what is at ``place``."""
@@ -193,9 +274,14 @@ class ReshardedOptimizer:
 
     def _find(self, name: str) -> _Found:
         for pp_rank, slots in self.stages().items():
-            for alias in self._crossing.names(name):
-                if alias in slots:
-                    return _Found(pp_rank, alias, slots[alias])
+            held = [alias for alias in self._crossing.names(name) if alias in slots]
+            if len(held) > 1:
+                raise OptimizerMismatch(
+                    f"optimizer: {', '.join(held)} are one parameter live (tied), but each had a state of its own when "
+                    f"{self._crossing.opened.where} was saved; untie them, or load with optimizer=None"
+                )
+            if held:
+                return _Found(pp_rank, held[0], slots[held[0]])
         raise OptimizerMismatch(
             f"optimizer: {self._crossing.opened.where} has no entry for {name!r}: it was frozen, or not passed to the "
             f"optimizer, when that was saved. It has {_shown(self.names())}; build param_groups of the same parameters"
@@ -213,9 +299,12 @@ class ReshardedOptimizer:
                 )
             self._slots[at] = slots_by_name(tree, names, opened.where)
             self._options[at] = options_by_group(tree)
+            section = tree["state"] if "base_state" not in tree else tree["base_state"]
+            self._general[at] = {key: value for key, value in section.items() if isinstance(key, str)}
         return self._slots[at]
 
-    def _names_of_stage(self, at: Coordinates) -> list[str]:
+    def _names_of_stage(self, at: Coordinates) -> list[str] | None:
+        """The names of the entries by index; None for "#0", "#1", ..., which are the live parameters' then, too."""
         opened, saved, live = self._crossing.opened, self._crossing.saved, self._crossing.live
         if self._saved_names is not None:
             if len(self._saved_names) != saved.pp:
@@ -224,11 +313,12 @@ class ReshardedOptimizer:
                     f"{opened.where} was saved on, found {len(self._saved_names)}"
                 )
             return [name for group in self._saved_names[at.pp_rank] for name in group]
-        names = opened.optimizer_names(at)
+        same_places = (saved.pp, saved.ep) == (live.pp, live.ep)
+        names = None if self._by_position and same_places else opened.optimizer_names(at)
         if names is not None and not any(name.startswith("#") for name in names):
             return names
-        if self._live_names is not None and (saved.pp, saved.ep) == (live.pp, live.ep):
-            return list(self._live_names)
+        if same_places:
+            return None if self._live_names is None else list(self._live_names)
         raise OptimizerMismatch(
             f"{opened.where}, saved on {saved.describe()}, does not say which parameters the entries of its "
             f"optimizer belong to, and on {live.describe()} their order does not tell. Pass saved_param_names=: for "

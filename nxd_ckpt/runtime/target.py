@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.adapters.zero1 import MASTERS
-from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.manifest import CRC_BLOCK, ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.resharding import respecified
 from nxd_ckpt.core.stages import restaged
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import PartNotFound, TopologyMismatch
+from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
+from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
@@ -228,8 +229,15 @@ class TargetOptimizer:
         saved, live = self._opened.topology, self._target.topology
         names = self._opened.optimizer_names(Coordinates())
         known = names is not None and not any(name.startswith("#") for name in names)
-        if self._target.saved_names is not None or known or (saved.pp, saved.ep) != (live.pp, live.ep):
+        # Without names there are only places: on the same sizes (but for dp) these do.
+        if self._target.saved_names is not None or known:
             return self._target.saved_names
+        if (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
+            raise OptimizerMismatch(
+                f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; from "
+                f"{saved.describe()} to {live.describe()} they are needed. Pass saved_param_names= (reshard: "
+                "--param_names): for each pipeline stage that it was saved on, for each param group, the names in order"
+            )
         stages = []
         for pp_rank in range(saved.pp):
             groups = self._opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
@@ -262,15 +270,17 @@ def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) ->
     """How every parameter of the tag was cut, as far as manifest, files and ``partitions`` tell.
 
     Of a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
-    replicated, the others as cut in an unknown way.
+    replicated, the others as cut in an unknown way; and those that are all zero, which tell nothing.
     """
-    recorded = _synthesised(opened) if opened.manifest is None else dict(opened.manifest.parameters)
+    known = {} if opened.manifest is None else opened.manifest.parameters
+    recorded = known or _synthesised(opened)
     return {
         name: replace(spec, partition=partitions[name]) if name in partitions else spec
         for name, spec in recorded.items()
     }
 
 
+@lru_cache(maxsize=1)  # asked for each rank of a result, and the same for all
 def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
     sizes = opened.topology
     found: dict[str, ParameterSpec] = {}
@@ -290,7 +300,14 @@ def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
 def _same_bytes(one: Any, other: Any) -> bool:
     if not isinstance(one, TensorStub) or not isinstance(other, TensorStub) or one.storage.crc32 is None:
         return False
-    return (one.shape, one.storage.crc32) == (other.shape, other.storage.crc32)
+    same = (one.shape, one.storage.crc32) == (other.shape, other.storage.crc32)
+    return same and one.storage.crc32 != _crc32_of_zeros(one.storage.nbytes)
+
+
+def _crc32_of_zeros(nbytes: int) -> int:
+    whole, rest = divmod(nbytes, CRC_BLOCK)
+    crcs = [crc32.crc32(bytes(CRC_BLOCK))] * whole + [crc32.crc32(bytes(rest))] * bool(rest)
+    return crc32.combine_blocks(crcs, nbytes)
 
 
 def _ties(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -45,3 +45,21 @@ def test_device_numbers_follow_too():
     expected = torch.randn(3, device=device).cpu().tolist()
     restore_random_state(state)
     assert expected == torch.randn(3, device=device).cpu().tolist()
+
+
+@pytest.mark.xla
+def test_device_numbers_of_later_steps_follow_too():
+    """Captured in the middle of a step: the rest of it draws the same numbers again, and so does the next step."""
+    import torch_xla
+
+    def draw():
+        numbers = torch.randn(3, device=device).cpu().tolist()
+        torch_xla.sync()  # as a data loader does before each batch: the seed moves on
+        return numbers, torch.randn(3, device=device).cpu().tolist()
+
+    device = torch_xla.device()
+    torch.randn(2, device=device).cpu()
+    state = capture_random_state()
+    expected = draw()
+    restore_random_state(state)
+    assert expected == draw()

@@ -207,6 +207,20 @@ def test_plain_optimizers_resume_on_the_device():
     assert plain(_capture(net, optimizer)) == plain(_capture(fresh, other))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor])
+def test_a_new_optimizer_steps_with_the_graphs_of_the_old_one(kind):
+    """Each entry is made where the optimizer keeps it, whatever its shape: nothing is compiled after the load."""
+    net = _model()
+    optimizer = kind(net.parameters(), lr=0.1)
+    _train(net, optimizer, 3)
+    trees = _capture(net, optimizer)
+    other = kind(net.parameters(), lr=0.1)
+    _load(net, other, trees)
+    before = xla.compile_count()
+    _train(net, other, 1)
+    assert before == xla.compile_count()
+
+
 def test_parameters_stay_the_same_objects():
     """Loading writes into the device data: the module, the optimizer and tied names keep their parameter."""
     net = _model()

@@ -123,11 +123,22 @@ def test_a_plain_checkpoint_needs_a_plain_optimizer(kept: Path) -> None:
 
 
 def test_other_param_groups_do_not_fit(kept: Path) -> None:
-    """Two groups in place of one: the sizes of both are named."""
+    """Two groups in place of one, and without a model no names to tell what is whose: the sizes of both are named."""
     [job] = jobs()
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     job.optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
-    refuse(kept, "whole", errors.OptimizerMismatch, r"\[3\], the live optimizer has \[1, 2\]", job)
+    match = r"\[3\], the live optimizer has \[1, 2\]"
+    refuse(kept, "whole", errors.OptimizerMismatch, match, job, model=None, scheduler=None)
+
+
+def test_a_scheduler_goes_by_the_order_of_groups(kept: Path) -> None:
+    """Parameters are found by name in other groups, too; what a scheduler keeps for each group is not."""
+    [job], [saved] = jobs(), jobs(seed=1)
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    job.optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
+    refuse(kept, "whole", errors.OptimizerMismatch, "scheduler=None", job)
+    load_checkpoint(kept, "whole", job.model, job.optimizer)
+    assert saved.saved_picture()["optimizer"]["state"] == job.saved_picture()["optimizer"]["state"]
 
 
 def test_dicts_of_another_kind_do_not_fit(kept: Path) -> None:

@@ -53,7 +53,8 @@ def test_the_names_of_golden_checkpoints(golden: Path) -> None:
             at = [Coordinates(rank["pp"], rank["dp"], rank["tp"]) for rank in config["rank_coords"]]
             actual = {names.model_file(topology, place) for place in at}
             if not config["dcp"]:
-                actual |= {names.optimizer_file(topology, place, "zero1" if config["zero1"] else "plain") for place in at}
+                kind = "zero1" if config["zero1"] else "plain"
+                actual |= {names.optimizer_file(topology, place, kind) for place in at}
             assert expected == actual, described.parent.name
 
 

@@ -25,7 +25,7 @@ def recorded_saves(rank: int, path: Path) -> tuple[Log, Log]:
     log = logs[0]
 
     def hook(operation: Operation) -> None:
-        log.append((time.monotonic_ns(), rank, *operation))
+        log.append((time.monotonic_ns(), rank, operation.name, operation.key))
 
     saver = checkpointer(path, rank, 2, hook)
     save(saver, "tag", 1)

@@ -30,6 +30,7 @@ class Setup:
     zero_grad_first: bool = False
     seed: int = 1
     capturable: bool = False
+    constant: bool = False
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     def topology(self, rank: int) -> Topology:
@@ -62,6 +63,7 @@ class Model(torch.nn.Module):
     """One pipeline stage on one rank."""
 
     seen: torch.Tensor
+    offset: torch.Tensor | float = 0.0
 
     def __init__(self, setup: Setup, topology: Topology) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         groups = tp_groups(self.topology)
-        hidden = self.embed[tokens] * getattr(self, f"{self.stage}_scale")
+        hidden = self.embed[tokens] * getattr(self, f"{self.stage}_scale") + self.offset
         inner = torch.nn.functional.linear(_Copy.apply(hidden, groups), self.up, self.up_bias).tanh()
         inner = torch.nn.functional.dropout(inner, self.setup.dropout, self.training)
         out = _Reduce.apply(torch.nn.functional.linear(inner, self.down), groups)
@@ -157,6 +159,8 @@ class Trainer:
         self.model.to(self.device)
         self.model.head = self.model.embed  # .to(xla) unties
         self.model.attach()
+        if setup.constant:  # made on the device, and not saved
+            self.model.offset = torch.arange(HIDDEN, device=self.device).sin() * 0.37
         self.optimizer = self._optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.step_number = 0

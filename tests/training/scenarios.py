@@ -86,6 +86,21 @@ def compile_counts(rank: int, directory: str, setup: Setup) -> list[int]:
     return [before, after_save, before_load, after_load, after_step]
 
 
+def compile_counts_of_new_objects(rank: int, directory: str, setup: Setup) -> list[int]:
+    """torch-xla's compile counter after a load into new objects, as a new process has them, and after the next step."""
+    trainer = Trainer(rank, setup)
+    trainer.train(2)
+    save(rank, directory, "step_2", trainer, setup)
+    trainer.train(1)
+    resumed = Trainer(rank, setup)
+    load(directory, "step_2", resumed)
+    after_load = device.compile_count()
+    resumed.train(1)
+    after_step = device.compile_count()
+    nxd_ckpt.close_checkpointers()
+    return [after_load, after_step]
+
+
 def snapshot_is_of_the_call(rank: int, directory: str, setup: Setup) -> list[str]:
     """Overwrite everything right after an async save; what is saved is the state at the call."""
     trainer = Trainer(rank, setup)

@@ -56,6 +56,14 @@ def test_saving_and_loading_compile_nothing(xla_ranks: WorkerPool, tmp_path: Pat
         assert (before, before_load, before_load) == (after_save, after_load, after_step)
 
 
+def test_the_first_step_after_a_load_is_a_step_like_any_other(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+    """Its graph is the one that the uninterrupted run compiled, although new constants wait on the device."""
+    what = Setup((("dp", 2), ("tp", 2)), constant=True)
+    counts = xla_ranks.run(scenarios.compile_counts_of_new_objects, str(tmp_path / "ckpt"), what, timeout=240)
+    for after_load, after_step in counts:
+        assert after_load == after_step
+
+
 def test_what_is_saved_is_the_state_at_the_call(xla_ranks: WorkerPool, tmp_path: Path) -> None:
     """Parameters, moments and step may change right after an async save returned."""
     what = Setup((("dp", 2), ("tp", 2)), options=XSER)

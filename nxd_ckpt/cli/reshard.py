@@ -1,0 +1,95 @@
+"""``nxd-ckpt reshard``: a whole tag for other sizes of any kind of parallelism."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from nxd_ckpt.cli.convert_zero1 import add_means
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+
+NAME = "reshard"
+SUMMARY = "cut a whole checkpoint for other parallel sizes"
+DESCRIPTION = (
+    "Make a tag as a job of other sizes would have saved it: model and optimizer are cut anew, bit for bit, scheduler "
+    "and user content are taken over. The input is only read, and the output appears once all of it is durable. "
+    "Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the optimizer: with "
+    "another tensor-parallel size they need --partitions, and wherever more than --dp changes --param_names. "
+    "For a checkpoint that is too large for one machine, start it on several with torchrun "
+    "(-m nxd_ckpt.cli reshard ...): each writes a share."
+)
+_SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="INPUT", help="a tag's directory")
+    parser.add_argument("output", metavar="OUTPUT", help="the tag's directory that is made")
+    for name, kind in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{kind}-parallel size (default: the input's)")
+    parser.add_argument(
+        "--partitions",
+        metavar="FILE",
+        help="JSON: how parameters are cut over the input's ranks, by name; as under `partition` in a manifest",
+    )
+    parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each new pipeline stage")
+    parser.add_argument(
+        "--param_names",
+        metavar="FILE",
+        help="JSON: the optimizer's parameter names, for each stage of the input a list of names for each param group",
+    )
+    add_means(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.convert import reshard
+
+    reshard(
+        args.input,
+        args.output,
+        **{name: getattr(args, name) for name in _SIZES},
+        partitions=_partitions(args.partitions),
+        stages=_lists(args.stages, depth=2),
+        saved_param_names=_lists(args.param_names, depth=3),
+        num_workers=args.num_workers,
+        overwrite=args.overwrite,
+        progress=True,
+    )
+    return 0
+
+
+def _partitions(path: str | None) -> dict[str, Partition] | None:
+    if path is None:
+        return None
+    document = _json(path)
+    if not isinstance(document, dict) or not all(isinstance(cut, dict) for cut in document.values()):
+        raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
+    try:
+        return {name: Partition.from_json(cut) for name, cut in document.items()}
+    except CheckpointError as error:
+        raise InvalidArgument(f"{path}: {error}") from error
+
+
+def _lists(path: str | None, depth: int) -> Any:
+    """Lists of names, nested ``depth`` deep."""
+
+    def fits(value: Any, depth: int) -> bool:
+        if depth == 0:
+            return isinstance(value, str)
+        return isinstance(value, list) and all(fits(item, depth - 1) for item in value)
+
+    if path is None:
+        return None
+    document = _json(path)
+    if not fits(document, depth):
+        raise InvalidArgument(f"{path}: expected names in lists nested {depth} deep, as {'[' * depth}\"name\", ...")
+    return document
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} cannot be read as JSON: {error}") from error

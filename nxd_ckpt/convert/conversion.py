@@ -1,0 +1,203 @@
+"""One conversion from beginning to end: claim the directory, write, vote, commit; what fails leaves nothing behind.
+
+The order is that of a save (see runtime.saving), with the ranks of the result in place of live ones: whoever writes a
+rank's files votes for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, versions
+from nxd_ckpt.convert.crew import Crew, joined
+from nxd_ckpt.convert.job import Job
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, RanksDisagree, from_wire, to_wire
+from nxd_ckpt.runtime import ballot, journal, lease
+from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.commit import Commit, commit
+from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_file, votes_dir
+from nxd_ckpt.runtime.session import Session, open_session
+from nxd_ckpt.storage.urls import open_storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class Means:
+    """With what to convert: ``num_workers`` processes on each host, ``timeout`` seconds without progress until another
+    host counts as lost, ``progress`` for a bar on standard error."""
+
+    num_workers: int = 1
+    timeout: float = DEFAULT_TIMEOUT
+    progress: bool = False
+
+    def validate(self) -> None:
+        """Raises InvalidArgument."""
+        if not isinstance(self.num_workers, int) or self.num_workers < 1:
+            raise InvalidArgument(f"num_workers must be an int of at least 1, found {self.num_workers!r}")
+
+
+def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
+    """Do the job that ``prepare(process, processes)`` describes, together with torchrun's other processes, if any.
+
+    Raises CheckpointError, on every process, and then nothing is left but what was there before.
+    """
+    with joined(means.timeout) as agreement:
+        job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
+        words = agreement.gather(repr((job.what, job.parts)))
+        decided_by_rank0(agreement, lambda: _must_agree(words))
+        with closing(Crew(job, means.num_workers)) as crew:
+            ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
+            nbytes = on_all(agreement, lambda: crew.survey(ranks))
+            with _claimed(job, agreement, means.timeout, crew) as session, _bar(nbytes, means.progress) as show:
+                _Attempt(job, session, crew, ranks, show).run()
+
+
+def _must_agree(words: Sequence[str] | None) -> None:
+    if len(set(words or ())) > 1:
+        raise RanksDisagree(
+            "the processes of this conversion were given different inputs or arguments; start all of them alike"
+        )
+
+
+@contextmanager
+def _claimed(job: Job, agreement: Agreement, timeout: float, crew: Crew) -> Iterator[Session]:
+    """The claim on the result's directory; afterwards what the attempt left there is removed."""
+    storage = open_storage(job.target.directory, job.durable)
+    processes = Topology(dp=agreement.world_size, rank=agreement.rank)
+    session = open_session(storage, processes, agreement, None, timeout)
+    try:
+        yield session
+    finally:
+        crew.close()
+        with suppress(PeerTimeout):
+            agreement.gather(None)  # from here on nobody writes
+        if agreement.rank == 0:
+            _clean_up(session)
+        with suppress(PeerTimeout):
+            agreement.broadcast(None)
+        session.close()
+
+
+def _clean_up(session: Session) -> None:
+    storage, attempt = session.storage, session.attempt(1)
+    try:
+        if storage.is_file(JOURNAL):
+            return  # a swap that could not be finished: whoever opens the directory next needs what is there
+        storage.remove(staging_dir(attempt))
+        storage.remove(votes_dir(attempt))
+        journal.discard_trash(storage)
+    except OSError as error:
+        logger.warning("could not clean up %s: %s", storage.url, error)
+
+
+@contextmanager
+def _bar(nbytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A function that shows how many bytes of all are written."""
+    if not shown:
+        yield lambda written: None
+        return
+    from tqdm import tqdm
+
+    # None: only where somebody watches.
+    with tqdm(total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+
+        def show(written: int) -> None:
+            bar.update(written - bar.n)
+
+        yield show
+
+
+class _Attempt:
+    """This process's part in writing one tag: the ranks ``ranks`` of the result; process 0 also decides."""
+
+    def __init__(self, job: Job, session: Session, crew: Crew, ranks: range, show: Callable[[int], None]) -> None:
+        self._job, self._session, self._crew, self._show = job, session, crew, show
+        self._storage, self._attempt = session.storage, session.attempt(1)
+        self._unwritten = list(ranks)
+        self._failure_told = False
+        self._looked = time.monotonic()
+
+    def run(self) -> None:
+        """Write, then decide or learn the verdict. Raises this process's own error where it has one."""
+        own: BaseException | None = None
+        try:
+            self._write()
+        except BaseException as error:
+            own = error  # the others must hear of it, of an interrupt too
+        if self._session.topology.rank == 0:
+            own = self._decide(own)
+            verdict = Verdict()
+        else:
+            verdict = self._learn(own)
+        if own is not None:
+            raise own
+        if verdict.error is not None:
+            raise from_wire(*verdict.error, verdict.rank)
+
+    def _write(self) -> None:
+        self._storage.make_dir(votes_dir(self._attempt))
+        self._storage.make_dir(staging_dir(self._attempt))
+        for vote in self._crew.write(tuple(self._unwritten), self._attempt, self._tick):
+            self._cast(vote)
+            self._unwritten.remove(vote.rank)
+        self._show(self._crew.written)
+
+    def _cast(self, vote: Vote) -> None:
+        try:
+            ballot.cast(self._storage, self._attempt, vote)
+            self._failure_told = vote.error is not None
+        except OSError:
+            if vote.error is None:
+                raise
+            # The error itself, perhaps a full disk, is raised next: it says more.
+
+    def _tick(self) -> None:
+        """Show progress, also to the other processes, and stop where one of them has failed."""
+        self._show(self._crew.written)
+        now = time.monotonic()
+        if self._session.topology.world_size == 1 or now - self._looked < min(5.0, self._session.timeout / 10):
+            return
+        self._looked = now
+        if self._unwritten:
+            ballot.report_progress(self._storage, self._attempt, self._unwritten[0], self._crew.written)
+        if self._storage.is_file(verdict_file(self._attempt)):  # before all ranks voted: it can only be a failure
+            raise CheckpointError("stopped: another process of this conversion failed")
+
+    def _decide(self, own: BaseException | None) -> BaseException | None:
+        """Process 0: collect the votes, commit, announce; the error that kept the tag from becoming visible."""
+        if own is None:
+            try:
+                self._commit()
+            except BaseException as error:
+                own = error
+        try:
+            ballot.announce(self._storage, self._attempt, Verdict(None if own is None else to_wire(own)))
+        except OSError as error:
+            logger.error("%s: cannot tell the other processes the outcome: %s", self._storage.url, error)
+        return own
+
+    def _commit(self) -> None:
+        session, job = self._session, self._job
+        votes = ballot.collect(self._storage, self._attempt, job.topology.world_size, session.timeout)
+        if session.lease is not None:
+            lease.require(self._storage, session.lease)
+        request = Commit(self._attempt, job.target.name, job.parts, versions=versions())
+        try:
+            commit(self._storage, job.topology, votes, request)
+        except OSError as error:
+            raise CheckpointError(f"could not complete {job.target.path}: {type(error).__name__}: {error}") from error
+
+    def _learn(self, own: BaseException | None) -> Verdict:
+        if own is None:
+            patience = 1.5 * self._session.timeout + 5.0  # longer than process 0's with this one
+            return ballot.await_verdict(self._storage, self._attempt, self._job.target.name, patience)
+        if self._unwritten and not self._failure_told:
+            self._cast(Vote(self._unwritten[0], error=to_wire(own)))
+        return Verdict()

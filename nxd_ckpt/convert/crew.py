@@ -1,0 +1,174 @@
+"""The workers of a conversion on this host, and the hosts that torchrun joined."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.sink import Sink
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import CheckpointError, to_wire
+from nxd_ckpt.runtime.agreement import Agreement, Alone, agreement_for
+
+_TICK = 0.2
+"""Seconds between two looks at how far the workers are."""
+
+
+class Crew:
+    """Runs the steps of a job on ranks of its result: one at a time, or ``num_workers`` in processes of their own.
+
+    Worker processes import the caller's main module again (multiprocessing's "spawn"): a script that wants several
+    must call from below ``if __name__ == "__main__":``.
+    """
+
+    def __init__(self, job: Job, num_workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._written, self._stop = context.Value("q", 0), context.Event()
+        entry = (job, self._written, self._stop)
+        self._executor: Executor
+        if num_workers > 1:
+            self._executor = ProcessPoolExecutor(num_workers, context, _enter, entry)
+        else:
+            self._executor = ThreadPoolExecutor(1, "nxd_ckpt-sink", _enter, entry)
+
+    @property
+    def written(self) -> int:
+        """Bytes that all workers wrote so far."""
+        return int(self._written.value)
+
+    def survey(self, ranks: Iterable[int]) -> int:
+        """The bytes of these ranks' files. Raises what makes the conversion impossible."""
+        calls = {rank: partial(_survey, rank) for rank in ranks}
+        found: list[int] = [_result(future) for _, future in self._run(calls, lambda: None)]
+        return sum(found)
+
+    def write(self, ranks: Iterable[int], attempt: str, tick: Callable[[], None]) -> Iterator[Vote]:
+        """Write these ranks; the vote of each as it is done. ``tick`` is called several times a second.
+
+        For one that failed, first its vote comes, then its error is raised.
+        """
+        calls = {rank: partial(_write, rank, attempt) for rank in ranks}
+        for rank, future in self._run(calls, tick):
+            try:
+                vote: Vote = _result(future)
+            except Exception as error:
+                yield Vote(rank, error=to_wire(error))
+                raise
+            yield vote
+
+    def close(self) -> None:
+        """Stop what is still running; afterwards nobody writes."""
+        self._stop.set()
+        self._executor.shutdown(cancel_futures=True)
+
+    def _run(
+        self, calls: Mapping[int, Callable[[], Any]], tick: Callable[[], None]
+    ) -> Iterator[tuple[int, Future[Any]]]:
+        ranks = {self._executor.submit(call): rank for rank, call in calls.items()}
+        waiting = set(ranks)
+        while waiting:
+            done, waiting = wait(waiting, timeout=_TICK, return_when=FIRST_COMPLETED)
+            tick()
+            yield from ((ranks[future], future) for future in done)
+
+
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except BrokenExecutor as error:
+        raise CheckpointError(
+            "a worker process died: look in the system's log whether it was killed for want of memory, and use fewer "
+            "workers (--num_workers)"
+        ) from error
+
+
+class _Own(threading.local):
+    """What a worker (a process, or the one thread) keeps from task to task."""
+
+    job: Job
+    sink: Sink | None = None
+    written: Any
+    stop: Any
+
+
+_own = _Own()
+
+
+def _enter(job: Job, written: Any, stop: Any) -> None:
+    _own.job, _own.written, _own.stop = job, written, stop
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says when to stop
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # nobody is left to use what this process would write
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _survey(rank: int) -> int:
+    return _sink().survey(rank)
+
+
+def _write(rank: int, attempt: str) -> Vote:
+    return _sink().write(rank, attempt, _count)
+
+
+def _sink() -> Sink:
+    if _own.sink is None:
+        _own.sink = Sink(_own.job)
+    return _own.sink
+
+
+def _count(nbytes: int) -> None:
+    if _own.stop.is_set():
+        raise CheckpointError("stopped: another rank's conversion failed, or it was interrupted")
+    with _own.written.get_lock():
+        _own.written.value += nbytes
+
+
+@contextmanager
+def joined(timeout: float) -> Iterator[Agreement]:
+    """The agreement of all processes that torchrun started (WORLD_SIZE in the environment); alone without it.
+
+    A process group is made for them with gloo, unless there is one.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield Alone()
+        return
+    import torch.distributed as dist
+
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        agreement = agreement_for(dist.get_rank(), size, timeout)
+        if agreement is None:
+            raise CheckpointError(
+                f"WORLD_SIZE is {size}, but the process group has {dist.get_world_size()} ranks: under torchrun every "
+                "process must convert, and elsewhere WORLD_SIZE must not be set"
+            )
+        yield agreement
+    finally:
+        if own:
+            dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""Filling the memory of files to be written with what other files hold: proved, in waves, read ahead of the writing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from nxd_ckpt.core.box import Box, boxes_of_run
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, itemsize
+from nxd_ckpt.runtime.arena import Arena
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.plan import PlannedFile
+from nxd_ckpt.runtime.staging import Span, Wave, contents_of, plan_waves, views_of
+
+WAVE = 32 * 2**20
+"""Bytes that are read, and bytes that are written meanwhile: enough for any disk, and for a digest of every block."""
+
+
+class Filling:
+    """Fills planned files whose leaves stand for tensors of the tag ``opened``. Its two buffers are reused."""
+
+    def __init__(self, opened: OpenTag) -> None:
+        self._opened, self._prover = opened, opened.reader()
+        self._arenas = (Arena(WAVE), Arena(WAVE))
+
+    def waves(self, files: Sequence[PlannedFile]) -> Iterator[tuple[Wave, list[memoryview]]]:
+        """Each wave with its memory, filled; while the caller writes one, the next is read.
+
+        Raises:
+            DigestMismatch: what is read is not what was written; names the tensor.
+        """
+        waves = plan_waves(files, WAVE)
+        with ThreadPoolExecutor(1, "nxd_ckpt-reader") as reader:
+            filled = reader.submit(self._fill, files, waves[0], self._arenas[0])
+            for number, wave in enumerate(waves):
+                views = filled.result()
+                if number + 1 < len(waves):
+                    arena = self._arenas[(number + 1) % 2]
+                    filled = reader.submit(self._fill, files, waves[number + 1], arena)
+                yield wave, views
+
+    def _fill(self, files: Sequence[PlannedFile], wave: Wave, arena: Arena) -> list[memoryview]:
+        views = views_of(wave, arena)
+        names = {number: _names(files[number]) for number in {span.file for span in wave}}
+        for span, view in zip(wave, views, strict=True):
+            self._fill_span(files[span.file], names[span.file], span, view)
+        return views
+
+    def _fill_span(self, planned: PlannedFile, names: Mapping[int, str], span: Span, view: memoryview) -> None:
+        for number, start, stop, at in contents_of(planned, span):
+            leaf = _assembly(planned.image.storages[number].tensor)
+            size = itemsize(leaf.dtype)
+            first, last = start // size, stop // size
+            # Just before they are read once more, from the page cache then: no tensor has to fit into memory.
+            for box in boxes_of_run(first, last, leaf.shape):
+                self._prover.prove(leaf.within(box), names[number])
+            self._opened.read_run(leaf, first, last, view[at : at + stop - start])
+
+
+def _names(planned: PlannedFile) -> dict[int, str]:
+    """A tensor's name for each storage of the file."""
+    return {tensor.storage: tensor.name for tensor in planned.tensors}
+
+
+def _assembly(leaf: TensorStub | Assembly) -> Assembly:
+    if isinstance(leaf, Assembly):
+        return leaf
+    whole = Box.whole(leaf.shape)
+    return Assembly(leaf.dtype, leaf.shape, (Part(leaf, whole, whole),))

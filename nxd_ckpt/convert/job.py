@@ -1,0 +1,37 @@
+"""What one conversion is to do, as each of its processes knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nxd_ckpt.convert.places import Place
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class Job:
+    """Make ``target`` out of ``source``. Plain data: it is handed to worker processes.
+
+    Attributes:
+        what: what each rank of the result holds; its ``topology`` is seen from any rank.
+        parts: what the result holds, as its manifest will say.
+        keeps_model: the model's files are taken over as they are: the result's ranks have the input's.
+        durable: fsync everything before the result becomes visible.
+    """
+
+    source: Place
+    target: Place
+    what: Target
+    parts: Parts
+    keeps_model: bool = False
+    durable: bool = True
+
+    @property
+    def topology(self) -> Topology:
+        return self.what.topology
+
+    def of_rank(self, rank: int) -> Target:
+        """What the global ``rank`` of the result holds."""
+        return replace(self.what, topology=self.topology.at(rank))

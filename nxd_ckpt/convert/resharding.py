@@ -1,0 +1,101 @@
+"""``reshard``: a whole tag for other sizes of any kind of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
+from nxd_ckpt.convert.conversion import Means, convert
+from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.places import StrPath, locate_input, locate_output
+from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.target import Target
+
+
+def reshard(
+    input_dir: StrPath,
+    output_dir: StrPath,
+    *,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    partitions: Mapping[str, Partition] | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    num_workers: int = 1,
+    overwrite: bool = False,
+    durable: bool = True,
+    timeout: float = DEFAULT_TIMEOUT,
+    progress: bool = False,
+) -> None:
+    """Make ``output_dir``, the tag ``input_dir`` as a job of the given sizes would have saved it.
+
+    Model and optimizer are cut anew, bit for bit; scheduler and user content are taken over. What ranks saved for
+    themselves alone (``rank_content``) is left out unless the sizes stay the same: it belongs to no rank of another
+    job. Otherwise as :func:`nxd_ckpt.convert.convert_zero1`.
+
+    Args:
+        input_dir: a tag's directory.
+        output_dir: the tag's directory that is made, outside ``input_dir``.
+        dp, tp, pp, ep: the new sizes; None keeps the input's. ``ep`` must divide ``dp``.
+        partitions: how parameters were cut over the input's ranks, by name, where it does not say (NxD's tags do not).
+        stages: the names of each new pipeline stage; by default layers are spread evenly, in their order.
+        saved_param_names: the optimizer's parameter names, for each stage of the input, for each param group, in
+            order, where it does not say (NxD's tags do not; needed where more than dp changes).
+        num_workers, overwrite, durable, timeout, progress: as for ``convert_zero1``.
+
+    Raises:
+        InvalidArgument: sizes that contradict each other, or an ``output_dir`` that must not be touched.
+        TopologyMismatch: sizes that do not divide a tensor, or a cut that is not known.
+        OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
+        CheckpointNotFound, CorruptCheckpoint, DirectoryInUse: as for ``convert_zero1``.
+    """
+    means = Means(num_workers, timeout, progress)
+    sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
+
+    def prepare(process: int, processes: int) -> Job:
+        means.validate()
+        source = locate_input(input_dir)
+        target = locate_output(output_dir, source, overwrite)
+        opened = open_source(source)
+        if not opened.parts.model and opened.parts.optimizer is None:
+            raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to cut anew")
+        for rank in range(process, opened.topology.world_size, processes):
+            refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
+        what = Target(
+            _topology(opened.topology, sizes),
+            optimizer=_kind(opened.parts.optimizer),
+            partitions=partitions,
+            stages=stages,
+            saved_names=saved_param_names,
+        )
+        return _job(opened, Job(source, target, what, opened.parts, durable=durable))
+
+    convert(prepare, means)
+
+
+def _topology(saved: Topology, sizes: Mapping[str, int | None]) -> Topology:
+    """The new sizes; ranks in the standard order, unless nothing changes."""
+    wanted = saved.sizes | {name: size for name, size in sizes.items() if size is not None}
+    return saved if wanted == saved.sizes else Topology(wanted["dp"], wanted["tp"], wanted["pp"], wanted["ep"])
+
+
+def _kind(saved: str | None) -> str | None:
+    """The unsharded ZeRO-1 optimizer is a form between two jobs, never a job's own."""
+    return "zero1" if saved in ("zero1_full", "zero1_dcp") else saved
+
+
+def _job(opened: OpenTag, job: Job) -> Job:
+    parts = replace(
+        opened.parts,
+        optimizer=job.what.optimizer,
+        lower_precision_weights=True,  # what was left out of the model is written, from the master weights
+        rank_content=opened.parts.rank_content and job.topology == opened.topology,
+    )
+    return replace(job, parts=parts)

@@ -1,0 +1,93 @@
+"""Writing the ranks of a conversion's result, one after the other: plan, files, index, vote."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from nxd_ckpt.convert.carrying import Carried, Carrying
+from nxd_ckpt.convert.filling import Filling
+from nxd_ckpt.convert.job import Job
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.layout import names
+from nxd_ckpt.runtime.opening import open_complete_tag
+from nxd_ckpt.runtime.paths import staging_dir
+from nxd_ckpt.runtime.plan import SavePlan, plan_save
+from nxd_ckpt.runtime.target import target_state
+from nxd_ckpt.runtime.writing import FileWriter, write_index
+from nxd_ckpt.storage.urls import open_storage
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that each step wrote; what it raises stops the writing."""
+
+
+class Sink:
+    """Writes any rank of the result of ``job``, in bounded memory. One to a process or thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._opened = open_complete_tag(open_storage(job.source.directory), job.source.name)
+        self._storage = open_storage(job.target.directory, job.durable)
+        self._filling = Filling(self._opened)
+        self._carrying = Carrying(job, self._opened, self._storage)
+
+    def survey(self, rank: int) -> int:
+        """The bytes that the rank's files will have, but for those taken over. Writes nothing.
+
+        Raises what makes the conversion impossible: sizes that do not divide a tensor, parameters without a name, ...
+        """
+        return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
+
+    def write(self, rank: int, attempt: str, progress: Progress) -> Vote:
+        """Write the rank's files and index into the attempt's staging directory, durably."""
+        started = time.monotonic()
+        topology, folder = self._job.topology.at(rank), staging_dir(attempt)
+        plan = self._plan(topology)
+        writer = self._write_files(plan, folder, progress)
+        carried = self._carrying.bring(topology, folder, progress)
+        return Vote(
+            rank,
+            plan=plan.agreed(self._job.target.name, topology),
+            replica=plan.replica,
+            index=self._write_index(writer, plan, carried, topology, folder),
+            replicated=writer.replicated_digest(),
+            nbytes=writer.nbytes + carried.nbytes,
+            seconds=round(time.monotonic() - started, 6),
+        )
+
+    def _plan(self, topology: Topology) -> SavePlan:
+        plan = plan_save(target_state(self._opened, self._job.of_rank(topology.rank)), topology)
+        return replace(plan, parts=self._job.parts)
+
+    def _write_files(self, plan: SavePlan, folder: str, progress: Progress) -> FileWriter:
+        reported = 0
+
+        def report(nbytes: int) -> None:
+            nonlocal reported
+            progress(nbytes - reported)
+            reported = nbytes
+
+        writer = FileWriter(self._storage, folder, plan.files, report)
+        try:
+            for wave, views in self._filling.waves(plan.files):
+                writer.write(wave, views)
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    def _write_index(
+        self, writer: FileWriter, plan: SavePlan, carried: Carried, topology: Topology, folder: str
+    ) -> RankLine:
+        written = writer.index(plan, topology.coordinates)
+        index = replace(
+            written,
+            files={**written.files, **carried.files},
+            tensors=written.tensors + carried.tensors,
+            parameters={**written.parameters, **carried.parameters},
+        )
+        return RankLine(*write_index(self._storage, folder, names.index_file(topology.coordinates), index))

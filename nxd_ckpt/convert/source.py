@@ -1,0 +1,133 @@
+"""The input of a conversion: one tag, proved to be complete and of one save before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nxd_ckpt.adapters.optimizer_state import STEP
+from nxd_ckpt.convert.places import Place
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.grid import describe, holes
+from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag, settle_swap
+from nxd_ckpt.storage.urls import open_storage
+
+
+def open_source(place: Place) -> OpenTag:
+    """Open the tag: ours, NxD's, or what NxD's converter wrote (``optim/`` without any marker).
+
+    Raises:
+        CheckpointNotFound: not a tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
+        UnsupportedState: a checkpoint of NxD 0.1 to 0.5.
+    """
+    storage = open_storage(place.directory)
+    settle_swap(storage)
+    listing = {entry.name for entry in storage.list(place.name)}
+    if names.DONE not in listing and listing & {names.MARKER, names.MANIFEST}:
+        raise CheckpointNotFound(
+            f"{place.path} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; choose another tag"
+        )
+    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
+        tags = [name for name in sorted(listing) if storage.is_file(f"{place.name}/{name}/{names.DONE}")]
+        if tags:
+            raise CheckpointNotFound(
+                f"{place.path} is a directory of checkpoints, expected one of them: {', '.join(tags[:8])}"
+            )
+    opened = open_complete_tag(storage, place.name)
+    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
+        raise UnsupportedState(
+            f"{place.path} is laid out as by neuronx_distributed 0.1 to 0.5, expected model/ or optim/ in it; load it "
+            "and save it once with nxd_ckpt, then convert that"
+        )
+    if opened.manifest is None:
+        _refuse_missing_ranks(opened)
+    return opened
+
+
+def refuse_mixed_ranks(opened: OpenTag, at: Coordinates) -> None:
+    """Raise MalformedFile if the optimizer's file of that rank is of another save than others.
+
+    Its shards are as large as the number of ranks says. Options are equal on all ranks of a stage; the count of steps
+    and what there is state for, on those with the same experts. A manifest vouches for the files of our tags; of others
+    this is what can be known.
+    """
+    if opened.manifest is not None or opened.parts.optimizer is None:
+        return
+    _refuse_other_shards(opened, at)
+    peer, first = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep), Coordinates(at.pp_rank)
+    mine = _vital(opened, at)
+    for other, what in [(peer, name) for name in mine] + [(first, name) for name in ("param_groups", "shape_info")]:
+        theirs = _vital(opened, other) if other != at else mine
+        if mine[what] != theirs[what]:
+            raise MalformedFile(
+                f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different {what}: "
+                f"{_shown(mine[what])} and {_shown(theirs[what])}; the directory mixes files of two saves"
+            )
+
+
+def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
+    if opened.parts.optimizer != "zero1":
+        return
+    tree, sizes = opened.optimizer_tree(at), opened.topology
+    first_expert, behind = tree.get("ep_base_state_offset"), tree.get("ep_shape_info_offset", 0)
+    for index, entries in tree.get("base_state", {}).items():
+        expert = first_expert is not None and index >= first_expert
+        shards = sizes.expert_dp if expert else sizes.dp
+        whole = tuple(tree["shape_info"].get(index - first_expert + behind if expert else index, ()))
+        expected = (zero1_rows(whole[0], shards), *whole[1:]) if whole else ()
+        for name, leaf in entries.items():
+            if isinstance(leaf, TensorStub) and 0 < len(leaf.shape) == len(whole) and leaf.shape != expected:
+                raise MalformedFile(
+                    f"{opened.where}/{leaf.file}: {name} of parameter {index} has shape {leaf.shape}, expected "
+                    f"{expected}, a shard of {whole} over {shards} ranks; files of ranks are missing, or of two saves"
+                )
+
+
+def _refuse_missing_ranks(opened: OpenTag) -> None:
+    parts = {}
+    for part in (names.MODEL_DIR, names.OPTIMIZER_DIR):
+        listed = (entry.name for entry in opened.storage.list(f"{opened.tag}/{part}"))
+        parts[part] = [ranks for name in listed if (ranks := names.parse(name) or names.parse_full(name)) is not None]
+        missing = holes(parts[part])
+        if missing:
+            raise PartNotFound(
+                f"{opened.where}/{part} holds {describe(parts[part])}: the files of dp {missing[0].dp} tp "
+                f"{missing[0].tp} pp {missing[0].pp} are not there; restore them, or convert another tag"
+            )
+    places = [{(ranks.tp, ranks.pp) for ranks in part} for part in parts.values() if part]
+    if len(places) == 2 and places[0] != places[1]:
+        raise PartNotFound(
+            f"{opened.where}: model/ holds {describe(parts[names.MODEL_DIR])}, optim/ "
+            f"{describe(parts[names.OPTIMIZER_DIR])}; files of ranks are missing from one of them"
+        )
+
+
+def _vital(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
+    """What a rank's optimizer file has in common with others of its save."""
+    tree = opened.optimizer_tree(at)
+
+    def value(leaf: Any) -> Any:
+        return opened.read(leaf).tolist() if isinstance(leaf, TensorStub) else leaf
+
+    state: Mapping[Any, Any] = tree.get("base_state", tree.get("state", {}))
+    state = {index: entries for index, entries in state.items() if isinstance(index, int)}
+    groups = [{name: value(option) for name, option in group.items()} for group in tree.get("param_groups", ())]
+    return {
+        "param_groups": groups,
+        "shape_info": tree.get("shape_info"),
+        "state": {index: sorted(map(str, entries)) for index, entries in state.items()},
+        "steps": {index: value(entries[STEP]) for index, entries in state.items() if STEP in entries},
+    }
+
+
+def _rank(at: Coordinates) -> str:
+    return f"dp {at.dp_rank} tp {at.tp_rank} pp {at.pp_rank}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."

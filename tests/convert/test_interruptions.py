@@ -1,0 +1,95 @@
+"""A conversion that fails or is killed leaves no half tag, and what was there stays."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt import has_checkpoint, open_checkpoint
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.storage.local import LocalStorage
+from tests.convert.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
+from tests.layout.equality import difference
+
+pytestmark = pytest.mark.plain
+
+KILLED = """
+import sys
+from nxd_ckpt.convert import convert_zero1, sink
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, killing
+
+sink.open_storage = lambda *args: HookedStorage(LocalStorage(*args), killing("close", "*/optim/dp_rank_01*"))
+convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=3, overwrite=True)
+"""
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow beyond 2 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_killed_in_the_middle(tmp_path: Path) -> None:
+    """SIGKILL between two ranks' files: nothing is visible, the input is as it was, and a second run succeeds."""
+    source = save_example(tmp_path / "input", 2)
+    before = contents(source)
+    output = tmp_path / "output"
+
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(source), str(output / "dp3")], capture_output=True)
+
+    assert -signal.SIGKILL == killed.returncode
+    assert [] == list_tags(LocalStorage(output))
+    assert not has_checkpoint(output)
+    assert any("dp_rank_00" in file for file in remains(output))  # it was in the middle
+    convert_zero1(source, output / "dp3", convert_to_sharded=True, dp_size=3)
+    cut = [sharded(whole(), 3, rank) for rank in range(3)]
+    assert None is difference(plainly(cut), plainly(optimizers(output / "dp3")))
+    assert [] == remains(output)
+    assert before == contents(source)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The error names the file; nothing of the attempt is left."""
+    source = save_example(tmp_path / "input", 2)
+    before = contents(source)
+
+    with full_disk(), pytest.raises(CheckpointError, match=r"writing optim/dp_rank_00.*File too large"):
+        convert_zero1(source, tmp_path / "output" / "dp1", convert_to_sharded=True, dp_size=1)
+
+    assert not (tmp_path / "output" / "dp1").exists()
+    assert [] == remains(tmp_path / "output")
+    assert before == contents(source)
+
+
+def test_an_existing_result_is_replaced_only_by_a_complete_one(tmp_path: Path) -> None:
+    """A failure leaves the old one in place; with success it is gone, and takes no space."""
+    old = save_example(tmp_path / "output", 2, tag="dp3", step=1)
+    source = save_example(tmp_path / "input", 2, step=2)
+    damaged = save_example(tmp_path / "damaged", 2, step=2)
+    shard = damaged / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    before = contents(old)
+
+    with pytest.raises(CheckpointError, match="dp_rank_01"):
+        convert_zero1(damaged, old, convert_to_sharded=True, dp_size=3, overwrite=True)
+    assert before == contents(old)
+    convert_zero1(source, old, convert_to_sharded=True, dp_size=3, overwrite=True)
+
+    assert {"steps": 2} == open_checkpoint(tmp_path / "output").user_content()
+    assert None is difference(plainly(sharded(whole(step=2), 3, 1)), plainly(optimizers(old)[1]))
+    assert [] == remains(tmp_path / "output")

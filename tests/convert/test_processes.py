@@ -1,0 +1,140 @@
+"""Several workers on a host, and several hosts under torchrun: one of them writes each rank of the result."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import CheckpointError
+from tests.convert.tags import optimizers, plainly, remains, save_example, sharded, whole
+from tests.layout.equality import difference
+
+pytestmark = pytest.mark.plain
+
+ROOT = Path(__file__).parents[2]
+
+MEMBER = """
+import sys
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import CheckpointError
+
+try:
+    convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=int(sys.argv[3]), timeout=30)
+except CheckpointError as error:
+    print(f"{type(error).__name__}: {error}")
+    sys.exit(1)
+"""
+
+GROWTH = """
+import resource, sys, torch
+from nxd_ckpt.convert import convert_zero1
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=1)
+print(peak() - before)
+"""
+
+
+def torchrun(source: Path, target: Path, *dp_sizes: int) -> list[tuple[int, str]]:
+    """Exit code and output of each of two processes, started as torchrun would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(source), str(target), str(dp_size)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, dp_size in enumerate(dp_sizes)
+    ]
+    outputs = [member.communicate(timeout=100)[0] for member in members]
+    return [(member.returncode, output) for member, output in zip(members, outputs, strict=True)]
+
+
+def test_several_workers_share_the_ranks(tmp_path: Path) -> None:
+    """The result is that of one worker."""
+    source = save_example(tmp_path, 2, use_xser=True)
+
+    convert_zero1(source, tmp_path / "dp5", convert_to_sharded=True, dp_size=5, num_workers=2)
+
+    cut = [sharded(whole(), 5, rank) for rank in range(5)]
+    assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "dp5")))
+
+
+def test_an_error_in_a_worker_is_raised(tmp_path: Path) -> None:
+    """As its own class, and nothing is left."""
+    source = save_example(tmp_path / "input", 2)
+    shard = source / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+    with pytest.raises(CheckpointError, match="dp_rank_01"):
+        convert_zero1(source, tmp_path / "output" / "dp5", convert_to_sharded=True, dp_size=5, num_workers=2)
+
+    assert not (tmp_path / "output" / "dp5").exists()
+
+
+def test_two_processes_of_torchrun_make_one_tag(tmp_path: Path) -> None:
+    """Each writes a share; the first commits."""
+    source = save_example(tmp_path / "input", 2)
+
+    ended = torchrun(source, tmp_path / "output" / "dp3", 3, 3)
+
+    assert [0, 0] == [code for code, _ in ended]
+    cut = [sharded(whole(), 3, rank) for rank in range(3)]
+    assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "output" / "dp3")))
+    assert [] == remains(tmp_path / "output")
+
+
+def test_processes_that_mean_different_results_are_refused(tmp_path: Path) -> None:
+    """On both, before anything is written."""
+    source = save_example(tmp_path / "input", 2)
+
+    ended = torchrun(source, tmp_path / "output" / "dp3", 3, 4)
+
+    assert [1, 1] == [code for code, _ in ended]
+    assert all("RanksDisagree" in output for _, output in ended)
+    assert not (tmp_path / "output").exists()
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """Two shards of 80 MiB become a file of 160 MiB: less than one of them is held in memory."""
+    source = _save_large(tmp_path / "input", megabytes=160)
+
+    command = [sys.executable, "-c", GROWTH, str(source), str(tmp_path / "output" / "dp1")]
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    grown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+
+    size = (tmp_path / "output" / "dp1" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").stat().st_size
+    assert size > 160 * 2**20
+    assert int(grown.stdout) < size / 2
+
+
+def _save_large(directory: Path, megabytes: int) -> Path:
+    import torch
+
+    from nxd_ckpt import Topology
+    from tests.interop.saving import save_as_every_rank
+
+    rows = megabytes * 2**20 // 2 // 4096 + 1  # two moments, 4 KiB a row
+    tree = {
+        "state": {},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+        "base_state": {0: {key: torch.ones(-(-rows // 2), 1024) for key in ("exp_avg", "exp_avg_sq")}},
+        "shape_info": {0: [rows, 1024]},
+    }
+    topologies = [Topology(dp=2, rank=rank) for rank in range(2)]
+    save_as_every_rank(directory, "step_1", topologies, lambda rank: {"optimizer": tree}, durable=False)
+    return directory / "step_1"

@@ -1,0 +1,175 @@
+"""What NxD 0.18 wrote, without any index of ours, loads on other sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology, errors, load_checkpoint
+from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
+from tests.elastic.golden import TAG, GoldenModel
+from tests.elastic.ranks import Pipeline, entries_of
+from tests.elastic.transformer import topology_of
+from tests.golden.checkpoints import groups_like, module_like, saved
+from tests.layout.equality import difference
+
+pytestmark = pytest.mark.plain
+
+LOST = ["frozen_scale", "pos_scale", "tokens_seen"]
+"""Tensors of the configuration without lower-precision weights that no file holds."""
+
+BY_POSITION = [
+    *[("a_dp2_zero1_pt", sizes) for sizes in ("dp1", "dp3", "dp4", "tp3")],
+    *[("b_dp2_zero1_xser", sizes) for sizes in ("dp1", "dp3", "dp4")],
+    *[("c_dp2_tp2_zero1_xser", sizes) for sizes in ("dp4", "tp4", "tp1", "dp3tp2")],
+    *[("d_dp4_zero1_xser", sizes) for sizes in ("dp1", "dp2", "dp3", "dp2tp2")],
+    *[("e_dp2_tp2_bf16_master_pt", sizes) for sizes in ("dp3", "dp4tp2", "tp4")],
+    *[("g_dp2_tp2_nozero1_xser", sizes) for sizes in ("tp1", "dp3", "tp4")],
+    *[("h_tp2_pp2_zero1_xser", sizes) for sizes in ("dp2tp2pp2", "dp3tp2pp2")],
+    *[("i_dp4_ep2_zero1_pt", sizes) for sizes in ("dp2ep2", "dp6ep2", "dp2ep2tp2")],
+    *[("i_dp2_tp2_ep2_nozero1_xser", sizes) for sizes in ("dp2ep2", "dp4ep2tp4")],
+    *[("l_dp2_zero1_dcp_async", sizes) for sizes in ("dp1", "dp3", "tp2")],
+    *[("s_tp2_stride2_nozero1_pt", sizes) for sizes in ("tp1", "tp4")],
+]
+BY_NAME = [
+    *[("h_tp2_pp2_zero1_xser", sizes) for sizes in ("tp2", "dp2tp2", "dp3tp2")],
+    *[("c_dp2_tp2_zero1_xser", sizes) for sizes in ("pp2", "dp3pp2")],
+    *[("g_dp2_tp2_nozero1_xser", sizes) for sizes in ("pp2", "tp2pp2")],
+    *[("i_dp4_ep2_zero1_pt", sizes) for sizes in ("dp1", "dp2", "dp3ep3", "tp2")],
+    *[("i_dp2_tp2_ep2_nozero1_xser", sizes) for sizes in ("dp1", "tp2", "dp4ep4")],
+]
+
+
+class Live:
+    """A rank of another job, on plain torch, with nothing of the checkpoint in it."""
+
+    def __init__(self, golden: GoldenModel, at: Topology) -> None:
+        self.wanted, self.at, self.zero1 = golden.held_on(at), at, golden.zero1
+        self.stage = module_like(self.wanted)
+        self.model: Any = Pipeline(self.stage) if at.pp > 1 else self.stage
+        groups = groups_like(self.wanted, self.stage)
+        settings: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.5)}
+        masters = golden.saved.config["master_in_ckpt"]
+        dp_groups, expert_dp_groups = ([at.replicas(at.coordinates, expert=expert)] for expert in (False, True))
+        if not golden.zero1:
+            self.optimizer: Any = torch.optim.AdamW(groups, **settings)
+        elif at.ep == 1:
+            self.optimizer = ShardedOptimizer(groups, at.rank, dp_groups, save_master_weights=masters, **settings)
+        else:
+            self.optimizer = ExpertShardedOptimizer(
+                groups, at.rank, dp_groups, expert_dp_groups, save_master_weights=masters, **settings
+            )
+
+    def load(self, golden: GoldenModel, **options: Any) -> None:
+        load_checkpoint(golden.saved.directory, TAG, self.model, self.optimizer, topology=self.at, **options)
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter; ``master`` is what a ZeRO-1 optimizer steps on."""
+        named = dict(self.stage.named_parameters(remove_duplicate=False))
+        found = {}
+        for name, _, key, state, _ in entries_of(self.optimizer, named):
+            found[name] = {**state.get(key, {}), **({"master": key.detach()} if self.zero1 else {})}
+        return found
+
+    def options(self) -> dict[str, list[dict[str, Any]]]:
+        named = dict(self.stage.named_parameters(remove_duplicate=False))
+        return {
+            name: [{option: group[option] for option in ("lr", "weight_decay", "betas")} for group in groups]
+            for name, _, _, _, groups in entries_of(self.optimizer, named)
+        }
+
+
+def check(golden: GoldenModel, live: Live) -> None:
+    """Model, moments, steps, what is stepped on, and options are this rank's part of what was held."""
+    assert None is difference(live.wanted["model"], dict(live.stage.state_dict()))
+    found = live.entries()
+    for name, wanted in live.wanted["entries"].items():
+        unsaved = {"master": found[name].get("master")} if live.zero1 and "master" not in wanted else {}
+        assert None is difference({**wanted, **unsaved}, found[name], name)
+    wanted_options = golden.options()
+    for name, options in live.options().items():
+        assert [wanted_options[name]] * len(options) == options
+
+
+@pytest.mark.parametrize(("name", "sizes"), BY_POSITION)
+def test_live_ranks_of_other_sizes_continue_from_it(golden: Path, name: str, sizes: str) -> None:
+    """With the same stages and experts, a parameter's position in the param groups tells which entry is its."""
+    model = GoldenModel(saved(golden, name))
+    topology = topology_of(sizes)
+    for rank in range(topology.world_size):
+        live = Live(model, topology.at(rank))
+        live.load(model)
+        check(model, live)
+
+
+@pytest.mark.parametrize(("name", "sizes"), BY_NAME)
+def test_with_other_stages_or_experts_names_are_needed(golden: Path, name: str, sizes: str) -> None:
+    """Positions on other stages say nothing: without ``saved_param_names=`` it is refused and nothing changes."""
+    model = GoldenModel(saved(golden, name))
+    topology = topology_of(sizes)
+    for rank in range(topology.world_size):
+        live = Live(model, topology.at(rank))
+        before = {key: value.clone() for key, value in live.stage.state_dict().items()}
+        with pytest.raises(errors.OptimizerMismatch, match="saved_param_names="):
+            live.load(model, partitions=model.unmarked_experts(live.at))
+        assert None is difference(before, dict(live.stage.state_dict()))
+        live.load(model, saved_param_names=model.saved_names, partitions=model.unmarked_experts(live.at))
+        check(model, live)
+
+
+def test_names_must_be_those_that_were_saved(golden: Path) -> None:
+    """One stage's names too few, or a name too few in a stage, are refused."""
+    model = GoldenModel(saved(golden, "h_tp2_pp2_zero1_xser"))
+    live = Live(model, Topology(tp=2, tp_rank=1))
+    first, second = model.saved_names
+    for names in ([first], [first, second[:1]], [second, first]):
+        with pytest.raises(errors.OptimizerMismatch, match="names"):
+            live.load(model, saved_param_names=names)
+    assert all(not set(entry) - {"master"} for entry in live.entries().values())
+
+
+@pytest.mark.parametrize("sizes", ["dp1", "dp4", "dp3tp2", "tp4"])
+def test_weights_that_were_left_out_come_from_master_weights(golden: Path, sizes: str) -> None:
+    """On other sizes as well: a weight is its part of the master weights, cast; what no file holds is named."""
+    model = GoldenModel(saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser"))
+    topology = topology_of(sizes)
+    for rank in range(topology.world_size):
+        live = Live(model, topology.at(rank))
+        fresh = {name: value.clone() for name, value in live.stage.state_dict().items()}
+        with pytest.raises(errors.PartNotFound, match=", ".join(LOST)):
+            live.load(model)
+        assert None is difference(fresh, dict(live.stage.state_dict()))
+        live.load(model, strict=False)
+        live.wanted["model"] |= {name: fresh[name] for name in LOST}
+        check(model, live)
+
+
+def test_ranks_that_should_be_equal_and_are_not(golden: Path) -> None:
+    """The norms of this configuration differ between tensor-parallel ranks: on other tp, none of them is taken."""
+    model = GoldenModel(saved(golden, "h_tp2_pp2_zero1_xser"))
+    live = Live(model, Topology())
+    before = {key: value.clone() for key, value in live.stage.state_dict().items()}
+    with pytest.raises(errors.TopologyMismatch, match=r"norm.*taken to be the same on each rank.*partitions="):
+        live.load(model, saved_param_names=model.saved_names)
+    assert None is difference(before, dict(live.stage.state_dict()))
+
+
+def test_experts_that_are_not_marked(golden: Path) -> None:
+    """Without expert parallelism NxD does not mark experts: where the tag does not tell, ``partitions=`` has to."""
+    model = GoldenModel(saved(golden, "i_dp4_ep2_zero1_pt"))
+    live = Live(model, Topology())
+    before = {key: value.clone() for key, value in live.stage.state_dict().items()}
+    with pytest.raises(errors.IncompatibleState, match=r"moe.*partitions="):
+        live.load(model, saved_param_names=model.saved_names)
+    assert None is difference(before, dict(live.stage.state_dict()))
+
+
+def test_the_model_alone_needs_no_names(golden: Path) -> None:
+    """Model files carry names: any size loads them."""
+    model = GoldenModel(saved(golden, "h_tp2_pp2_zero1_xser"))
+    live = Live(model, Topology(dp=2, tp=2, dp_rank=1, tp_rank=1))
+    load_checkpoint(model.saved.directory, TAG, live.model, topology=live.at)
+    assert None is difference(live.wanted["model"], dict(live.stage.state_dict()))
