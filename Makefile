@@ -27,7 +27,7 @@ lint: $(XLA_READY)
 	$(VENV)/bin/mypy
 
 test-xla: $(XLA_READY)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not soak and not once" $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" $(PYTEST_ARGS)

@@ -135,8 +135,11 @@ class Crossing:
             found.append((Place(ep_rank=1), True, "expert=True"))
         if sizes.tp == 1 or sizes.tp == live.tp:
             return found
-        if partition.replicated_over_tp and not any(alias in self.recorded for alias in self.names(name)):
+        guessed = not any(alias in self.recorded for alias in self.names(name))
+        if partition.replicated_over_tp and guessed:
             found += [(Place(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
+        elif 1 < partition.num_partitions < sizes.tp and guessed:
+            found.append((Place(partition.num_partitions), True, "rank_ordering"))
         elif partition.num_partitions == sizes.tp and not partition.expert and prod(saved.shape) > 1:
             found.append((Place(1), False, "num_partitions"))
         return found

@@ -64,22 +64,33 @@ class ReshardedModel:
         dtype, shape = form_of(reference)
         saved = crossing.saved_spec(name, live, shape)
         reads = crossing.reads(f"model/{name}", saved, live)
-        self._refuse_unequal_replicas(name, pp_rank, saved)
+        self.refuse_unequal_replicas(name, pp_rank, saved)
         stubs = {read.holder: self._tree(_at(pp_rank, read.holder))[name] for read in reads}
         return assembled(f"model/{name}", dtype, live.shape, reads, stubs, shape)
 
-    def _refuse_unequal_replicas(self, name: str, pp_rank: int, saved: ParameterSpec) -> None:
-        """Compare digests of what is taken for equal, or for different, on all ranks of a dimension that changes."""
+    def refuse_unequal_replicas(self, name: str, pp_rank: int, saved: ParameterSpec) -> None:
+        """Compare digests of what is taken for equal, or for different, on all ranks of a dimension that changes.
+
+        Raises TopologyMismatch, naming what ``partitions=`` has to say.
+        """
         first = self._digests(name, pp_rank, Place())
         for place, equal, attribute in self._crossing.suspects(name, saved):
             other = self._digests(name, pp_rank, place)
-            if None not in (*first, *other) and equal != (first == other):
+            if None in (*first, *other) or equal == (first == other):
+                continue
+            if equal or not self._is_constant(name, pp_rank):
                 taken, saw = ("the same", "other values than") if equal else ("another part", "the same values as")
                 raise TopologyMismatch(
                     f"model/{name}: taken to be {taken} on each rank, but rank (tp {place.tp_rank}, ep "
                     f"{place.ep_rank}) saved {saw} rank 0: its attributes were lost, or do not tell; pass partitions= "
                     f"with its {attribute}"
                 )
+
+    def _is_constant(self, name: str, pp_rank: int) -> bool:
+        """Whether all elements are the same (a bias that is zero yet): then equal ranks tell nothing, and need not."""
+        leaf = self._tree(_at(pp_rank, Place()))[name]
+        values = self._crossing.opened.read(leaf).flatten()
+        return bool((values == values[:1]).all())
 
     def _refuse_other_values(self, name: str, pp_rank: int, reference: Any) -> None:
         """Tensors in extra state, or in a dict of the state dict, say nothing of a cut: only equal ones are taken."""

@@ -20,6 +20,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, iter_tensors
 from nxd_ckpt.runtime.crossing import Crossing, assembled
+from nxd_ckpt.runtime.resharded_model import ReshardedModel
 from nxd_ckpt.runtime.saved_optimizer import SavedSlot, options_by_group, slots_by_name
 
 
@@ -55,6 +56,8 @@ class ReshardedOptimizer:
         self._slots: dict[Coordinates, dict[str, SavedSlot]] = {}
         self._options: dict[Coordinates, list[dict[str, Any]]] = {}
         self._general: dict[Coordinates, dict[str, Any]] = {}
+        self._model = ReshardedModel(crossing) if crossing.opened.parts.model else None
+        self._compared: set[str] = set()
         self._plans: dict[tuple[OptimizerSlot, tuple[int, ...]], list[Read[Place]]] = {}
 
     def groups(self) -> list[dict[str, Any]]:
@@ -186,7 +189,12 @@ class ReshardedOptimizer:
                 raise self._only_here_and_there(found, ", ".join(sorted(map(str, more))), self._near(found))
 
     def _refuse_unequal_replicas(self, name: str, saved: ParameterSpec, found: _Found, key: str) -> None:
-        """As for the model: of what is taken to be equal on all ranks, look at another one's digest."""
+        """Of what is taken to be equal on all ranks, compare another rank's: of the weights, where there are any."""
+        if self._model is not None and found.name in self._model.reference(found.pp_rank):
+            if found.name not in self._compared:
+                self._model.refuse_unequal_replicas(found.name, found.pp_rank, saved)
+                self._compared.add(found.name)
+            return
         for place, equal, attribute in self._crossing.suspects(found.name, saved):
             if not equal or (self._is_sharded and place.ep_rank):  # one shard each, no replicas
                 continue

@@ -15,7 +15,7 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointNotFound
 from tests.cli.conftest import Run
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 REPOSITORY = Path(__file__).parents[2]
 LOOKING = ["list", "inspect", "verify"]

@@ -14,7 +14,7 @@ import torch
 from nxd_ckpt.runtime.paths import trash_file
 from tests.cli.conftest import Run
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def bytes_below(tag: Path) -> int:

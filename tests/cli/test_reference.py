@@ -8,7 +8,7 @@ from nxd_ckpt.cli.main import COMMANDS, parsers
 from tests.cli.reference import DOCUMENT, command_lines, rendered, steady
 from tests.docs.markdown import headings
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_blocks_show_what_the_command_prints() -> None:

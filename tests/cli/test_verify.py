@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])

@@ -15,7 +15,7 @@ from nxd_ckpt.cli.main import main
 from tests.convert.tags import optimizers, plainly, save_example, sharded, whole
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "convert_zero_checkpoints.py"
 

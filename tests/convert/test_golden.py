@@ -18,7 +18,7 @@ from tests.elastic.transformer import topology_of
 from tests.golden.checkpoints import saved
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SOURCES = {"pt": "a_dp2_zero1_pt", "xser": "b_dp2_zero1_xser"}
 ZERO1 = [

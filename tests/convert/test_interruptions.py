@@ -20,7 +20,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.convert.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys

@@ -19,7 +19,7 @@ from tests.elastic.whole import Layout, Weight, expected
 from tests.golden.checkpoints import saved
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def stages_of(layout: Layout, weights: list[Weight]) -> list[list[str]]:

@@ -22,7 +22,7 @@ from tests.elastic.transformer import layout_of, weights_of
 from tests.elastic.whole import expected
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])

@@ -19,7 +19,7 @@ from tests.elastic.whole import Layout, Weight, expected
 from tests.interop.saving import save_as_every_rank
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 PAIRS = [
     ("dp2tp2", "dp4"),

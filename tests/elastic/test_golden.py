@@ -16,7 +16,7 @@ from tests.elastic.transformer import topology_of
 from tests.golden.checkpoints import groups_like, module_like, saved
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 LOST = ["frozen_scale", "pos_scale", "tokens_seen"]
 """Tensors of the configuration without lower-precision weights that no file holds."""

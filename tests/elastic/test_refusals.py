@@ -16,7 +16,7 @@ from tests.elastic.whole import Layout, Weight, expected
 from tests.interop.saving import save_as_every_rank
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 WEIGHTS = weights_of()
 SAVED = layout_of("dp2tp2", WEIGHTS)

@@ -1,0 +1,202 @@
+"""What a checkpoint does not say is not guessed: where two readings are possible, digests decide, or it is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Partition, Topology, errors, load_checkpoint
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+Values = Mapping[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    """Parameters by name, with NxD's attributes on those that have some, and names that are tied to others."""
+
+    def __init__(self, values: Values, attributes: Mapping[str, dict[str, Any]] = {}, ties: Mapping[str, str] = {}):
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, torch.nn.Parameter(value.clone()))
+            vars(self.get_parameter(name)).update(attributes.get(name, {}))
+        for name, other in ties.items():
+            setattr(self, name, self.get_parameter(other))
+
+
+def columns(tp: int) -> dict[str, Any]:
+    return {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1, "num_partitions": tp}
+
+
+def adam(model: torch.nn.Module, value: float | None = None) -> torch.optim.Optimizer:
+    """With state if a value is given: moments that are ``value`` more than their parameter's first element."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters() if value is not None else ():
+        moment = torch.full_like(parameter, parameter.detach().flatten()[0].item() + (value or 0.0))
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment.clone()}
+    return optimizer
+
+
+def save(directory: Path, topology: Topology, what: Callable[[int], dict[str, Any]], **options: Any) -> Path:
+    ranks = [topology.at(rank) for rank in range(topology.world_size)]
+    save_as_every_rank(directory, "tag", ranks, what, durable=False, **options)
+    return directory
+
+
+def as_nxd_wrote_it(directory: Path) -> Path:
+    (directory / "tag" / "manifest.json").unlink()
+    shutil.rmtree(directory / "tag" / "index")
+    return directory
+
+
+def refuse(directory: Path, error: type[Exception], match: str, model: Any, *others: Any, **options: Any) -> None:
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=match):
+        load_checkpoint(directory, "tag", model, *others, **options)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_experts_that_nobody_marked(tmp_path: Path) -> None:
+    """Expert-parallel ranks that saved other values under one name: on another tp none of them is taken for all."""
+    save(tmp_path, Topology(dp=2, tp=2, ep=2), lambda rank: {"model": {"experts": torch.full((2, 3), 1.0 + rank // 2)}})
+    live = Model({"experts": torch.zeros(2, 3)})
+    refuse(tmp_path, errors.TopologyMismatch, "expert=True", live, topology=Topology(dp=2, ep=2, dp_rank=1))
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_heads_that_several_ranks_hold(tmp_path: Path, foreign: bool) -> None:
+    """Key-value heads that neighbours hold alike, though attributes say a part each: refused, but for ``partitions=``
+    at the save, which says it."""
+    heads = [torch.full((2, 2), float(rank // 2)) + torch.eye(2) for rank in range(4)]
+    attributes = {"k": columns(4)}
+    directory = save(tmp_path, Topology(tp=4), lambda rank: {"model": Model({"k": heads[rank]}, attributes)})
+    if foreign:
+        as_nxd_wrote_it(directory)
+    live = Model({"k": torch.zeros(1, 2)}, {"k": columns(8)})
+    refuse(directory, errors.TopologyMismatch, "partitions= with its num_partitions", live, topology=Topology(tp=8))
+
+
+def test_heads_in_an_order_that_is_not_recorded(tmp_path: Path) -> None:
+    """NxD's tag does not say whether rank 1 holds the first head or the second: its digests do."""
+    heads = [torch.full((2, 2), float(rank // 2)) + torch.eye(2) for rank in range(4)]
+    directory = as_nxd_wrote_it(save(tmp_path, Topology(tp=4), lambda rank: {"model": {"k": heads[rank]}}))
+    live = Model({"k": torch.zeros(2, 2)}, {"k": columns(2)})
+    refuse(directory, errors.TopologyMismatch, "rank_ordering", live, topology=Topology(tp=2))
+
+
+def test_a_bias_that_is_zero_on_all_ranks(tmp_path: Path) -> None:
+    """Equal parts are no sign of replicas where every element is the same, attributes or none at the save."""
+    for attributes in ({"bias": columns(2)}, {}):
+        directory = tmp_path / str(len(attributes))
+        model = Model({"bias": torch.zeros(2)}, attributes)
+        save(directory, Topology(tp=2), lambda rank, model=model: {"model": model})  # type: ignore[misc]
+        live = Model({"bias": torch.ones(4)}, {"bias": columns(1)})
+        load_checkpoint(directory, "tag", live, topology=Topology())
+        assert [0.0] * 4 == live.state_dict()["bias"].tolist()
+
+
+def test_a_tie_that_was_made(tmp_path: Path) -> None:
+    """Two parameters had a state each, live they are one: whose moments should it continue with?"""
+
+    def what(rank: int) -> dict[str, Any]:
+        model = Model({"embed": torch.full((2,), 1.0), "head": torch.full((2,), 2.0)})
+        return {"model": model, "optimizer": adam(model, 10.0)}
+
+    save(tmp_path, Topology(), what)
+    live = Model({"embed": torch.zeros(2)}, ties={"head": "embed"})
+    refuse(tmp_path, errors.OptimizerMismatch, "embed, head are one parameter live", live, adam(live))
+
+
+def test_a_tie_that_was_broken(tmp_path: Path) -> None:
+    """One parameter, live two: they would share its moments."""
+
+    def what(rank: int) -> dict[str, Any]:
+        model = Model({"embed": torch.full((2,), 1.0)}, ties={"head": "embed"})
+        return {"model": model, "optimizer": adam(model, 10.0)}
+
+    save(tmp_path, Topology(), what)
+    live = Model({"embed": torch.zeros(2), "head": torch.zeros(2)})
+    refuse(tmp_path, errors.OptimizerMismatch, "tied", live, adam(live))
+
+
+def test_tensors_inside_an_entry(tmp_path: Path) -> None:
+    """A list of tensors in an optimizer's state says nothing of how they are cut."""
+
+    def what(rank: int) -> dict[str, Any]:
+        model = Model({"w": torch.full((2, 2), float(rank))}, {"w": columns(2)})
+        optimizer = adam(model, 10.0)
+        optimizer.state[model.get_parameter("w")]["history"] = [torch.full((2, 2), float(rank))]
+        return {"model": model, "optimizer": optimizer}
+
+    save(tmp_path, Topology(tp=2), what)
+    live = Model({"w": torch.zeros(4, 2)}, {"w": columns(1)})
+    refuse(tmp_path, errors.OptimizerMismatch, "w/history: saved as a list", live, adam(live), topology=Topology())
+
+
+def test_tensors_inside_extra_state(tmp_path: Path) -> None:
+    """They are read as tensors on the same sizes; on others only what is equal on all ranks can be taken."""
+    for equal in (True, False):
+        directory = tmp_path / str(equal)
+        values = [torch.full((2,), 0.0 if equal else float(rank)) for rank in range(2)]
+        states = [{"stats": {"seen": value, "epoch": 3}} for value in values]
+        save(directory, Topology(tp=2), lambda rank, states=states: {"model": states[rank]})  # type: ignore[misc]
+        same: dict[str, Any] = {}
+        load_checkpoint(directory, "tag", same, topology=Topology(tp=2, rank=1))
+        assert (values[1].tolist(), 3) == (same["stats"]["seen"].tolist(), same["stats"]["epoch"])
+        other: dict[str, Any] = {}
+        if equal:
+            load_checkpoint(directory, "tag", other, topology=Topology())
+            assert [0.0, 0.0] == other["stats"]["seen"].tolist()
+        else:
+            with pytest.raises(errors.TopologyMismatch, match="stats: holds tensors whose cut nothing describes"):
+                load_checkpoint(directory, "tag", other, topology=Topology())
+
+
+def test_one_name_on_two_stages(tmp_path: Path) -> None:
+    """Where they differ, neither is taken."""
+    save(tmp_path, Topology(pp=2), lambda rank: {"model": {"shared": torch.full((2,), float(rank))}})
+    live = Model({"shared": torch.zeros(2)})
+    refuse(tmp_path, errors.TopologyMismatch, r"shared: pipeline stages \[0, 1\]", live, topology=Topology())
+
+
+def test_partitions_for_an_empty_dict_are_those_of_its_ranks(tmp_path: Path) -> None:
+    """As for a live model: the cut over the ranks that load."""
+    whole = torch.arange(8.0).reshape(4, 2)
+    save(tmp_path, Topology(tp=4), lambda rank: {"model": {"w": whole.chunk(4)[rank]}})
+    for rank, expected in enumerate(whole.chunk(2)):
+        state: dict[str, Any] = {}
+        cut = {"w": Partition(0, num_partitions=2)}
+        load_checkpoint(tmp_path, "tag", state, topology=Topology(tp=2, rank=rank), partitions=cut)
+        assert torch.equal(expected, state["w"])
+
+
+def test_an_optimizer_without_names_goes_by_position(tmp_path: Path) -> None:
+    """On another dp, with no model to name its parameters, whether the tag names them or not."""
+
+    def what(rank: int) -> dict[str, Any]:
+        model = Model({"a": torch.full((2,), 1.0), "b": torch.full((3,), 2.0)})
+        return {"model": model, "optimizer": adam(model, 10.0)}
+
+    save(tmp_path, Topology(), what)
+    live = Model({"a": torch.zeros(2), "b": torch.zeros(3)})
+    optimizer = adam(live)
+    load_checkpoint(tmp_path, "tag", None, optimizer, topology=Topology(dp=3, rank=2))
+    assert [11.0, 12.0] == [optimizer.state[p]["exp_avg"][0].item() for p in live.parameters()]
+
+
+def test_the_same_sizes_with_partitions_that_the_attributes_do_not_say(tmp_path: Path) -> None:
+    """Saved with ``partitions=`` for two key-value heads on four ranks, a resume on four ranks needs no more."""
+    heads = [torch.full((2, 2), float(rank % 2)) + torch.eye(2) for rank in range(4)]
+    partitions = {"k": Partition(0, num_partitions=2)}
+    attributes = {"k": columns(4)}
+    topology = Topology(tp=4)
+    save(tmp_path, topology, lambda rank: {"model": Model({"k": heads[rank]}, attributes)}, partitions=partitions)
+    live = Model({"k": torch.zeros(2, 2)}, attributes)
+    load_checkpoint(tmp_path, "tag", live, topology=topology.at(3))
+    assert torch.equal(heads[3], live.state_dict()["k"])
