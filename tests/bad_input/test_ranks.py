@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.testing.workers import WorkerPool
 from tests.bad_input.live import Net, files_below, jobs
@@ -129,11 +129,7 @@ def test_a_model_that_does_not_fit_on_one_rank(pair: WorkerPool, kept: Path) -> 
         ([{"tag": "two"}] * 2, errors.CheckpointNotFound, "no tag 'two'; it holds 'one' (complete)"),
         ([{"tag": "../one"}] * 2, errors.InvalidTag, "tag '../one'"),
         ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
-        (
-            [{"topology": Topology(tp=2, rank=rank), "optimizer": {}} for rank in (0, 1)],
-            errors.TopologyMismatch,
-            "saved on dp=2 tp=1 pp=1 ep=1, but is loaded on dp=1 tp=2 pp=1 ep=1",
-        ),
+        ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names ['absent']"),
     ],
 )
 def test_a_load_that_is_refused(
