@@ -117,7 +117,7 @@ class ReshardedModel:
 
     def _digests(self, name: str, pp_rank: int, place: Place) -> list[Any]:
         value = self._tree(_at(pp_rank, place)).get(name)
-        return [_digest(leaf) for _, leaf in iter_tensors(value)]
+        return [_digest(leaf) for _, leaf in iter_tensors(value, (TensorStub, MissingTensor))]
 
     def _tree(self, at: Coordinates) -> dict[str, Any]:
         if at not in self._trees:
