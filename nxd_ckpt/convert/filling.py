@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from nxd_ckpt.core.box import Box, boxes_of_run
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, itemsize
+from nxd_ckpt.core.box import boxes_of_run
+from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.arena import Arena
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.plan import PlannedFile
@@ -48,7 +48,7 @@ class Filling:
 
     def _fill_span(self, planned: PlannedFile, names: Mapping[int, str], span: Span, view: memoryview) -> None:
         for number, start, stop, at in contents_of(planned, span):
-            leaf = _assembly(planned.image.storages[number].tensor)
+            leaf = Assembly.of(planned.image.storages[number].tensor)
             size = itemsize(leaf.dtype)
             first, last = start // size, stop // size
             # Just before they are read once more, from the page cache then: no tensor has to fit into memory.
@@ -60,10 +60,3 @@ class Filling:
 def _names(planned: PlannedFile) -> dict[int, str]:
     """A tensor's name for each storage of the file."""
     return {tensor.storage: tensor.name for tensor in planned.tensors}
-
-
-def _assembly(leaf: TensorStub | Assembly) -> Assembly:
-    if isinstance(leaf, Assembly):
-        return leaf
-    whole = Box.whole(leaf.shape)
-    return Assembly(leaf.dtype, leaf.shape, (Part(leaf, whole, whole),))

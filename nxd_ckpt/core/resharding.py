@@ -7,6 +7,7 @@ of the whole it is. Else both cuts must be known, and everything goes through th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from nxd_ckpt.core.box import Box
@@ -14,6 +15,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
 from nxd_ckpt.core.plan import Cut, Place, Read, holders, plan_reads
 from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
 _PASS = (
@@ -57,6 +59,22 @@ def plan_parameter(
     return _reads(name, wanted, saved.partition, saved.shape, saved_cut, at)
 
 
+def check_partitions(
+    given: Mapping[str, Partition], parameters: Mapping[str, ParameterSpec], topology: Topology
+) -> None:
+    """Raise InvalidArgument for partitions that a rank with these ``parameters`` cannot have."""
+    unknown = [name for name in given if name not in parameters]
+    if unknown and topology.pp == 1:  # else it may be on another stage
+        raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
+    for name, partition in given.items():
+        held = parameters.get(name)
+        if held and partition.known and partition.strips(held.shape, topology.tp, topology.ep_rank) is None:
+            raise InvalidArgument(
+                f"partitions= says that {name} is cut as {partition}, which {topology.tp} tensor-parallel ranks that "
+                f"each hold shape {held.shape} cannot be; give the cut of the whole parameter"
+            )
+
+
 def rescaled(name: str, partition: Partition, tp: int, new_tp: int) -> Partition:
     """How a parameter that ``tp`` ranks cut in this way is cut over ``new_tp`` ranks, by NxD's conventions.
 
@@ -78,22 +96,18 @@ def rescaled(name: str, partition: Partition, tp: int, new_tp: int) -> Partition
     return replace(partition, num_partitions=count, rank_ordering=None)
 
 
-def respecified(
-    name: str, spec: ParameterSpec, cut: Cut, new: Cut, partition: Partition | None = None
-) -> ParameterSpec:
-    """The parameter as each rank of a job with the sizes ``new`` holds it, before ZeRO-1.
-
-    ``partition`` says how it is cut there; by default as :func:`rescaled` has it.
+def respecified(name: str, spec: ParameterSpec, cut: Cut, new: Cut) -> ParameterSpec:
+    """The parameter as each rank of a job with the sizes ``new`` holds it, before ZeRO-1, cut as by :func:`rescaled`.
 
     Raises:
         TopologyMismatch: the sizes do not divide it, or how it is cut is not known.
     """
     same = (cut.tp, cut.ep if spec.partition.expert else 0) == (new.tp, new.ep if spec.partition.expert else 0)
-    if partition is None and same:
+    if same:
         return spec
-    if not spec.partition.known and partition is None:
+    if not spec.partition.known:
         raise TopologyMismatch(f"{name}: how it is cut over {cut.tp} tensor-parallel ranks is not known; {_PASS}")
-    partition = partition or rescaled(name, spec.partition, cut.tp, new.tp)
+    partition = rescaled(name, spec.partition, cut.tp, new.tp)
     whole = _whole(spec, cut)
     if whole is None:
         raise TopologyMismatch(f"{name}: shape {spec.shape} cannot be cut as {spec.partition}; {_PASS}")

@@ -70,11 +70,6 @@ def blocks_of(part: Part) -> Iterator[int]:
         following = max(following, last + 1)
 
 
-def nbytes_of(part: Part) -> int:
-    """Bytes of the part as it lies on disk."""
-    return part.source.numel * itemsize(part.stub.dtype)
-
-
 def _read_part(part: Part, out: torch.Tensor, read: ReadRanges) -> None:
     stub = part.stub
     if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was

@@ -104,6 +104,14 @@ class Assembly:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
+    @staticmethod
+    def of(leaf: TensorStub | Assembly) -> Assembly:
+        """The leaf itself, a whole saved tensor as the one part of it."""
+        if isinstance(leaf, Assembly):
+            return leaf
+        whole = Box.whole(leaf.shape)
+        return Assembly(leaf.dtype, leaf.shape, (Part(leaf, whole, whole),))
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)

@@ -10,6 +10,7 @@ from nxd_ckpt.adapters.model import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.adapters.state import ModelState, StateTensor
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.resharding import check_partitions
 from nxd_ckpt.core.retention import validate_num_kept
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
@@ -117,16 +118,7 @@ def _scheduler_state(scheduler: Any) -> Any:
 
 
 def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:
-    unknown = [name for name in partitions if name not in state.parameters]
-    if unknown and topology.pp == 1:  # else it may be on another stage
-        raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
-    for name, partition in partitions.items():
-        held = state.parameters.get(name)
-        if held and partition.known and partition.strips(held.shape, topology.tp, topology.ep_rank) is None:
-            raise InvalidArgument(
-                f"partitions= says that {name} is cut as {partition}, which {topology.tp} tensor-parallel ranks that "
-                f"each hold shape {held.shape} cannot be; give the cut of the whole parameter"
-            )
+    check_partitions(partitions, state.parameters, topology)
     parameters = {
         name: replace(spec, partition=partitions.get(name, spec.partition)) for name, spec in state.parameters.items()
     }

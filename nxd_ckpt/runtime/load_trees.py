@@ -18,9 +18,9 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.resharding import rescaled
+from nxd_ckpt.core.resharding import check_partitions, rescaled
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound
+from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, Path, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
@@ -120,7 +120,8 @@ class _Source:
         self._live_names = _flat(options.param_names) or (None if optimizer is None else optimizer.parameter_names)
 
     def model_tree(self, model: ModelAdapter) -> dict[str, Any]:
-        self._check_partitions()
+        if self._specs:  # else a dict to be filled
+            check_partitions(self._options.partitions or {}, self._specs, self._topology)
         if self._same_sizes("model") and not self._is_recut:
             tree = self._opened.model_tree(self._topology.coordinates)
         elif not model.names():  # a dict to be filled
@@ -171,20 +172,6 @@ class _Source:
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
         held = self._opened.model_tree(near).keys()
         return any(not held & {name, *self._model.aliases(name)} for name in self._model.names())
-
-    def _check_partitions(self) -> None:
-        """Raise InvalidArgument for partitions that the live model cannot have."""
-        given = self._options.partitions or {}
-        unknown = [name for name in given if name not in self._specs]
-        if unknown and self._specs and self._topology.pp == 1:  # else it may be on another stage
-            raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
-        for name in given.keys() & self._specs.keys():
-            shape, partition = self._specs[name].shape, given[name]
-            if partition.known and partition.strips(shape, self._topology.tp, self._topology.ep_rank) is None:
-                raise InvalidArgument(
-                    f"partitions= says that {name} is cut as {partition}, which {self._topology.tp} tensor-parallel "
-                    f"ranks that each hold shape {shape} cannot be; give the cut of the whole parameter"
-                )
 
     @cached_property
     def _is_recut(self) -> bool:

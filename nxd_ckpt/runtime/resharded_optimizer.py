@@ -12,13 +12,12 @@ from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
-from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.plan import Place, Read
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
 from nxd_ckpt.runtime.crossing import Crossing, assembled
 from nxd_ckpt.runtime.resharded_model import ReshardedModel
 from nxd_ckpt.runtime.saved_optimizer import SavedSlot, options_by_group, slots_by_name
@@ -124,10 +123,7 @@ class ReshardedOptimizer:
             return None
         slot = OptimizerSlot(name, self._crossing.live_spec(name, spec))
         leaf = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
-        if isinstance(leaf, TensorStub):
-            whole = Box.whole(leaf.shape)
-            return Assembly(spec.dtype, leaf.shape, (Part(leaf, whole, whole),))
-        return replace(leaf, dtype=spec.dtype) if isinstance(leaf, Assembly) else None
+        return replace(Assembly.of(leaf), dtype=spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
 
     def _entry(self, slot: OptimizerSlot, found: _Found, key: str, reference: Any) -> Any:
         """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""
@@ -190,12 +186,15 @@ class ReshardedOptimizer:
 
     def _refuse_unequal_replicas(self, name: str, saved: ParameterSpec, found: _Found, key: str) -> None:
         """Of what is taken to be equal on all ranks, compare another rank's: of the weights, where there are any."""
+        suspects = self._crossing.suspects(found.name, saved)
+        if not suspects:  # as when only dp changes: the model's files are not even opened
+            return
         if self._model is not None and found.name in self._model.reference(found.pp_rank):
             if found.name not in self._compared:
                 self._model.refuse_unequal_replicas(found.name, found.pp_rank, saved)
                 self._compared.add(found.name)
             return
-        for place, equal, attribute in self._crossing.suspects(found.name, saved):
+        for place, equal, attribute in suspects:
             if not equal or (self._is_sharded and place.ep_rank):  # one shard each, no replicas
                 continue
             pair = [self._leaf_at(found, at, key) for at in (Place(), place)]
