@@ -27,10 +27,11 @@ from nxd_ckpt.runtime.capture import SaveOptions, capture
 from nxd_ckpt.runtime.commit import clean_up
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.loading import load
-from nxd_ckpt.runtime.plan import SavePlan, plan_save
+from nxd_ckpt.runtime.plan import SavePlan
+from nxd_ckpt.runtime.planner import Planner
 from nxd_ckpt.runtime.saving import Saving, prepare
 from nxd_ckpt.runtime.session import Session, open_session
-from nxd_ckpt.runtime.staging import Wave, plan_waves, stage
+from nxd_ckpt.runtime.staging import Stager, Wave, plan_waves
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
@@ -86,7 +87,8 @@ class Checkpointer:
         self._agreement: Agreement | None = None
         self._session: Session | None = None
         self._worker: Worker | None = None
-        self._arena: Arena | None = None
+        self._planner = Planner(self.topology)
+        self._stager: Stager | None = None
         self._pending: list[PendingSave] = []
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
@@ -135,8 +137,8 @@ class Checkpointer:
                 user_content=user_content,
                 rank_content=rank_content,
             )
-            plan = plan_save(state, self.topology)
-            plan_waves(plan.files, self._staging_arena().cap)  # one tensor too large: said before anything is written
+            plan = self._planner.plan(state)
+            plan_waves(plan.files, self._staging().arena.cap)  # one tensor too large: said before anything is written
             return plan
 
         if self._session is None:
@@ -274,22 +276,22 @@ class Checkpointer:
     def _stage(self, saving: Saving, plan: SavePlan) -> BaseException | None:
         """Copy the state into the arena and hand it over, in as many waves as it takes; the error of this rank."""
         try:
-            arena = self._staging_arena()
+            stager = self._staging()
             torch_xla.sync()
-            waves = plan_waves(plan.files, arena.cap)
+            waves = plan_waves(plan.files, stager.arena.cap)
             for number, wave in enumerate(waves):
-                views = stage(plan.files, wave, arena)
+                views = stager.stage(plan.files, wave)
                 self._hand_over(saving, wave, views, wait=number < len(waves) - 1)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
             saving.error = saving.error or problem
             return problem
         return None
 
-    def _staging_arena(self) -> Arena:
-        if self._arena is None:
+    def _staging(self) -> Stager:
+        if self._stager is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world_size))
-            self._arena = Arena(self._memory_cap if self._memory_cap is not None else default_cap(local))
-        return self._arena
+            self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
+        return self._stager
 
     def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
         written = threading.Event()
@@ -344,8 +346,8 @@ class Checkpointer:
             self._session.close()
             self._session = None
             forget(self)
-        if self._arena is not None and not undecided:
-            self._arena.release()
+        if self._stager is not None and not undecided:
+            self._stager.release()
 
     def _clean_up(self, run_id: str) -> None:
         try:
@@ -390,6 +392,7 @@ def _conclude(saving: Saving, pending: PendingSave) -> None:
         error = problem
     pending.timings, pending.nbytes = saving.timings, saving.nbytes
     pending.settle(error)
+    saving.tidy()
 
 
 def _must_agree(words: list[Any] | None) -> None:

@@ -12,11 +12,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, memory_of, refuse_unsupported, spec_of
-from nxd_ckpt.adapters.state import ModelState, StateTensor, state_of
+from nxd_ckpt.adapters.parameters import (
+    form_of,
+    is_tensor,
+    memory_for,
+    memory_of,
+    refuse_unsupported,
+    spec_of,
+    traits_of,
+)
+from nxd_ckpt.adapters.state import ModelState, StateTensor, frozen
 from nxd_ckpt.adapters.torch_xla import copy_in
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.tensors import Path, iter_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +58,24 @@ class ModelAdapter:
 
         Raises UnsupportedState, naming the tensor, for DTensor, SPMD, meta and sparse ones.
         """
-        tensors = self._tensors()
-        ties = self._ties
-        specs = {name: replace(spec_of(tensor, tp), tie=ties.get(name)) for name, tensor in tensors.items()}
+        ties, tensors = self._ties, self._tensors
+        tree = frozen(self._live)
 
-        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            name = "/".join(map(str, path))
-            spec = specs.get(name) if not _is_extra_state(name) else None
-            expert = spec is not None and spec.partition.expert
-            return StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
+        def specify() -> dict[str, ParameterSpec]:
+            named = {name: tensor for name, tensor in tensors.items() if not _is_extra_state(name)}
+            return {name: replace(spec_of(tensor, tp), tie=ties.get(name)) for name, tensor in named.items()}
 
-        state = state_of(dict(self._live), describe)
-        parameters = {name: spec for name, spec in specs.items() if not _is_extra_state(name)}
-        return ModelState(state.tree, state.tensors, parameters)
+        def describe() -> dict[Path, StateTensor]:
+            described = {}
+            for path, _ in iter_tensors(tree, torch.Tensor):
+                name = "/".join(map(str, path))
+                spec = state.parameters.get(name)
+                expert = spec is not None and spec.partition.expert
+                described[path] = StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
+            return described
+
+        state = ModelState(tree, describe, (tp, [traits_of(tensor) for tensor in tensors.values()], ties), specify)
+        return state
 
     def parameter_names(self) -> dict[int, str]:
         """Names by the id of the live parameter; of tied names, the first."""
@@ -116,7 +130,9 @@ class ModelAdapter:
 
     @cached_property
     def _ties(self) -> dict[str, str]:
-        return _find_ties(self._tensors())
+        for name, tensor in self._tensors.items():
+            refuse_unsupported(f"model/{name}", tensor)
+        return _find_ties(self._tensors)
 
     @cached_property
     def _names_by_tie(self) -> dict[str, list[str]]:
@@ -125,11 +141,9 @@ class ModelAdapter:
             names.setdefault(tie, []).append(name)
         return names
 
+    @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
-        for name, tensor in tensors.items():
-            refuse_unsupported(f"model/{name}", tensor)
-        return tensors
+        return {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
 
     def _check_writable(self, name: str) -> None:
         """Raise UnsupportedState if assigning to ``name`` would be lost."""
@@ -146,9 +160,11 @@ class ModuleModel(ModelAdapter):
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
         super().__init__(dict(local(keep_vars=True) if callable(local) else model.state_dict(keep_vars=True)))
         self._model = model
-        modules = list(model.local_modules()) if callable(local) else [model]
-        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._held = {id(tensor) for tensor in held}
+        self._modules = list(model.local_modules()) if callable(local) else [model]
+
+    @cached_property
+    def _held(self) -> set[int]:
+        return {id(held) for module in self._modules for held in (*module.parameters(), *module.buffers())}
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):

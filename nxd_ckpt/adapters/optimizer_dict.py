@@ -41,14 +41,15 @@ class DictOptimizer:
         self.parameter_names = if_known(self._names)
         self._state = state
         self._topology = topology
-        self._specs = {} if model is None else model.capture(topology.tp).parameters
+        self._model = None if model is None else model.capture(topology.tp)
         self._first_expert = _parameters_before(groups, state.get("ep_param_group_offset", len(groups)))
 
     def form(self) -> None:
         return None
 
     def capture(self) -> State:
-        return state_of(self._state, self._describe)
+        grounds = self.kind, self._topology.sizes, self._names, None if self._model is None else self._model.grounds
+        return state_of(self._state, self._describe, grounds)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if self._state and ("base_state" in saved) != ("base_state" in self._state):
@@ -71,7 +72,8 @@ class DictOptimizer:
         expert = offset is not None and index >= offset
         flat = index - offset + self._first_expert if offset is not None and expert else index
         name = self._names[flat] if flat < len(self._names) else f"#{flat}"
-        spec = self._specs.get(name) or self._guessed(section, index, tensor, expert)
+        known = None if self._model is None else self._model.parameters.get(name)
+        spec = known or self._guessed(section, index, tensor, expert)
         if self.kind == "plain" or spec is None:
             return Slot(name, tensor, torch.empty(() if spec is None else spec.shape, device="meta"), {}, spec)
         at = self._topology

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for
+from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, traits_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -185,6 +185,11 @@ def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateT
     if slot is None:
         return StateTensor("/".join(map(str, ("optim", *path))))
     return slot.describe(path[2:] or (MASTER_WEIGHTS,), tensor)
+
+
+def traits_of_all(optimizer: Any) -> list[Hashable]:
+    """The traits of all parameters of an optimizer, in order."""
+    return [traits_of(parameter) for parameter, _ in flat_parameters(optimizer.param_groups)]
 
 
 def flat_parameters(groups: Sequence[Group]) -> Iterator[tuple[torch.Tensor, Group]]:

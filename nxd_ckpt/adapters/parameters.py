@@ -13,6 +13,18 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import dtype_name
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "rank_ordering",
+    "expert_model_parallel",
+)
+"""What NxD's parallel layers set on parameters."""
+
 
 def is_tensor(leaf: Any) -> bool:
     """Whether ``leaf`` is a tensor or stands for a saved one: anything with ``dtype`` and ``shape``, but NumPy's."""
@@ -38,6 +50,14 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
     return ParameterSpec(dtype, shape, _partition_of(tensor, tp), trainable)
 
 
+def traits_of(tensor: torch.Tensor) -> Hashable:
+    """What there is to know of a tensor but for its values: of equal ones, all that a save notes down is equal."""
+    attributes = vars(tensor)
+    # As text: a list could be changed in place.
+    partition = str([attributes.get(name) for name in _ATTRIBUTES]) if attributes else None
+    return tensor.dtype, tensor.shape, tensor.device, type(tensor), tensor.requires_grad, partition
+
+
 def memory_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same memory seen the same way; on XLA for the same object only."""
     if tensor.device.type == "cpu" and tensor.numel() > 0:
@@ -54,6 +74,8 @@ def memory_for(live: Any) -> torch.Tensor | None:
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for tensors whose values this process does not simply hold."""
+    if tensor.layout is torch.strided and type(tensor) in _PLAIN and not tensor.is_meta and not torch_xla.is_spmd():
+        return
     kind = type(tensor).__name__
     if kind in ("DTensor", "XLAShardedTensor"):
         advice = "save it with torch.distributed.checkpoint, or keep plain tensors with NxD's partition attributes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nxd_ckpt.adapters.optimizer_state import (
     flat_parameters,
     form_of_slots,
     restore_groups,
+    traits_of_all,
 )
 from nxd_ckpt.adapters.parameters import spec_of
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
@@ -31,10 +33,14 @@ class PlainOptimizer:
     def __init__(self, optimizer: Any, names: list[str], tp: int, *, sharded: bool = False) -> None:
         self.kind = "zero1" if sharded else "plain"
         self.parameter_names = if_known(names)
-        self._optimizer = optimizer
-        self._slots = [
-            Slot(name, parameter, parameter, group, None if sharded else spec_of(parameter, tp))
-            for name, (parameter, group) in zip(names, flat_parameters(optimizer.param_groups), strict=True)
+        self._optimizer, self._names, self._tp = optimizer, names, tp
+
+    @cached_property
+    def _slots(self) -> list[Slot]:
+        parameters = flat_parameters(self._optimizer.param_groups)
+        return [
+            Slot(name, parameter, parameter, group, None if self.kind == "zero1" else spec_of(parameter, self._tp))
+            for name, (parameter, group) in zip(self._names, parameters, strict=True)
         ]
 
     def form(self) -> OptimizerForm:
@@ -50,7 +56,8 @@ class PlainOptimizer:
             owned = path[0] == "state" and isinstance(path[1], int)
             return describe_path(path, tensor, self._slots[path[1]] if owned else None)
 
-        return state_of(self._optimizer.state_dict(), describe)
+        grounds = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
+        return state_of(self._optimizer.state_dict(), describe, grounds)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if "base_state" in saved or "state" not in saved:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,11 +40,19 @@ class State:
     """One part of a checkpoint as this rank holds it.
 
     ``tree`` is what NxD's state dict is, with live types; its containers are copies, its tensors the live ones (any
-    device). ``tensors`` describes every tensor of it by path, depth first in dict order.
+    device). ``describe`` tells about every tensor of it, see :attr:`tensors`: only when asked, because that takes
+    longer than to copy a small one, and of the next save all of it is mostly known. ``grounds`` is all that
+    ``describe`` goes by besides the tree: where tree and grounds are alike, so is what it tells.
     """
 
     tree: dict[str, Any]
-    tensors: dict[Path, StateTensor]
+    describe: Callable[[], dict[Path, StateTensor]]
+    grounds: Any = None
+
+    @cached_property
+    def tensors(self) -> dict[Path, StateTensor]:
+        """Every tensor of the tree by path, depth first in dict order."""
+        return self.describe()
 
     def master_weight_entries(self) -> dict[str, Path]:
         """The path of each parameter's master weights, by the parameter's name."""
@@ -57,9 +66,14 @@ class State:
 
 @dataclass
 class ModelState(State):
-    """The model's state. ``parameters`` are the parameters and buffers that this rank holds, by name."""
+    """The model's state. ``specify`` tells about the parameters and buffers that this rank holds, when asked."""
 
-    parameters: dict[str, ParameterSpec] = field(default_factory=dict)
+    specify: Callable[[], dict[str, ParameterSpec]] = dict
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """The parameters and buffers that this rank holds, by name."""
+        return self.specify()
 
 
 @dataclass(frozen=True)
@@ -87,11 +101,21 @@ class OptimizerForm:
     ordinary: tuple[int, int] | None = None
 
 
-def state_of(tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor]) -> State:
-    """The state whose tensors ``describe(path, tensor)`` tells about. Containers are copied: they change while the
-    tensors are being copied, or after (an optimizer's Python ``step``)."""
+def state_of(
+    tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor], grounds: Any = None
+) -> State:
+    """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``."""
+    copied = frozen(tree)
+    return State(
+        copied, lambda: {path: describe(path, leaf) for path, leaf in iter_tensors(copied, torch.Tensor)}, grounds
+    )
+
+
+def frozen(tree: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` with its containers copied: they change while the tensors are being copied, or after (an optimizer's
+    Python ``step``)."""
     copied: dict[str, Any] = map_tensors(tree, _without_graph, torch.Tensor)
-    return State(copied, {path: describe(path, leaf) for path, leaf in iter_tensors(copied, torch.Tensor)})
+    return copied
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from nxd_ckpt.adapters.optimizer_state import (
     form_of_slots,
     overwrite,
     restore_groups,
+    traits_of_all,
 )
 from nxd_ckpt.adapters.parameters import spec_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, State, StateTensor, state_of
@@ -53,15 +55,23 @@ class Zero1Optimizer:
                 f"{type(optimizer).__name__} has no shards yet (lazy_init=True): call its init_zero(), or "
                 "partition the pipeline model, before saving or loading"
             )
-        shards, shard = _place_in_group(optimizer, topology, expert)
+        self._place = _place_in_group(optimizer, topology, expert)
         self.parameter_names = if_known(names)
-        self._optimizer = optimizer
-        full = flat_parameters(optimizer.param_groups)
-        cut = flat_parameters(optimizer.base_optimizer.param_groups)
-        self.slots = [
-            Slot(name, parameter, key, group, spec_of(parameter, topology.tp), shards, shard)
-            for name, (parameter, _), (key, group) in zip(names, full, cut, strict=True)
+        self._optimizer, self._names, self._tp = optimizer, names, topology.tp
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        full = flat_parameters(self._optimizer.param_groups)
+        cut = flat_parameters(self._optimizer.base_optimizer.param_groups)
+        return [
+            Slot(name, parameter, key, group, spec_of(parameter, self._tp), *self._place)
+            for name, (parameter, _), (key, group) in zip(self._names, full, cut, strict=True)
         ]
+
+    def grounds(self) -> Any:
+        """See State."""
+        traits = traits_of_all(self._optimizer), traits_of_all(self._optimizer.base_optimizer)
+        return self._place, self._tp, self._names, traits
 
     def form(self) -> OptimizerForm:
         return form_of_slots(self.kind, self.slots, self._optimizer.param_groups)
@@ -71,7 +81,7 @@ class Zero1Optimizer:
             owned = path[0] in ("base_state", MASTERS) and isinstance(path[1], int)
             return describe_path(path, tensor, self.slots[path[1]] if owned else None)
 
-        return state_of(self._optimizer.state_dict(), describe)
+        return state_of(self._optimizer.state_dict(), describe, self.grounds())
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=False)
@@ -107,7 +117,9 @@ class Zero1Optimizer:
 
     def master_weights(self) -> list[torch.Tensor] | None:
         """The shards' values, in the order of their indices, if this optimizer saves them."""
-        return [slot.key.data for slot in self.slots] if self._optimizer.save_master_weights else None
+        if not self._optimizer.save_master_weights:
+            return None
+        return [shard.data for shard, _ in flat_parameters(self._optimizer.base_optimizer.param_groups)]
 
 
 def check_kind(saved: Mapping[str, Any], optimizer: Any, *, expert: bool) -> None:

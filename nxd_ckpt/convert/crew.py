@@ -130,7 +130,8 @@ def _survey(rank: int) -> int:
 
 
 def _write(rank: int, attempt: str) -> Vote:
-    return _sink().write(rank, attempt, _count)
+    # Bound here: several threads may write a rank's files, and each would find an ``_own`` of its own.
+    return _sink().write(rank, attempt, partial(_count, _own.written, _own.stop))
 
 
 def _sink() -> Sink:
@@ -139,11 +140,11 @@ def _sink() -> Sink:
     return _own.sink
 
 
-def _count(nbytes: int) -> None:
-    if _own.stop.is_set():
+def _count(written: Any, stop: Any, nbytes: int) -> None:
+    if stop.is_set():
         raise CheckpointError("stopped: another rank's conversion failed, or it was interrupted")
-    with _own.written.get_lock():
-        _own.written.value += nbytes
+    with written.get_lock():
+        written.value += nbytes
 
 
 @contextmanager

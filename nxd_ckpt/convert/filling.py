@@ -48,7 +48,7 @@ class Filling:
 
     def _fill_span(self, planned: PlannedFile, names: Mapping[int, str], span: Span, view: memoryview) -> None:
         for number, start, stop, at in contents_of(planned, span):
-            leaf = Assembly.of(planned.image.storages[number].tensor)
+            leaf = Assembly.of(planned.image.tensors[number])
             size = itemsize(leaf.dtype)
             first, last = start // size, stop // size
             # Just before they are read once more, from the page cache then: no tensor has to fit into memory.

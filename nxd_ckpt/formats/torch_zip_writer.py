@@ -1,15 +1,16 @@
-"""Writing torch zip files whose layout is known before any tensor's bytes are.
+"""Writing torch zip files whose layout is known before any tensor's bytes, and any value beside them, are.
 
 A :class:`ZipImage` says where in the file each tensor belongs and, once their digests are known, what all
 other bytes are. So tensors are staged straight into memory that is laid out as the file, hashed there and
 written from there. The result is what ``torch.save`` would have written for CPU copies of the tensors, stored
-tightly: ``torch.load`` (also with ``mmap=True``), ``xser.load`` and unzip read it.
+tightly: ``torch.load`` (also with ``mmap=True``), ``xser.load`` and unzip read it. Only the order of the
+records differs: the pickle comes after the tensors, so that where these lie does not depend on its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.formats import zip_container
@@ -27,44 +28,61 @@ _ARCHIVE = "archive/"
 class Storage:
     """One tensor's place in the file: its ``nbytes`` tight, row-major bytes belong at ``offset``."""
 
-    __slots__ = ("nbytes", "offset", "record_name", "tensor")
+    __slots__ = ("nbytes", "offset", "record_name")
 
     record_name: str
     offset: int
     nbytes: int
-    tensor: Any
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
 
 
 @dataclass(frozen=True)
 class ZipImage:
     """A torch zip file of ``nbytes`` bytes but for its tensors' contents.
 
-    Those go where ``storages`` says, which are in file order. ``storages`` and :meth:`literals` cover
-    [0, nbytes) exactly, without overlap.
+    Those go where ``storages`` says, which are in file order; ``tensors`` are what belongs there. The first
+    ``tensor_nbytes`` bytes are storages with a header before each, the rest is the pickle and the directory.
     """
 
     nbytes: int
-    storages: list[Storage]
-    _contents: list[bytes] = field(repr=False)
-    _records: list[Record] = field(repr=False)  # those of _contents, then those of storages
+    storages: Sequence[Storage]
+    tensors: Sequence[Any] = field(repr=False)
+    _contents: Sequence[bytes] = field(repr=False)
+    _records: Sequence[Record] = field(repr=False)  # those of storages, then those of _contents
 
-    def literals(self, crcs: Mapping[int, int]) -> list[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not a tensor, by offset.
+    @property
+    def tensor_nbytes(self) -> int:
+        return self.storages[-1].end if self.storages else 0
 
-        ``crcs``: the CRC-32 of each storage's bytes by its index in ``storages``; they stand in the
-        headers, so that a header can only be written once its tensor is hashed. Lengths and offsets do not
-        depend on them.
+    def header(self, index: int, crc: int) -> tuple[int, bytes]:
+        """(offset, bytes) of what lies between the storage before number ``index`` and that itself.
+
+        ``crc``, the CRC-32 of the storage's bytes, stands in it: it can only be written once its tensor is
+        hashed. Lengths and offsets do not depend on it.
         """
+        record = self._records[index]
+        return record.header_offset, zip_container.local_header(record, crc)
+
+    def tail(self, crcs: Sequence[int]) -> bytes:
+        """Everything from ``tensor_nbytes`` on; ``crcs`` are those of all storages, in order."""
         digests = [crc32(content) for content in self._contents]
-        digests += [crcs[index] for index in range(len(self.storages))]
-        headers = list(map(zip_container.local_header, self._records, digests))
-        count = len(self._contents)
-        pending = b"".join(header + content for header, content in zip(headers, self._contents, strict=False))
-        begin, literals = 0, []
-        for header, record in zip(headers[count:], self._records[count:], strict=True):
-            literals.append((begin, pending + header))
-            begin, pending = record.end, b""
-        return [*literals, (begin, pending + zip_container.directory(self._records, digests))]
+        headers = map(zip_container.local_header, self._records[len(self.storages) :], digests)
+        written = [header + content for header, content in zip(headers, self._contents, strict=True)]
+        return b"".join([*written, zip_container.directory(self._records, [*crcs, *digests])])
+
+    def holding(self, tensors: Sequence[Any]) -> ZipImage:
+        """The same file for other tensors, one of the same bytes for each storage."""
+        return replace(self, tensors=tensors)
+
+    def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> ZipImage:
+        """The image of ``tree``, whose tensors have the same dtypes, shapes and ties, and lie where they lay."""
+        pickled, tensors = pickle_tree(tree, tensor_key)
+        if [storage.nbytes for storage in self.storages] != [nbytes for _, nbytes in tensors]:
+            raise AssertionError("a state that was taken for unchanged has other tensors")
+        return _image(pickled, self._records[: len(self.storages)], self.storages, self.tensors)
 
 
 def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipImage:
@@ -77,27 +95,31 @@ def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipIma
     ``check_picklable_as_data`` to say.
     """
     pickled, tensors = pickle_tree(tree, tensor_key)
+    records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
+    storages = [Storage(record.name.removeprefix(_ARCHIVE), record.offset, record.nbytes) for record in records]
+    return _image(pickled, records, storages, [tensor for tensor, _ in tensors])
+
+
+def file_crc32(image: ZipImage, crcs: Sequence[int], tail: bytes) -> int:
+    """CRC-32 of the whole file, from those of its tensors' bytes in the order of ``image.storages``, and its tail."""
+    whole = 0
+    for index, (storage, crc) in enumerate(zip(image.storages, crcs, strict=True)):
+        whole = combine(crc32(image.header(index, crc)[1], whole), crc, storage.nbytes)
+    return crc32(tail, whole)
+
+
+def _image(pickled: bytes, records: Sequence[Record], storages: Sequence[Storage], tensors: Sequence[Any]) -> ZipImage:
     contents = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
-    sizes = {name: len(content) for name, content in contents.items()}
-    sizes |= {f"data/{index}": nbytes for index, (_, nbytes) in enumerate(tensors)}
+    after = _placed(((name, len(content)) for name, content in contents.items()), records[-1].end if records else 0)
+    every = [*records, *after]
+    total = every[-1].end + zip_container.directory_nbytes(every)
+    return ZipImage(total, storages, tensors, list(contents.values()), every)
+
+
+def _placed(sizes: Iterable[tuple[str, int]], cursor: int) -> list[Record]:
+    """Records of these names and sizes, one after the other from ``cursor`` on."""
     records: list[Record] = []
-    cursor = 0
-    for name, nbytes in sizes.items():
+    for name, nbytes in sizes:
         records.append(zip_container.place(_ARCHIVE + name, nbytes, cursor, 4096 if nbytes >= LARGE else 64))
         cursor = records[-1].end
-    storages = [
-        Storage(record.name.removeprefix(_ARCHIVE), record.offset, record.nbytes, tensor)
-        for record, (tensor, _) in zip(records[len(contents) :], tensors, strict=True)
-    ]
-    total = cursor + zip_container.directory_nbytes(records)
-    return ZipImage(total, storages, list(contents.values()), records)
-
-
-def file_crc32(image: ZipImage, storage_crcs: Mapping[int, int]) -> int:
-    """CRC-32 of the whole file, from those of its tensors' bytes by index in ``image.storages``."""
-    whole = 0
-    for index, (_, literal) in enumerate(image.literals(storage_crcs)):
-        whole = crc32(literal, whole)
-        if index < len(image.storages):
-            whole = combine(whole, storage_crcs[index], image.storages[index].nbytes)
-    return whole
+    return records

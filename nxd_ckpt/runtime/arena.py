@@ -36,6 +36,11 @@ class Arena:
             self._memory = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return memoryview(self._memory)[:nbytes]
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the memory that it has now."""
+        return 0 if self._memory is None else len(self._memory)
+
     def release(self) -> None:
         """Give the memory back to the system."""
         self._memory = None

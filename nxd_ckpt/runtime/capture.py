@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from nxd_ckpt.adapters.model import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
-from nxd_ckpt.adapters.state import ModelState, StateTensor
+from nxd_ckpt.adapters.state import ModelState, State, StateTensor
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.resharding import check_partitions
 from nxd_ckpt.core.retention import validate_num_kept
@@ -74,8 +75,6 @@ def capture(
     Raises:
         UnsupportedState: SPMD or DTensor state.
         UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
-        InvalidArgument: weights are to be left out, but the optimizer has no master weights to stand for them; or
-            ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
     """
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
@@ -91,12 +90,13 @@ def capture(
             topology=topology,
         )
         optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
-        optimizer_state.tensors = _repartitioned(optimizer_state.tensors, options.partitions or {})
+        if options.partitions:
+            optimizer_state = _repartitioned(optimizer_state, options.partitions)
     contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
     for what, content in contents.items():
         if not options.trust_pickle:
             check_picklable_as_data(content, what)
-    state = SaveState(
+    return SaveState(
         model=model_state,
         optimizer=optimizer_state,
         optimizer_kind=kind,
@@ -105,12 +105,6 @@ def capture(
         lower_precision_weights=not options.avoid_saving_lower_precision_weights,
         **contents,
     )
-    if options.avoid_saving_lower_precision_weights and not state.parts().master_weights:
-        raise InvalidArgument(
-            "avoid_saving_lower_precision_weights=True, but the optimizer holds no master weights that could stand "
-            "for the model's: construct it with save_master_weights=True"
-        )
-    return state
 
 
 def _scheduler_state(scheduler: Any) -> Any:
@@ -118,17 +112,26 @@ def _scheduler_state(scheduler: Any) -> Any:
 
 
 def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:
-    check_partitions(partitions, state.parameters, topology)
-    parameters = {
-        name: replace(spec, partition=partitions.get(name, spec.partition)) for name, spec in state.parameters.items()
-    }
-    return replace(state, parameters=parameters, tensors=_repartitioned(state.tensors, partitions))
+    given = _repartitioned(state, partitions)
+
+    def describe() -> dict[Path, StateTensor]:
+        check_partitions(partitions, state.parameters, topology)
+        return given.describe()
+
+    def specify() -> dict[str, ParameterSpec]:
+        return {
+            name: replace(spec, partition=partitions.get(name, spec.partition))
+            for name, spec in state.parameters.items()
+        }
+
+    return replace(given, describe=describe, specify=specify)
 
 
-def _repartitioned(
-    tensors: Mapping[Path, StateTensor], partitions: Mapping[str, Partition]
-) -> dict[Path, StateTensor]:
-    """The tensors with the partitions of the parameters that they belong to, where they are given."""
+_StateT = TypeVar("_StateT", bound=State)
+
+
+def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _StateT:
+    """The state with the partitions of the parameters that its tensors belong to, where they are given."""
 
     def repartitioned(about: StateTensor) -> StateTensor:
         partition = partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"
@@ -137,4 +140,7 @@ def _repartitioned(
         spec = None if about.spec is None else replace(about.spec, partition=partition)
         return replace(about, spec=spec, expert=partition.expert)
 
-    return {path: repartitioned(about) for path, about in tensors.items()}
+    def describe() -> dict[Path, StateTensor]:
+        return {path: repartitioned(about) for path, about in state.tensors.items()}
+
+    return replace(state, describe=describe, grounds=(state.grounds, dict(partitions)))

@@ -16,8 +16,9 @@ rank content         every rank its own file
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ from nxd_ckpt.adapters.state import ModelState, State, StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
@@ -46,11 +48,23 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file to write: its key relative to the tag, its image, and which global tensors lie in it."""
+    """One file to write: its key relative to the tag, its image, and which global tensors lie in it.
+
+    ``part`` is the field of SaveState that it is a share of. ``contents`` finds what it pickles in that part's tree,
+    where that is more than one tensor: of a tree with other values it would be another pickle. ``pickling`` makes the
+    pickle, where that is left for later: tensors can be staged without it.
+    """
 
     key: str
     image: ZipImage
     tensors: tuple[NamedTensor, ...] = ()
+    part: str = ""
+    contents: Callable[[Any], Any] | None = None
+    pickling: Callable[[ZipImage], ZipImage] | None = None
+
+    def settled(self) -> PlannedFile:
+        """The file with its final image."""
+        return self if self.pickling is None else replace(self, image=self.pickling(self.image), pickling=None)
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,16 @@ class SaveState:
     use_xser: bool = False
     lower_precision_weights: bool = True
 
-    def parts(self) -> Parts:
-        masters = self.optimizer is not None and bool(self.optimizer.master_weight_entries())
+    def trees(self) -> dict[str, State]:
+        """Model and optimizer, as far as they are to be saved, by field."""
+        both: dict[str, State | None] = {"model": self.model, "optimizer": self.optimizer}
+        return {part: state for part, state in both.items() if state is not None}
+
+    def has_master_weights(self) -> bool:
+        return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
+
+    def parts(self, master_weights: bool) -> Parts:
+        """What is asked to be saved; ``master_weights`` is what :meth:`has_master_weights` gives, or gave."""
         return Parts(
             model=self.model is not None,
             optimizer=self.optimizer_kind,
@@ -76,20 +98,28 @@ class SaveState:
             user_content=self.user_content is not None,
             rank_content=self.rank_content is not None,
             use_xser=self.use_xser,
-            master_weights=masters,
+            master_weights=master_weights,
             lower_precision_weights=self.lower_precision_weights,
         )
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote)."""
+    """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote).
 
-    files: tuple[PlannedFile, ...]
+    ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
+    """
+
+    shared: tuple[PlannedFile, ...]
+    objects: tuple[PlannedFile, ...]
     parts: Parts
     replica: str
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     optimizer_names: tuple[str, ...] | None = None
+
+    @cached_property
+    def files(self) -> tuple[PlannedFile, ...]:
+        return self.shared + self.objects
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
         """What every rank must believe of this save: a vote's ``plan``. What only one rank writes is not in it."""
@@ -102,7 +132,17 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
     """The plan of the rank that ``topology`` is seen from. Reads no tensor data.
 
     The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly).
+
+    Raises:
+        InvalidArgument: weights are to be left out, but the optimizer has no master weights to stand for them; or
+            ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
     """
+    parts = state.parts(state.has_master_weights())
+    if not state.lower_precision_weights and not parts.master_weights:
+        raise InvalidArgument(
+            "avoid_saving_lower_precision_weights=True, but the optimizer holds no master weights that could stand "
+            "for the model's: construct it with save_master_weights=True"
+        )
     files = []
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     shared = [part for part in (state.model, state.optimizer) if part is not None]
@@ -110,20 +150,20 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
         skipped = set() if state.lower_precision_weights else _covered(state)
         key = names.model_file(topology, topology.coordinates)
         experts_only = topology.ep_rank > 0
-        files += _shared_files(key, state.model, state.use_xser, group, topology, skipped, experts_only)
+        files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
     if state.optimizer is not None:
         kind = state.optimizer_kind or "plain"
         zero1 = kind != "plain"
         key = names.optimizer_file(topology, topology.coordinates, kind)
         owners = [topology.rank] if kind == "zero1" else group
         experts_only = topology.ep_rank > 0 and not zero1
-        files += _shared_files(key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
+        files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
         shared = shared[:-1] if zero1 else shared
-    files += _plain_objects(state, topology)
     leads = topology.rank == group[0] and topology.tp_rank == 0
     return SavePlan(
-        files=tuple(files),
-        parts=state.parts(),
+        shared=tuple(files),
+        objects=plan_objects(state, topology),
+        parts=parts,
         replica=_digest_of_structure(shared),
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
@@ -142,6 +182,7 @@ def pieces_of(tensor: StateTensor, topology: Topology, shape: Iterable[int]) -> 
 
 
 def _shared_files(
+    part: str,
     key: str,
     state: State,
     use_xser: bool,
@@ -159,7 +200,8 @@ def _shared_files(
     if not use_xser:
         if topology.rank != group[0]:
             return []
-        return [_planned(key, tree, state, topology, list(iter_tensors(tree)))]
+        leaves = list(iter_tensors(tree))
+        return [replace(_planned(key, tree, state, topology, leaves), part=part, contents=xser.normalise)]
     references, tensors = xser.split(tree)
     leaves = list(iter_tensors(tree))
     experts = {tid for tid, (path, _) in enumerate(leaves) if state.tensors[path].expert}
@@ -179,9 +221,14 @@ def _shared_files(
     ]
     if topology.rank == group[0]:
         info = xser.info(tensors, experts)
-        files.append(PlannedFile(key, image_of(references)))
+        files.append(PlannedFile(key, image_of(references), contents=_references))
         files.append(PlannedFile(names.info_file(key), image_of(info)))
-    return files
+    return [replace(planned, part=part) for planned in files]
+
+
+def _references(tree: Any) -> Any:
+    """What the reference file of a state pickles."""
+    return xser.split(xser.normalise(tree))[0]
 
 
 def _planned(
@@ -192,7 +239,7 @@ def _planned(
         tie = state.tensors[path].tie
         memory[id(tensor)] = id(tensor) if tie is None else tie
     image = image_of(tree, tensor_key=lambda tensor: memory[id(tensor)])
-    storage_of = {memory[id(storage.tensor)]: index for index, storage in enumerate(image.storages)}
+    storage_of = {memory[id(tensor)]: index for index, tensor in enumerate(image.tensors)}
     entries = []
     for path, tensor in leaves:
         about, (dtype, shape) = state.tensors[path], form_of(tensor)
@@ -211,13 +258,13 @@ def _planned(
     return PlannedFile(key, image, tuple(entries))
 
 
-def _plain_objects(state: SaveState, topology: Topology) -> list[PlannedFile]:
+def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...]:
     """Scheduler, user content and rank content: pickled now, so that later changes are not seen (promise 5)."""
     objects: list[tuple[str, Any]] = []
     if topology.rank == 0:
         objects += [(names.SCHEDULER, state.scheduler), (names.USER_CONTENT, state.user_content)]
     objects.append((names.rank_content_file(topology.rank), state.rank_content))
-    return [PlannedFile(key, image_of(value)) for key, value in objects if value is not None]
+    return tuple(PlannedFile(key, image_of(value)) for key, value in objects if value is not None)
 
 
 def _covered(state: SaveState) -> set[str]:

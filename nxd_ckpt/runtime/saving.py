@@ -167,10 +167,18 @@ class Saving:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
         try:
             ballot.announce(session.storage, self.attempt, verdict)
-            clean_up(session.storage, session.run_id, self.counter, session.topology.world_size)
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
+
+    def tidy(self) -> None:
+        """Rank 0, once the outcome is known: delete what attempts and retention left. It takes time, and nobody waits."""
+        session = self.session
+        if session.topology.rank == 0:
+            try:
+                clean_up(session.storage, session.run_id, self.counter, session.topology.world_size)
+            except OSError as error:
+                logger.warning("after the save of %r in %s: %s", self.tag, session.storage.url, error)
 
     def _failed(self, error: BaseException) -> CheckpointError:
         rank = self.session.topology.rank

@@ -1,33 +1,39 @@
 """Staging: one rank's state on the host at one instant, laid out in the arena as the files it will become.
 
-Files lie one after the other, each at a page boundary, exactly as on disk: storages at their offsets, headers and
-padding in between filled in once the digests are known. A snapshot larger than the arena's cap goes in waves: all
-but the last are written before the next is copied, so that part of an async save is then synchronous.
+Files lie one after the other, each at a page boundary, exactly as on disk: tensors at their offsets, headers between
+them filled in once the digests are known; what follows the last tensor of a file is no part of it. A snapshot larger
+than the arena's cap goes in waves: all but the last are written before the next is copied, so that part of an async
+save is then synchronous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import StagingTooLarge
+from nxd_ckpt.formats.torch_zip_writer import Storage, ZipImage
 from nxd_ckpt.runtime.arena import PAGE, Arena
 from nxd_ckpt.runtime.plan import PlannedFile
 
-_TRANSFER = 256 * 2**20
-"""Bytes of device tensors that are brought over in one go: their host copies are extra memory while it lasts."""
+_TRANSFER = 16 * 2**20
+_TRANSFER_AT_MOST = 256 * 2**20
+"""Bytes of device tensors that are brought over in one go: several tensors, since those go side by side, but no more
+than needed for that: their host copies are extra memory while it lasts, which small ones find in the allocator's
+pockets and large ones get from the system, page by page."""
 
 
 @dataclass(frozen=True)
 class Span:
     """Bytes ``start <= offset < stop`` of the file number ``file``, at ``at`` in the arena.
 
-    A span holds whole storages, or a part of one, ``storage``, that is larger than the arena; then ``start`` is a
-    multiple of the digest's block from that storage's beginning.
+    A span holds a file's tensors, all of them, or a part of one, ``storage``, that is larger than the arena; then
+    ``start`` is a multiple of the digest's block from that storage's beginning.
     """
 
     file: int
@@ -53,23 +59,49 @@ def plan_waves(files: Sequence[PlannedFile], cap: int) -> list[Wave]:
     return waves
 
 
-def stage(files: Sequence[PlannedFile], wave: Wave, arena: Arena) -> list[memoryview]:
-    """Copy the tensors of one wave into the arena; a view of each span, in order. Headers are left unwritten.
+class Stager:
+    """Copies planned files into ``arena``, wave by wave.
 
-    The first wave's call waits for pending device work; everything after is transfers (promise 10).
+    Where a file lies as the last save's did, the tensors that stand for its places in the arena are used again: making
+    them takes longer than copying a small tensor.
     """
-    views = views_of(wave, arena)
-    copies = [copy for span, view in zip(wave, views, strict=True) for copy in _copies(files[span.file], span, view)]
-    for batch in _batches(copies):
-        hosts = torch_xla.to_cpu([tensor for tensor, _, _ in batch])
-        for host, (_, part, target) in zip(hosts, batch, strict=True):
-            _copy(host, part, target)
-    return views
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._places: dict[tuple[int, int], _Places] = {}
+
+    def stage(self, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
+        """Copy the tensors of one wave; a view of each of its spans, in order. Headers are left unwritten.
+
+        The caller has waited for pending device work: all there is here are transfers (promise 10).
+        """
+        if _nbytes(wave) > self.arena.nbytes:
+            self._places.clear()  # they look into memory that is about to be replaced
+        views = views_of(wave, self.arena)
+        known, self._places = self._places, {}
+        copies: list[_Copy] = []
+        for span, view in zip(wave, views, strict=True):
+            image = files[span.file].image
+            if span.storage is not None:
+                copies.append(_copy_of_part(image, span, view))
+                continue
+            places = known.get((span.file, span.at))
+            if places is None or places.storages is not image.storages:
+                places = _Places(image.storages, list(map(partial(_place, view), image.storages, image.tensors)))
+            self._places[span.file, span.at] = places
+            copies += zip(image.tensors, places.tensors, strict=True)
+        _copy(copies)
+        return views
+
+    def release(self) -> None:
+        """Give the memory back to the system."""
+        self._places.clear()
+        self.arena.release()
 
 
 def views_of(wave: Wave, arena: Arena) -> list[memoryview]:
     """The arena's memory for each span of the wave, in order, whatever it holds."""
-    memory = arena.reserve(max((span.at + span.stop - span.start for span in wave), default=0))
+    memory = arena.reserve(_nbytes(wave))
     return [memory[span.at : span.at + span.stop - span.start] for span in wave]
 
 
@@ -85,10 +117,14 @@ def contents_of(planned: PlannedFile, span: Span) -> Iterator[tuple[int, int, in
             yield number, 0, storage.nbytes, storage.offset
 
 
+def _nbytes(wave: Wave) -> int:
+    return max((span.at + span.stop - span.start for span in wave), default=0)
+
+
 def _spans(files: Sequence[PlannedFile], cap: int) -> Iterator[Span]:
     for number, planned in enumerate(files):
-        if planned.image.nbytes <= cap:
-            yield Span(number, 0, planned.image.nbytes, 0)
+        if planned.image.tensor_nbytes <= cap:
+            yield Span(number, 0, planned.image.tensor_nbytes, 0)
             continue
         room = cap // CRC_BLOCK * CRC_BLOCK
         for index, storage in enumerate(planned.image.storages):
@@ -103,37 +139,58 @@ def _spans(files: Sequence[PlannedFile], cap: int) -> Iterator[Span]:
                 yield Span(number, storage.offset + start, storage.offset + stop, 0, index)
 
 
-_Copy = tuple[torch.Tensor, tuple[int, int], memoryview]
-"""A live tensor, the bytes (start, stop) of it that are wanted, and where they go."""
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""A live tensor, or a part of one, and the memory that it goes to, as a tensor of the same dtype and shape."""
 
 
-def _copies(planned: PlannedFile, span: Span, view: memoryview) -> Iterator[_Copy]:
-    for number, start, stop, at in contents_of(planned, span):
-        yield planned.image.storages[number].tensor, (start, stop), view[at : at + stop - start]
+@dataclass(frozen=True)
+class _Places:
+    """The memory of each of a file's ``storages`` in the arena, as a tensor."""
+
+    storages: Sequence[Storage]
+    tensors: list[torch.Tensor]
+
+
+def _place(view: memoryview, storage: Storage, tensor: torch.Tensor) -> torch.Tensor:
+    if storage.nbytes == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.frombuffer(view, dtype=tensor.dtype, count=tensor.numel(), offset=storage.offset).view(tensor.shape)
+
+
+def _copy_of_part(image: ZipImage, span: Span, view: memoryview) -> _Copy:
+    """For a span that holds elements of one tensor, counted in its tight form."""
+    assert span.storage is not None
+    tensor, offset = image.tensors[span.storage], image.storages[span.storage].offset
+    start, stop = ((at - offset) // tensor.element_size() for at in (span.start, span.stop))
+    target = torch.frombuffer(view, dtype=tensor.dtype)
+    if target.numel() == tensor.numel():
+        return tensor, target.view(tensor.shape)
+    (host,) = torch_xla.to_cpu([tensor])
+    return host.reshape(-1)[start:stop], target
+
+
+@torch.no_grad()
+def _copy(copies: Iterable[_Copy]) -> None:
+    on_device = []
+    for source, target in copies:
+        if source.device.type == "cpu":
+            target.copy_(source)  # whatever its strides: one copy, no temporary
+        else:
+            on_device.append((source, target))
+    for batch in _batches(on_device):
+        hosts = torch_xla.to_cpu([source for source, _ in batch])
+        for host, (_, target) in zip(hosts, batch, strict=True):
+            target.copy_(host)
 
 
 def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
-    """Groups of about :data:`_TRANSFER` bytes: few transfers, bounded host memory."""
     batch: list[_Copy] = []
-    size = 0
+    nbytes = 0
     for copy in copies:
         batch.append(copy)
-        size += copy[0].numel() * copy[0].element_size()
-        if size >= _TRANSFER:
+        nbytes += copy[1].nbytes
+        if nbytes >= (_TRANSFER if len(batch) > 1 else _TRANSFER_AT_MOST):
             yield batch
-            batch, size = [], 0
+            batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-def _copy(host: torch.Tensor, part: tuple[int, int], target: memoryview) -> None:
-    """Copy bytes ``part`` of the tight form of ``host`` to ``target``."""
-    start, stop = part
-    whole = stop - start == host.numel() * host.element_size()
-    if whole:
-        # Straight into place, whatever the strides of the source: one copy, no temporary.
-        torch.frombuffer(target, dtype=host.dtype).view(host.shape).copy_(host.detach())
-        return
-    size = host.element_size()
-    flat = host.detach().reshape(-1)[start // size : stop // size]
-    torch.frombuffer(target, dtype=host.dtype).copy_(flat)

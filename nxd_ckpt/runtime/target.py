@@ -121,7 +121,7 @@ class TargetModel:
             spec = self.specs.get(name)
             expert = spec is not None and spec.partition.expert
             tensors[path] = StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
-        return ModelState(tree, tensors, dict(self.specs))
+        return ModelState(tree, lambda: tensors, specify=lambda: dict(self.specs))
 
     def _present(self, name: str, leaf: Any, optimizer: TargetOptimizer | None) -> Any:
         if not isinstance(leaf, MissingTensor):
@@ -172,7 +172,7 @@ class TargetOptimizer:
     def state(self) -> State:
         """The same, to be saved."""
         tree = self.tree()
-        return State(tree, {path: self._describe(path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)})
+        return State(tree, lambda: {path: self._describe(path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)})
 
     def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
         """A parameter as its master weights have it, cast to its dtype; None where there are none."""

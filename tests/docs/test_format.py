@@ -113,16 +113,15 @@ def test_versions_are_those_that_are_named(written: Written) -> None:
 
 def test_containers_are_as_described(written: Written) -> None:
     """Records in order, stored, aligned to 64 bytes or, from 64 KiB on, to 4,096; every CRC-32 right."""
-    heads = [unquoted(row[0]) for row in tables(FORMAT)["Torch files"][:-1]]
+    others = [unquoted(row[0]) for row in tables(FORMAT)["Torch files"][1:]]
     files = sorted(written.tag.rglob("*.pt"))
     assert len(files) == 4
     for file in files:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
             assert archive.testzip() is None
-        assert heads == [record.filename for record in records[: len(heads)]]
-        data = [f"archive/data/{index}" for index in range(len(records) - len(heads))]
-        assert data == [record.filename for record in records[len(heads) :]]
+        data = [f"archive/data/{index}" for index in range(len(records) - len(others))]
+        assert [*data, *others] == [record.filename for record in records]
         assert {zipfile.ZIP_STORED} == {record.compress_type for record in records}
     tensors = written.documents[INDEX]["tensors"]
     misaligned = [entry for entry in tensors if entry["offset"] % (4096 if entry["nbytes"] >= 64 * 1024 else 64)]

@@ -37,19 +37,21 @@ def saved(tree: Any, **options: Any) -> bytes:
 def rendered(image: ZipImage) -> bytes:
     """The file of an image whose tensors are on the CPU. Every byte is written exactly once."""
     data, written = bytearray(image.nbytes), bytearray(image.nbytes)
-    crcs = {}
-    for index, storage in enumerate(image.storages):
-        content = tight_bytes(storage.tensor)
-        place = slice(storage.offset, storage.offset + storage.nbytes)
-        data[place], crcs[index] = content, crc32(content)
-        written[place] = bytes(byte + 1 for byte in written[place])
-    for offset, literal in image.literals(crcs):
-        data[offset : offset + len(literal)] = literal
-        place = slice(offset, offset + len(literal))
-        written[place] = bytes(byte + 1 for byte in written[place])
+    contents = [tight_bytes(tensor) for tensor in image.tensors]
+    crcs = list(map(crc32, contents))
+    parts = [(storage.offset, content) for storage, content in zip(image.storages, contents, strict=True)]
+    for offset, part in [*parts, *literals_of(image, crcs)]:
+        place = slice(offset, offset + len(part))
+        data[place], written[place] = part, bytes(byte + 1 for byte in written[place])
     assert written == b"\x01" * image.nbytes
-    assert file_crc32(image, crcs) == crc32(bytes(data))
+    assert file_crc32(image, crcs, image.tail(crcs)) == crc32(bytes(data))
     return bytes(data)
+
+
+def literals_of(image: ZipImage, crcs: list[int]) -> list[tuple[int, bytes]]:
+    """(offset, bytes) of everything in an image's file that is not a tensor, by offset."""
+    headers = [image.header(index, crc) for index, crc in enumerate(crcs)]
+    return [*headers, (image.tensor_nbytes, image.tail(crcs))]
 
 
 def loaded(data: bytes) -> Any:

@@ -22,14 +22,14 @@ from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import TensorStub, byte_view, iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory, read_tree
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
-from tests.formats.helpers import comparable, loaded, pread_into_of, pread_of, rendered, saved, trees
+from tests.formats.helpers import comparable, literals_of, loaded, pread_into_of, pread_of, rendered, saved, trees
 
 pytestmark = pytest.mark.plain
 
 
 def pread_sparse(image: ZipImage) -> Callable[[int, int], bytes]:
     """Reads of an image's file whose tensors are all zeros, with wrong digests, without making them."""
-    literals = image.literals(dict.fromkeys(range(len(image.storages)), 1))
+    literals = literals_of(image, [1] * len(image.storages))
     offsets = [offset for offset, _ in literals]
 
     def pread(offset: int, nbytes: int) -> bytes:
@@ -134,7 +134,7 @@ def test_stubs_are_written_like_tensors() -> None:
     source = saved({"w": torch.arange(6).view(2, 3).t(), "f8": torch.ones(3).to(torch.float8_e5m2)})
     tree = read_tree(pread_of(source), len(source), "file.pt")
     image = image_of(tree)
-    assert [TensorStub, TensorStub] == [type(storage.tensor) for storage in image.storages]
+    assert [TensorStub, TensorStub] == [type(tensor) for tensor in image.tensors]
     copy = read_tree(pread_sparse(image), image.nbytes, "copy.pt")
     assert [(48, (3, 2), (2, 1)), (3, (3,), (1,))] == [
         (stub.nbytes, stub.shape, stub.stride) for _, stub in iter_tensors(copy)
@@ -144,7 +144,7 @@ def test_stubs_are_written_like_tensors() -> None:
 def test_layout_needs_no_contents_and_digests_change_no_layout() -> None:
     """Meta tensors have an image, and literals have the same places and lengths whatever the digests."""
     image = image_of({"w": torch.empty(1000, 1000, device="meta")})
-    one, other = image.literals({0: 0}), image.literals({0: 0xFFFFFFFF})
+    one, other = literals_of(image, [0]), literals_of(image, [0xFFFFFFFF])
     assert [(offset, len(data)) for offset, data in one] == [(offset, len(data)) for offset, data in other]
     assert one != other
 
@@ -193,7 +193,7 @@ def test_more_records_than_16_bits_count_are_read_by_torch() -> None:
     """torch.load understands the 64-bit end mark that a file of more than 65,535 records gets."""
     image = image_of({"t": torch.ones(2)})
     records = list(image._records)
-    contents = [*image._contents, bytes(byte_view(image.storages[0].tensor))]
+    contents = [bytes(byte_view(image.tensors[0])), *image._contents]
     for index in range(66_000):
         records.append(zip_container.place(f"archive/{index}", 0, records[-1].end, 64))
     contents += [b""] * 66_000

@@ -10,12 +10,12 @@ import torch
 
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound, UnsafePickle
-from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.tensors import TensorReference, TensorStub, byte_view, map_tensors
+from nxd_ckpt.formats.tensors import TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.layout.tag import TagLayout, open_tag, restore_types
 from nxd_ckpt.storage.local import LocalStorage
+from tests.formats.helpers import rendered
 from tests.layout.equality import difference
 from tests.layout.xser_files import save_xser
 
@@ -46,13 +46,8 @@ def test_references_and_inline_tensors_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "t" / MODEL
     inline = torch.arange(3.0)
     image = image_of({"inline": inline, "reference": TensorReference(0)})
-    raw = bytearray(image.nbytes)
-    [place] = image.storages
-    raw[place.offset : place.offset + place.nbytes] = bytes(byte_view(inline))
-    for offset, literal in image.literals({0: crc32(byte_view(inline))}):
-        raw[offset : offset + len(literal)] = literal
     save(torch.ones(2), path.with_name(f"{path.name}.tensors") / "tensor_0.pt")
-    path.write_bytes(raw)
+    path.write_bytes(rendered(image))
     tag = open_tag(LocalStorage(tmp_path), "t")
     expected = {"inline": inline, "reference": torch.ones(2)}
     assert difference(expected, whole(tag, tag.model_tree(Coordinates()))) is None

@@ -18,7 +18,7 @@ def save_xser(
     """``path`` and the folder beside it; tensors with a tid in ``left_out`` get no file."""
     references, tensors = xser.split(tree)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(literal for _, literal in image_of(references).literals({})))
+    path.write_bytes(image_of(references).tail([]))
     folder = path.with_name(f"{path.name}.tensors")
     folder.mkdir()
     for tid, tensor in tensors:

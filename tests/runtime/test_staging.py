@@ -14,7 +14,7 @@ from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.runtime.arena import PAGE, Arena
 from nxd_ckpt.runtime.plan import PlannedFile
-from nxd_ckpt.runtime.staging import plan_waves, stage
+from nxd_ckpt.runtime.staging import Stager, plan_waves
 from nxd_ckpt.runtime.writing import FileWriter
 from nxd_ckpt.storage.local import LocalStorage
 
@@ -50,7 +50,7 @@ def test_waves_hold_every_storage_once_and_fit(sizes: list[list[int]], cap: int)
             end = span.at + span.stop - span.start
             storages = files[span.file].image.storages
             if span.storage is None:
-                assert (0, files[span.file].image.nbytes) == (span.start, span.stop)
+                assert (0, files[span.file].image.tensor_nbytes) == (span.start, span.stop)
                 covered |= {(span.file, index): storage.nbytes for index, storage in enumerate(storages)}
             else:
                 offset = storages[span.storage].offset
@@ -99,7 +99,7 @@ def test_any_tensor_is_written_as_torch_reads_it(tmp_path: Path, tensor: torch.T
     files = [PlannedFile("x.pt", image_of({"t": tensor}))]
     (wave,) = plan_waves(files, MIB)
     writer = FileWriter(storage, "tag", files, lambda nbytes: None)
-    writer.write(wave, stage(files, wave, Arena(MIB)))
+    writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
     writer.finish()
     found = torch.load(tmp_path / "tag" / "x.pt", weights_only=True)["t"]
     assert tensor.dtype == found.dtype
@@ -118,7 +118,7 @@ def test_progress_and_bytes_are_counted(tmp_path: Path) -> None:
     seen: list[int] = []
     writer = FileWriter(LocalStorage(tmp_path), "tag", files, seen.append)
     for wave in plan_waves(files, MIB):
-        writer.write(wave, stage(files, wave, Arena(MIB)))
+        writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
     writer.finish()
     assert sorted(seen) == seen
     assert writer.nbytes == seen[-1] == sum(file.image.nbytes for file in files)
@@ -130,7 +130,7 @@ def test_abort_leaves_no_file_open_or_behind(tmp_path: Path) -> None:
     files = planned([[9 * MIB]])
     writer = FileWriter(LocalStorage(tmp_path), "tag", files, lambda nbytes: None)
     wave, *_ = plan_waves(files, 4 * MIB)
-    writer.write(wave, stage(files, wave, Arena(4 * MIB)))
+    writer.write(wave, Stager(Arena(4 * MIB)).stage(files, wave))
     writer.abort()
     assert [] == list(tmp_path.rglob("*.pt"))
 

@@ -1,0 +1,90 @@
+"""What two state trees have to have in common for one plan to serve both: all but the values in them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+"""Types of what cannot change after it was looked at."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A tree taken apart.
+
+    ``nodes`` are its containers with their keys and the types of its leaves, depth first; ``forms`` dtype, shape and
+    device of each tensor; ``repeats`` for each the number of the first tensor that is the same object. What is left:
+    the ``tensors`` themselves, and ``values``, all others.
+    """
+
+    nodes: list[Any]
+    forms: list[Any]
+    repeats: list[int]
+    tensors: list[torch.Tensor]
+    values: bytes
+
+    @property
+    def likeness(self) -> Any:
+        """Equal for trees that differ in tensors' and other values only. Holds no tensor."""
+        return self.nodes, self.forms, self.repeats
+
+
+def structure_of(tree: Any) -> Structure | None:
+    """None for a tree that holds what could change unseen, or one container in two places."""
+    walk = _Walk()
+    try:
+        walk.visit(tree)
+    except _CannotTell:
+        return None
+    first: dict[int, int] = {}
+    return Structure(
+        walk.nodes,
+        [(tensor.dtype, tensor.shape, tensor.device) for tensor in walk.tensors],
+        [first.setdefault(id(tensor), number) for number, tensor in enumerate(walk.tensors)],
+        walk.tensors,
+        pickle.dumps(walk.values),
+    )
+
+
+class _CannotTell(Exception):
+    pass
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self.values: list[Any] = []
+        self._seen: set[int] = set()
+
+    def visit(self, node: Any) -> None:
+        kind = type(node)
+        if isinstance(node, torch.Tensor):
+            self.nodes.append(torch.Tensor)
+            self.tensors.append(node)
+        elif kind in _VALUES:
+            self.nodes.append(kind)
+            self.values.append(node)
+        elif kind is dict or kind is OrderedDict:
+            self._enter(node)
+            self.nodes.append((kind, tuple(node), tuple(map(type, node))))
+            for child in node.values():
+                self.visit(child)
+        elif kind is list or kind is tuple:
+            if kind is list:
+                self._enter(node)
+            self.nodes.append((kind, len(node)))
+            for child in node:
+                self.visit(child)
+        else:
+            raise _CannotTell
+
+    def _enter(self, container: Any) -> None:
+        if id(container) in self._seen:
+            raise _CannotTell
+        self._seen.add(id(container))
