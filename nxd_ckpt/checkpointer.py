@@ -22,7 +22,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, Ranks
 from nxd_ckpt.runtime.agreement import Agreement, agreement_for, decided_by_rank0, on_all
 from nxd_ckpt.runtime.arena import Arena, default_cap
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
-from nxd_ckpt.runtime.background import PendingSave, Worker
+from nxd_ckpt.runtime.background import Helpers, PendingSave, Worker
 from nxd_ckpt.runtime.capture import SaveOptions, capture
 from nxd_ckpt.runtime.commit import clean_up
 from nxd_ckpt.runtime.load_options import LoadOptions
@@ -32,6 +32,7 @@ from nxd_ckpt.runtime.planner import Planner
 from nxd_ckpt.runtime.saving import Saving, prepare
 from nxd_ckpt.runtime.session import Session, open_session
 from nxd_ckpt.runtime.staging import Stager, Wave, plan_waves
+from nxd_ckpt.runtime.writing import WRITERS
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
@@ -87,6 +88,7 @@ class Checkpointer:
         self._agreement: Agreement | None = None
         self._session: Session | None = None
         self._worker: Worker | None = None
+        self._helpers: Helpers | None = None
         self._planner = Planner(self.topology)
         self._stager: Stager | None = None
         self._pending: list[PendingSave] = []
@@ -269,6 +271,7 @@ class Checkpointer:
             num_workers=None if use_xser else options.get("num_workers", 8),
             num_kept_ckpts=_kept(options.get("num_kept_ckpts")),
             error=error,
+            threads=self._writers(),
         )
         saving.versions = self._versions
         return saving
@@ -310,6 +313,11 @@ class Checkpointer:
             self._worker = Worker("nxd_ckpt-writer")
         self._worker.submit(task)
 
+    def _writers(self) -> Helpers:
+        if self._helpers is None:
+            self._helpers = Helpers(WRITERS, "nxd_ckpt-helper")
+        return self._helpers
+
     def _await_arena(self) -> None:
         with self._lock:
             pending = list(self._pending)
@@ -340,6 +348,9 @@ class Checkpointer:
         if self._worker is not None and not undecided:
             self._worker.stop()
             self._worker = None
+        if self._helpers is not None and not undecided:
+            self._helpers.shutdown()
+            self._helpers = None
         if self._session is not None and not undecided:
             if self.topology.rank == 0:
                 self._clean_up(self._session.run_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from nxd_ckpt.convert.carrying import Carried, Carrying
@@ -17,7 +18,7 @@ from nxd_ckpt.runtime.opening import open_complete_tag
 from nxd_ckpt.runtime.paths import staging_dir
 from nxd_ckpt.runtime.plan import SavePlan, plan_save
 from nxd_ckpt.runtime.target import target_state
-from nxd_ckpt.runtime.writing import FileWriter, write_index
+from nxd_ckpt.runtime.writing import WRITERS, FileWriter, write_index
 from nxd_ckpt.storage.urls import open_storage
 
 Progress = Callable[[int], None]
@@ -70,14 +71,15 @@ class Sink:
             progress(nbytes - reported)
             reported = nbytes
 
-        writer = FileWriter(self._storage, folder, plan.files, report)
-        try:
-            for wave, views in self._filling.waves(plan.files):
-                writer.write(wave, views)
-            writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
+        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads:
+            writer = FileWriter(self._storage, folder, plan.files, report, threads)
+            try:
+                for wave, views in self._filling.waves(plan.files):
+                    writer.write(wave, views)
+                writer.finish()
+            except BaseException:
+                writer.abort()
+                raise
         return writer
 
     def _write_index(

@@ -1,4 +1,4 @@
-"""One background thread that runs tasks in order, and what a caller holds of a save while it runs."""
+"""Threads beside the caller's: one that runs tasks in order, others that help it; and what a caller holds of a save."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+from nxd_ckpt.runtime.priority import yield_to_others
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -28,8 +33,50 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
+        yield_to_others()
         while (task := self._tasks.get()) is not None:
             task()
+
+
+class Helpers(Executor):
+    """Daemon threads that run tasks side by side.
+
+    All are started at once, and run until they are shut down: an exiting interpreter, which may still have a save to
+    finish, starts no new ones, and those of concurrent.futures it stops first.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _run(self) -> None:
+        yield_to_others()
+        while (task := self._tasks.get()) is not None:
+            _complete(*task)
+            del task  # it looks into memory that is to be used again
+
+
+def _complete(future: Future[Any], call: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class PendingSave:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 
 from nxd_ckpt.core.manifest import RankLine
@@ -36,8 +37,9 @@ class Saving:
         num_workers: int | None = None,
         num_kept_ckpts: int | None = None,
         error: BaseException | None = None,
+        threads: Executor,
     ) -> None:
-        self.session, self.counter, self.tag, self.plan = session, counter, tag, plan
+        self.session, self.counter, self.tag, self.plan, self._threads = session, counter, tag, plan, threads
         self.attempt = session.attempt(counter)
         self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
         self.error = error
@@ -172,7 +174,7 @@ class Saving:
         return verdict
 
     def tidy(self) -> None:
-        """Rank 0, once the outcome is known: delete what attempts and retention left. It takes time, and nobody waits."""
+        """Rank 0, once the outcome is known: delete what attempts and retention left, for which nobody has to wait."""
         session = self.session
         if session.topology.rank == 0:
             try:
@@ -187,7 +189,7 @@ class Saving:
         return SaveFailed(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
 
     def _file_writer(self, plan: SavePlan) -> FileWriter:
-        return FileWriter(self.session.storage, staging_dir(self.attempt), plan.files, self._progress)
+        return FileWriter(self.session.storage, staging_dir(self.attempt), plan.files, self._progress, self._threads)
 
     def _progress(self, nbytes: int) -> None:
         """Show rank 0, and who waits for the slot, that a slow write is moving."""

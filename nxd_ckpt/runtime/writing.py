@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.topology import Coordinates
@@ -20,7 +22,6 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32, torch_zip_writer
 from nxd_ckpt.formats.torch_zip_writer import Storage as Place
 from nxd_ckpt.runtime.plan import PlannedFile, SavePlan
-from nxd_ckpt.runtime.priority import yield_to_others
 from nxd_ckpt.runtime.staging import Span, Wave
 from nxd_ckpt.storage.base import Storage, Writer
 
@@ -30,7 +31,8 @@ _CHUNK = 16 * 2**20
 _SMALL = 4 * 2**20
 """Bytes below which a file takes longer to open, sync and close than to write: those go over several threads."""
 
-_THREADS = 8
+WRITERS = 8
+"""Threads that serve small files well: more than cores, because most of the time they wait for the disk."""
 
 Blocks = list[list[int]]
 """The CRC-32s of the blocks of each storage of a file, in order."""
@@ -56,13 +58,19 @@ class _Written:
 class FileWriter:
     """Writes one rank's planned files below ``folder``, wave by wave.
 
-    ``progress`` is called with the bytes written so far after every chunk, by one thread at a time.
+    ``progress`` is called with the bytes written so far after every chunk, by one of the ``threads`` at a time.
     """
 
     def __init__(
-        self, storage: Storage, folder: str, files: Sequence[PlannedFile], progress: Callable[[int], None]
+        self,
+        storage: Storage,
+        folder: str,
+        files: Sequence[PlannedFile],
+        progress: Callable[[int], None],
+        threads: Executor,
     ) -> None:
         self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
+        self._threads = threads
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
         self._lock = threading.Lock()
@@ -70,21 +78,19 @@ class FileWriter:
 
     def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
         """Digest and write one staged wave. Files that are whole in it are finished and synced."""
-        with ThreadPoolExecutor(_THREADS, "nxd_ckpt-writer", yield_to_others) as pool:
-            small: list[Future[None]] = []
-            try:
-                for span, view in zip(wave, views, strict=True):
-                    if span.storage is not None:
-                        self._write_part(span, view)
-                    elif len(view) < _SMALL:
-                        small.append(pool.submit(self._write_whole, span.file, view))
-                    else:
-                        self._write_whole(span.file, view, pool)
-                for written in small:
-                    written.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        small: list[Future[None]] = []
+        try:
+            for span, view in zip(wave, views, strict=True):
+                if span.storage is not None:
+                    self._write_part(span, view)
+                elif len(view) < _SMALL:
+                    small.append(self._threads.submit(self._write_whole, span.file, view))
+                else:
+                    self._write_whole(span.file, view, self._threads)
+            for written in small:
+                written.result()
+        finally:
+            _end(small)
 
     def _write_whole(self, number: int, view: memoryview, ahead: Executor | None = None) -> None:
         """``view`` is the file's tensors and their headers, the latter not filled in yet."""
@@ -101,18 +107,19 @@ class FileWriter:
     def _write_tensors(self, planned: PlannedFile, writer: Writer, view: memoryview, ahead: Executor | None) -> Blocks:
         image, done = planned.image, 0
         blocks: Blocks = []
-        for stretch in _digested(view, _stretches(image.storages), ahead):
-            for crcs in stretch:
-                index = len(blocks)
-                whole = crc32.combine_blocks(crcs, image.storages[index].nbytes)
-                offset, header = image.header(index, whole)
-                view[offset : offset + len(header)] = header
-                blocks.append(crcs)
-            end = image.storages[len(blocks) - 1].end
-            ready = end if len(blocks) == len(image.storages) else end // _CHUNK * _CHUNK
-            if ready > done:
-                self._put(writer, done, view[done:ready])
-                done = ready
+        with closing(_digested(view, _stretches(image.storages), ahead)) as stretches:
+            for stretch in stretches:
+                for crcs in stretch:
+                    index = len(blocks)
+                    whole = crc32.combine_blocks(crcs, image.storages[index].nbytes)
+                    offset, header = image.header(index, whole)
+                    view[offset : offset + len(header)] = header
+                    blocks.append(crcs)
+                end = image.storages[len(blocks) - 1].end
+                ready = end if len(blocks) == len(image.storages) else end // _CHUNK * _CHUNK
+                if ready > done:
+                    self._put(writer, done, view[done:ready])
+                    done = ready
         return blocks
 
     def _write_part(self, span: Span, view: memoryview) -> None:
@@ -207,6 +214,9 @@ def _whole(planned: PlannedFile, blocks: Blocks) -> list[int]:
     ]
 
 
+_Stretches = Generator[Blocks, None, None]
+
+
 def _stretches(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
     """Neighbouring storages of about :data:`_CHUNK` bytes together, or one that is larger."""
     first = 0
@@ -216,7 +226,7 @@ def _stretches(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
             first = index + 1
 
 
-def _digested(view: memoryview, stretches: Iterable[Sequence[Place]], ahead: Executor | None) -> Iterator[Blocks]:
+def _digested(view: memoryview, stretches: Iterable[Sequence[Place]], ahead: Executor | None) -> _Stretches:
     """The digests of each stretch of storages in ``view``; ``ahead`` computes the next while one is being used."""
 
     def digest(places: Sequence[Place]) -> Blocks:
@@ -225,14 +235,22 @@ def _digested(view: memoryview, stretches: Iterable[Sequence[Place]], ahead: Exe
     if ahead is None:
         yield from map(digest, stretches)
         return
-    pending: Future[Blocks] | None = None
-    for places in stretches:
-        following = ahead.submit(digest, places)
-        if pending is not None:
-            yield pending.result()
-        pending = following
-    if pending is not None:
-        yield pending.result()
+    pending: deque[Future[Blocks]] = deque()
+    try:
+        for places in stretches:
+            pending.append(ahead.submit(digest, places))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
+    finally:
+        _end(pending)
+
+
+def _end(tasks: Collection[Future[Any]]) -> None:
+    """Return once none of them is running, nor ever will: they look into memory that is used again."""
+    for task in tasks:
+        task.cancel()
+    wait(tasks)
 
 
 @contextmanager

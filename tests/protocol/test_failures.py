@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
+from nxd_ckpt.runtime.plan import PlannedFile
+from nxd_ckpt.runtime.staging import Stager, Wave
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job
 from tests.protocol.states import PATIENCE, checkpointer, save, saved_value, visible_tags
@@ -136,20 +137,20 @@ def test_failures_after_publication_do_not_deny_it(tmp_path: Path, name: str, pa
     assert [None, OutcomeUnknown if "verdict" in pattern else None] == [outcomes[0], outcomes[1] and type(outcomes[1])]
 
 
-def device_lost(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    raise RuntimeError(f"device lost while copying {len(tensors)} tensors")
+def device_lost(stager: Stager, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
+    raise RuntimeError(f"device lost while copying {len(files)} files")
 
 
 def stages_badly(rank: int, path: Path, failing_rank: int, async_save: bool) -> tuple[Any, Any]:
     """What the second save raised, and what the wait after it did; its state cannot be copied on one rank."""
     saver = checkpointer(path, rank, 2)
     save(saver, "first", 1)
-    transfer = torch_xla.to_cpu
+    stage = Stager.stage
     if rank == failing_rank:
-        torch_xla.to_cpu = device_lost
+        Stager.stage = device_lost
     at_save = outcome_of(lambda: save(saver, "second", 2, async_save=async_save))
     at_wait = outcome_of(saver.wait)
-    torch_xla.to_cpu = transfer
+    Stager.stage = stage
     save(saver, "third", 3)
     saver.close()
     return at_save, at_wait

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.runtime.arena import PAGE, Arena
+from nxd_ckpt.runtime.background import Helpers
 from nxd_ckpt.runtime.plan import PlannedFile
 from nxd_ckpt.runtime.staging import Stager, plan_waves
 from nxd_ckpt.runtime.writing import FileWriter
@@ -21,6 +24,13 @@ from nxd_ckpt.storage.local import LocalStorage
 pytestmark = pytest.mark.plain
 
 MIB = 2**20
+
+
+@pytest.fixture
+def threads() -> Iterator[Executor]:
+    helpers = Helpers(2, "test")
+    yield helpers
+    helpers.shutdown()
 
 
 def planned(sizes: list[list[int]]) -> list[PlannedFile]:
@@ -93,12 +103,12 @@ def test_a_tensor_beyond_the_cap_needs_a_block(tmp_path: Path) -> None:
     ],
     ids=["permuted", "strided", "expanded", "bfloat16", "conjugate", "bool", "parameter", "float8"],
 )
-def test_any_tensor_is_written_as_torch_reads_it(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_any_tensor_is_written_as_torch_reads_it(tmp_path: Path, tensor: torch.Tensor, threads: Executor) -> None:
     """Views are stored tight, with their values, dtype and shape."""
     storage = LocalStorage(tmp_path)
     files = [PlannedFile("x.pt", image_of({"t": tensor}))]
     (wave,) = plan_waves(files, MIB)
-    writer = FileWriter(storage, "tag", files, lambda nbytes: None)
+    writer = FileWriter(storage, "tag", files, lambda nbytes: None, threads)
     writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
     writer.finish()
     found = torch.load(tmp_path / "tag" / "x.pt", weights_only=True)["t"]
@@ -112,11 +122,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_progress_and_bytes_are_counted(tmp_path: Path) -> None:
+def test_progress_and_bytes_are_counted(tmp_path: Path, threads: Executor) -> None:
     """After each chunk; at the end, all bytes of all files."""
     files = planned([[1000], [2000, 3000]])
     seen: list[int] = []
-    writer = FileWriter(LocalStorage(tmp_path), "tag", files, seen.append)
+    writer = FileWriter(LocalStorage(tmp_path), "tag", files, seen.append, threads)
     for wave in plan_waves(files, MIB):
         writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
     writer.finish()
@@ -125,10 +135,10 @@ def test_progress_and_bytes_are_counted(tmp_path: Path) -> None:
     assert writer.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("*.pt"))
 
 
-def test_abort_leaves_no_file_open_or_behind(tmp_path: Path) -> None:
+def test_abort_leaves_no_file_open_or_behind(tmp_path: Path, threads: Executor) -> None:
     """What was begun is removed: it must not be taken for a file that was finished."""
     files = planned([[9 * MIB]])
-    writer = FileWriter(LocalStorage(tmp_path), "tag", files, lambda nbytes: None)
+    writer = FileWriter(LocalStorage(tmp_path), "tag", files, lambda nbytes: None, threads)
     wave, *_ = plan_waves(files, 4 * MIB)
     writer.write(wave, Stager(Arena(4 * MIB)).stage(files, wave))
     writer.abort()
