@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -145,12 +147,9 @@ def stages_badly(rank: int, path: Path, failing_rank: int, async_save: bool) -> 
     """What the second save raised, and what the wait after it did; its state cannot be copied on one rank."""
     saver = checkpointer(path, rank, 2)
     save(saver, "first", 1)
-    stage = Stager.stage
-    if rank == failing_rank:
-        Stager.stage = device_lost
-    at_save = outcome_of(lambda: save(saver, "second", 2, async_save=async_save))
-    at_wait = outcome_of(saver.wait)
-    Stager.stage = stage
+    with patch.object(Stager, "stage", device_lost) if rank == failing_rank else nullcontext():
+        at_save = outcome_of(lambda: save(saver, "second", 2, async_save=async_save))
+        at_wait = outcome_of(saver.wait)
     save(saver, "third", 3)
     saver.close()
     return at_save, at_wait
