@@ -18,6 +18,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.load_options import Verify
 from nxd_ckpt.runtime.opening import settle_swap
 from nxd_ckpt.storage.urls import open_storage
 
@@ -112,7 +113,7 @@ def load_checkpoint(
     param_names: Sequence[Sequence[str]] | None = None,
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     partitions: Mapping[str, Partition] | None = None,
-    verify: bool = True,
+    verify: Verify = True,
     share_reads: bool | None = None,
     trust_pickle: bool = False,
     timeout: float = DEFAULT_TIMEOUT,

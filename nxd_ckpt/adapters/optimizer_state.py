@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,17 +14,27 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
-from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.tensors import Path, torch_dtype
 
 
 class Read(Protocol):
-    """Reads saved leaves."""
+    """Reads saved leaves: at once, or by the time that the load is over, several at a time."""
 
-    def __call__(self, leaf: Any, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The leaf as a CPU tensor that the caller may keep; ``into`` (contiguous, of its form), filled, if given."""
+    def __call__(self, leaf: Any) -> torch.Tensor:
+        """The leaf, now, as a CPU tensor that the caller may keep."""
+
+    def into(self, leaf: Any, memory: torch.Tensor) -> None:
+        """Fill ``memory``, a contiguous CPU tensor of the leaf's form, which nobody may look at until the load is over.
+
+        Where memories overlap, the later call wins.
+        """
+
+    def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
+        """Call ``take`` with the leaf as a CPU tensor, on this thread, in the order of these calls."""
 
 
 Group = dict[str, Any]
+_Entries = dict[Any, Any]
 
 STEP = "step"
 
@@ -149,12 +160,11 @@ def fill_state(state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[
             state.pop(slot.key, None)
             continue
         live = state.get(slot.key, {})
-        state[slot.key] = {
-            entry: _step(value, live.get(entry), slot, read)
-            if entry in ON_HOST
-            else _entry(value, live.get(entry), slot.key.device, read)
-            for entry, value in saved[index].items()
-        }
+        filled: _Entries = dict.fromkeys(saved[index])  # in their order, whenever they arrive
+        state[slot.key] = filled
+        for entry, value in saved[index].items():
+            fill = _fill_step if entry in ON_HOST else _fill_entry
+            fill(filled, entry, value, live.get(entry), slot, read)
     for key, value in saved.items():
         if isinstance(key, str):
             state[key] = materialise(value, read, torch.device("cpu"))
@@ -164,15 +174,15 @@ def overwrite(live: torch.Tensor, leaf: Any, read: Read) -> None:
     """Make ``live``, in place, what was saved; without memory on the way where it is on the CPU."""
     memory = memory_for(live)
     if memory is None:
-        copy_in(live, read(leaf))
+        read.then(leaf, partial(copy_in, live))
     else:
-        read(leaf, into=memory)
+        read.into(leaf, memory)
 
 
 def materialise(tree: Any, read: Read, device: torch.device) -> Any:
     """``tree`` with copied containers and every saved leaf as a tensor on ``device``."""
     if is_tensor(tree):
-        return place(read(tree), device)
+        return _new(tree, read) if device.type == "cpu" else place(read(tree), device)
     if isinstance(tree, Mapping):
         return {key: materialise(value, read, device) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -205,25 +215,46 @@ def _option(option: str, value: Any, live: Any, read: Read) -> Any:
     return tuple(value) if isinstance(value, list) and (option == "betas" or isinstance(live, tuple)) else value
 
 
-def _entry(value: Any, live: Any, device: torch.device, read: Read) -> Any:
-    if not is_tensor(value) or not isinstance(live, torch.Tensor):
-        return materialise(value, read, device)
-    overwrite(live, value, read)
-    return live
+def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: Read) -> None:
+    if is_tensor(value) and isinstance(live, torch.Tensor):
+        overwrite(live, value, read)
+        entries[entry] = live
+    elif is_tensor(value):
+        _make(entries, entry, value, slot.key.device, read)
+    else:
+        entries[entry] = materialise(value, read, slot.key.device)
 
 
-def _step(value: Any, live: Any, slot: Slot, read: Read) -> Any:
-    value = read(value) if is_tensor(value) else value
+def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: Read) -> None:
     if isinstance(live, torch.Tensor):
-        copy_in(live, _like(value, live))
-        return live
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(live, (int, float)):
-        return type(live)(value.item())
-    # torch: the count is on the device only for optimizers whose step runs there as a whole.
-    on_device = slot.group.get("capturable") or slot.group.get("fused")
-    return place(value, slot.key.device) if on_device else value
+        entries[entry] = live
+        if is_tensor(value) and form_of(value) == form_of(live):
+            overwrite(live, value, read)
+        else:
+            copy_in(live, _like(read(value) if is_tensor(value) else value, live))
+    elif not is_tensor(value):
+        entries[entry] = value
+    elif isinstance(live, (int, float)):
+        entries[entry] = type(live)(read(value).item())
+    else:
+        # torch: the count is on the device only for optimizers whose step runs there as a whole.
+        on_device = slot.group.get("capturable") or slot.group.get("fused")
+        _make(entries, entry, value, slot.key.device if on_device else torch.device("cpu"), read)
+
+
+def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, read: Read) -> None:
+    if device.type == "cpu":
+        entries[entry] = _new(leaf, read)
+    else:
+        read.then(leaf, lambda value: entries.update({entry: place(value, device)}))
+
+
+def _new(leaf: Any, read: Read) -> torch.Tensor:
+    """The leaf as a new CPU tensor, filled by the time that the load is over."""
+    dtype, shape = form_of(leaf)
+    memory = torch.empty(shape, dtype=torch_dtype(dtype))
+    read.into(leaf, memory)
+    return memory
 
 
 def _like(value: Any, live: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ they lie in (:func:`blocks_of`): reading a slice needs no digest of the whole te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from math import prod
 
 import torch
@@ -16,10 +16,10 @@ import torch
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.plan import contiguous_runs
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, contiguous_stride, itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, Part, byte_view, contiguous_stride, itemsize, torch_dtype
 from nxd_ckpt.formats.torch_zip import read_tensor
 
-SLAB = 16 * 2**20
+SLAB = 4 * 2**20
 """Bytes that are read at once, at most."""
 
 _HOLES = 16
@@ -38,11 +38,17 @@ def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
 
 def fill(leaf: Assembly, out: torch.Tensor, read: ReadRanges) -> None:
     """Put the tensor together in ``out``, a contiguous CPU tensor of its dtype and shape."""
-    if sum(part.target.numel for part in leaf.parts) < leaf.numel:
-        out.zero_()
+    clear_padding(leaf, out)
     for part in leaf.parts:
         if part.source.numel:
-            _read_part(part, out, read)
+            for slab in slabs_of(part):
+                read_part(slab, out, read)
+
+
+def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
+    """Make ``out`` zero if there are elements that no part covers."""
+    if sum(part.target.numel for part in leaf.parts) < leaf.numel:
+        out.zero_()
 
 
 def fill_run(leaf: Assembly, start: int, stop: int, out: memoryview, read: ReadRanges) -> None:
@@ -70,38 +76,56 @@ def blocks_of(part: Part) -> Iterator[int]:
         following = max(following, last + 1)
 
 
-def _read_part(part: Part, out: torch.Tensor, read: ReadRanges) -> None:
+def direct_run(part: Part, out: torch.Tensor) -> tuple[int, memoryview] | None:
+    """Where the part's bytes begin in the file, and the memory of ``out`` that takes them as they are.
+
+    None where they are not one run on both sides, or of another dtype.
+    """
     stub = part.stub
-    if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
-        whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
-        _view(out, part.target).copy_(_view(whole, part.source))
+    target = _view(out, part.target)
+    if not stub.is_contiguous or not target.is_contiguous() or target.dtype != torch_dtype(stub.dtype):
+        return None
+    runs = list(islice(contiguous_runs(part.source, stub.shape), 2))
+    return (stub.offset + runs[0][0] * itemsize(stub.dtype), byte_view(target)) if len(runs) == 1 else None
+
+
+def slabs_of(part: Part) -> Iterator[Part]:
+    """The part in parts of at most :data:`SLAB` bytes."""
+    if not part.stub.is_contiguous:
+        yield part
         return
-    limit = max(1, SLAB // itemsize(stub.dtype))
-    slab = min(limit, part.source.numel)
-    scratch = torch.empty(slab + slab // _HOLES, dtype=torch_dtype(stub.dtype))
-    for source in _slabs(part.source, limit):
+    for source in _slabs(part.source, max(1, SLAB // itemsize(part.stub.dtype))):
         moved = source.shifted(part.source.offset)
         offset = tuple(a + b for a, b in zip(moved.offset, part.target.offset, strict=True))
-        _read_slab(stub, source, _view(out, Box(offset, source.size)), scratch, read)
+        yield Part(part.stub, source, Box(offset, source.size))
 
 
-def _read_slab(stub: TensorStub, source: Box, target: torch.Tensor, scratch: torch.Tensor, read: ReadRanges) -> None:
-    size = itemsize(stub.dtype)
-    runs = list(contiguous_runs(source, stub.shape))
-    if len(runs) == 1 and target.is_contiguous() and target.dtype == scratch.dtype:
-        read(stub.file, [(stub.offset + runs[0][0] * size, byte_view(target))])
+def read_part(slab: Part, out: torch.Tensor, read: ReadRanges) -> None:
+    """Put one of :func:`slabs_of` where it belongs in ``out``."""
+    stub, source, target = slab.stub, slab.source, _view(out, slab.target)
+    if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
+        whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
+        target.copy_(_view(whole, source))
         return
+    run = direct_run(slab, out)
+    if run is not None:
+        read(stub.file, [run])
+        return
+    runs, size = list(contiguous_runs(source, stub.shape)), itemsize(stub.dtype)
     first, end = runs[0][0], runs[-1][0] + runs[-1][1]
-    if end - first <= source.numel + source.numel // _HOLES and end - first <= scratch.numel():
-        read(stub.file, [(stub.offset + first * size, byte_view(scratch[: end - first]))])
+    along = end - first <= source.numel + source.numel // _HOLES
+    scratch = torch.empty(end - first if along else source.numel, dtype=torch_dtype(stub.dtype))
+    memory = byte_view(scratch)
+    if along:
+        read(stub.file, [(stub.offset + first * size, memory)])
         target.copy_(scratch.as_strided(source.size, contiguous_stride(stub.shape)))
         return
-    ranges, at, memory = [], 0, byte_view(scratch)
+    ranges, at = [], 0
     for start, length in runs:
         ranges.append((stub.offset + start * size, memory[at : at + length * size]))
         at += length * size
     read(stub.file, ranges)
-    target.copy_(scratch[: source.numel].view(source.size))
+    target.copy_(scratch.view(source.size))
 
 
 def _slabs(box: Box, limit: int) -> Iterator[Box]:

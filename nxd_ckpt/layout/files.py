@@ -7,7 +7,7 @@ kind of tree. Files are listed once: a tag does not change while it is being rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -97,7 +97,7 @@ class TagFiles:
         """
         if isinstance(leaf, Assembly):
             return read_assembly(leaf, self.read_ranges)
-        with self._named(leaf.file):
+        with self.named(leaf.file):
             return self._read(leaf)
 
     def read_into(self, leaf: TensorStub | Assembly, out: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class TagFiles:
         if isinstance(leaf, Assembly):
             fill(leaf, out, self.read_ranges)
             return
-        with self._named(leaf.file):
+        with self.named(leaf.file):
             torch_zip.read_into(self._pread_into(leaf.file), leaf, out)
 
     def read_run(self, leaf: Assembly, start: int, stop: int, out: memoryview) -> None:
@@ -114,12 +114,12 @@ class TagFiles:
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each memory with the file's bytes from its offset on."""
-        with self._named(file):
-            self.storage.read_ranges(self.key(file), ranges)
+        with self.named(file), closing(self.storage.open(self.key(file))) as reader:
+            reader.read_ranges(ranges)
 
     def verify(self, stub: TensorStub) -> None:
         """Prove the tensor's bytes without keeping them. Raises as :meth:`read`."""
-        with self._named(stub.file):
+        with self.named(stub.file):
             torch_zip.verify(self._pread_into(stub.file), stub)
 
     def joined(self, file: str, shared: str | None = None) -> Any:
@@ -161,18 +161,17 @@ class TagFiles:
         return map_tensors(tree, follow, TensorReference)
 
     def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf) -> Any:
-        pread_into = self._pread_into(file)
-
-        def pread(offset: int, count: int) -> bytes:
-            data = bytearray(count)
-            pread_into(start + offset, memoryview(data))
-            return bytes(data)
-
         def absolute(stub: TensorStub) -> Any:
             span = replace(stub.storage, offset=start + stub.storage.offset)
             return leaf(replace(stub, offset=start + stub.offset, storage=span))
 
-        with self._named(file):
+        with self.named(file), closing(self.storage.open(self.key(file))) as reader:
+
+            def pread(offset: int, count: int) -> bytes:
+                data = bytearray(count)
+                reader.read_ranges([(start + offset, memoryview(data))])
+                return bytes(data)
+
             size = self.storage.size(self.key(file)) if nbytes is None else nbytes
             return torch_zip.read_tree(
                 pread, size, file, trust_pickle=self.trust_pickle, leaf=absolute if start else leaf
@@ -200,8 +199,8 @@ class TagFiles:
         return {path: names.tensor_file(shared, reference.tid) for path, reference in references}
 
     @contextmanager
-    def _named(self, file: str) -> Iterator[None]:
-        """Turns errors of the formats into ones that name storage and tag too."""
+    def named(self, file: str) -> Iterator[None]:
+        """Turns errors of the formats, and of reading ``file``, into ones that name storage and tag too."""
         where = f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
         try:
             yield

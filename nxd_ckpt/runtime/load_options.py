@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import InvalidArgument
+
+Verify = bool | Literal["reading"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,10 @@ class LoadOptions:
             say it (neuronx_distributed's).
         partitions: how live parameters are cut over tensor-parallel ranks, by name, where their attributes were lost.
         rank_content: an empty dict, filled with what this rank saved as ``rank_content``; not on other sizes.
-        verify: prove the digests of all bytes before anything is changed. Without it, only what is read as a whole
-            tensor, or a whole block of one, is compared, as it is loaded.
+        verify: True proves the digests of all tensors' bytes, on all ranks, before anything is changed on any.
+            "reading" proves them as they arrive where they belong, which saves a pass: an error on one rank is raised
+            on all then, but live state may be overwritten in part. False compares none; structure, sizes and indexes
+            are checked all the same.
         share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;
             None does so where measuring says that it is faster than that each reads all. Of several ranks' answers,
             False goes before True, and True before None.
@@ -37,6 +42,19 @@ class LoadOptions:
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None
     partitions: Mapping[str, Partition] | None = None
     rank_content: dict[Any, Any] | None = None
-    verify: bool = True
+    verify: Verify = True
     share_reads: bool | None = None
     trust_pickle: bool = False
+
+    @property
+    def verifies_first(self) -> bool:
+        """Whether everything is proved before anything changes."""
+        return self.verify is True
+
+    def validate(self) -> None:
+        """Raise InvalidArgument for what has no meaning."""
+        if self.verify not in (True, False, "reading") or not isinstance(self.verify, (bool, str)):
+            raise InvalidArgument(
+                f"verify={self.verify!r}: expected True (prove all digests before anything changes), 'reading' (as the "
+                "bytes arrive) or False (not at all)"
+            )

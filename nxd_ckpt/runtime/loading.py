@@ -2,16 +2,19 @@
 
 The optimizer comes second because shards without saved master weights are cut from the model's *loaded* parameters.
 Nothing is kept in memory between the two phases but where the bytes lie: what is verified first is read again then,
-mostly from the page cache. Data-parallel replicas, which want the same model, share the proving, and where storage is
-slow the reading.
+mostly from the page cache, and compared again. With ``verify="reading"`` there is the second phase only. Data-parallel
+replicas, which want the same model, share the proving, and where storage is slow the reading.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +22,18 @@ import torch
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, IncompatibleState, OptimizerMismatch, PartNotFound, RanksDisagree
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors, torch_dtype
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DigestMismatch,
+    IncompatibleState,
+    MalformedFile,
+    OptimizerMismatch,
+    PartNotFound,
+    RanksDisagree,
+)
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
 from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
+from nxd_ckpt.runtime.delivery import Delivery
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
@@ -52,14 +64,17 @@ def load(
     chosen: str = decided_by_rank0(agreement, lambda: choose_tag(storage, _same_on_all(asked)))
 
     def prepare() -> _Prepared:
-        opened = open_complete_tag(storage, chosen, trust_pickle=options.trust_pickle)
-        return _Prepared(opened, topology, model, optimizer, scheduler, options)
+        options.validate()
+        with _garbage_left():
+            opened = open_complete_tag(storage, chosen, trust_pickle=options.trust_pickle)
+            return _Prepared(opened, topology, model, optimizer, scheduler, options)
 
     prepared = on_all(agreement, prepare)
-    prepared.share(agreement)
-    on_all(agreement, prepared.verify)
-    prepared.join(agreement, timeout)
-    on_all(agreement, prepared.apply)
+    with prepared.reader:
+        prepared.share(agreement)
+        on_all(agreement, prepared.verify)
+        prepared.join(agreement, timeout)
+        on_all(agreement, prepared.apply)
     return prepared.user_content
 
 
@@ -81,7 +96,8 @@ class _Prepared:
         self._scheduler_state = opened.scheduler() if scheduler is not None else None
         self.user_content = opened.user_content()
         self._rank_content = None if options.rank_content is None else self._own_content()
-        self._reader = opened.reader()
+        self.reader = opened.reader()
+        self._delivery = Delivery(self.reader, self._read_into)
         self._shares: Shares | None = None
         self._broadcast: Broadcast | None = None
 
@@ -96,11 +112,12 @@ class _Prepared:
 
     def verify(self) -> None:
         """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share."""
-        if not self._options.verify:
+        if not self._options.verifies_first:
             return
         for name, leaf in self._trees.leaves():
             if self._shares is None or self._shares.is_proved_here(leaf):
-                self._reader.prove(leaf, name)
+                self.reader.prove(leaf, name)
+        self.reader.finish()
 
     def join(self, agreement: Agreement, timeout: float) -> None:
         """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
@@ -117,8 +134,10 @@ class _Prepared:
         try:
             for name, leaf in self._trees.replicated_leaves():
                 if nbytes < _MEASURED and not shares.is_proved_here(leaf):
-                    self._reader.read_into(leaf, torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)), name)
-                    nbytes += leaf.numel * itemsize(leaf.dtype)
+                    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+                    self.reader.read_into(leaf, out, name, compare=False)
+                    nbytes += out.nbytes
+            self.reader.finish()
         except (CheckpointError, OSError):
             return math.inf  # who reads it for good will say so
         return nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
@@ -126,15 +145,22 @@ class _Prepared:
     def apply(self) -> None:
         """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
         with self._broadcast or nullcontext():
-            self._fill()
+            try:
+                self._fill()
+            except (DigestMismatch, MalformedFile) as error:
+                raise type(error)(
+                    f"{error}. The live state is partly overwritten: load another tag before training on"
+                ) from error
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
             for name in self._trees.names:
                 self._assign(model, name, self._trees.model_tree[name])
+            self._delivery.finish()
         if optimizer is not None:
-            optimizer.load(self._trees.optimizer_tree, self._read)
+            optimizer.load(self._trees.optimizer_tree, self._delivery)
+            self._delivery.finish()
         if isinstance(self._scheduler, dict):
             self._scheduler.clear()
             self._scheduler.update(self._scheduler_state or {})
@@ -168,31 +194,44 @@ class _Prepared:
 
     def _assign(self, model: ModelAdapter, name: str, leaf: Any) -> None:
         if not isinstance(leaf, (TensorStub, Assembly)):
-            model.assign(name, map_tensors(leaf, self._read, (TensorStub, Assembly)))  # extra state
+            model.assign(name, map_tensors(leaf, self._delivery, (TensorStub, Assembly)))  # extra state
             return
         destination = model.destination(name)
         if destination is None:
-            model.assign(name, self._read(leaf))
+            self._delivery.then(leaf, partial(model.assign, name))
         else:
-            self._read_into(leaf, destination)
-
-    def _read(self, leaf: Leaf, into: torch.Tensor | None = None) -> torch.Tensor:
-        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)) if into is None else into
-        self._read_into(leaf, out)
-        return out
+            self._delivery.into(leaf, destination)
 
     def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
+        """Begin to fill ``out``; where replicas share the reading, all of them at once, and at once."""
         owner = None if self._shares is None else self._shares.owner(leaf)
-        proved = self._options.verify and (self._shares is None or self._shares.is_proved_here(leaf))
         name = self._trees.name_by_leaf[id(leaf)]
+        compare, proved = self._options.verify is not False, self._options.verifies_first
 
         def read() -> None:
-            self._reader.read_into(leaf, out, name, proved=proved)
+            self.reader.read_into(leaf, out, name, compare=compare, proved=proved)
+
+        def read_now() -> None:
+            read()
+            self.reader.finish()
 
         if self._broadcast is None or owner is None:
             read()
         else:
-            self._broadcast.fill(out, owner, read)
+            self._broadcast.fill(out, owner, read_now)
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
+    them garbage, takes longer than making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _demand(opened: OpenTag, model: Any, optimizer: Any, scheduler: Any) -> None:

@@ -6,6 +6,7 @@ from another is whole too. The indexes, which the manifest vouches for, say what
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,37 @@ def prove_tensors(where: str, tree: Any, indexes: Iterable[RankIndex], *, left_o
                 f"CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or load another tag"
             )
     return entries
+
+
+class Digest:
+    """The CRC-32 that the bytes at ``where`` must have, which are read in ``segments``: in any order, by any thread."""
+
+    __slots__ = ("_expected", "_found", "_lock", "_missing", "_where")
+
+    def __init__(self, where: str, expected: int, segments: int = 1) -> None:
+        self._where, self._expected, self._missing = where, expected, segments
+        self._found: list[tuple[int, int]] = [(0, 0)] * segments
+        self._lock = threading.Lock()
+
+    def take(self, segment: int, found: int, nbytes: int) -> None:
+        """A segment's CRC-32 and length; raises DigestMismatch with the last one, unless all together are right."""
+        with self._lock:
+            self._found[segment] = found, nbytes
+            self._missing -= 1
+            if self._missing:
+                return
+        whole = 0
+        for crc, length in self._found:
+            whole = crc32.combine(whole, crc, length)
+        self.compare(whole)
+
+    def compare(self, found: int) -> None:
+        """Raise DigestMismatch unless ``found`` is the CRC-32 of all bytes."""
+        if found != self._expected:
+            raise DigestMismatch(
+                f"{self._where}: expected CRC-32 {self._expected:08x}, found {found:08x}. The bytes changed since they "
+                "were written: restore the file, or load another tag"
+            )
 
 
 @contextmanager

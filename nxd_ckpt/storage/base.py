@@ -8,6 +8,7 @@ retries, latency and faults are wrappers around it. What a caller may rely on:
 2. :meth:`Storage.write` replaces at once: a reader sees the old bytes or the new ones, never a mixture.
 3. :meth:`Storage.rename` is atomic and moves a whole directory.
 4. A missing key raises FileNotFoundError; reading past the end raises EOFError.
+5. A :class:`Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ class Writer(Protocol):
         """Give up; the file is left incomplete or removed, and never raises."""
 
 
+class Reader(Protocol):
+    """One file, open for many reads. By one thread at a time; another opens its own."""
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory (one byte per item) from its offset on: ascending ones in as few operations as it takes."""
+
+    def close(self) -> None:
+        """Give it back. Safe to call again."""
+
+
 class Storage(Protocol):
     """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch."""
 
@@ -46,8 +57,8 @@ class Storage(Protocol):
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``offset`` on."""
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on: many reads of one file, in one call."""
+    def open(self, key: str) -> Reader:
+        """Open a file for many reads."""
 
     def size(self, key: str) -> int: ...
 

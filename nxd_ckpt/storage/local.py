@@ -9,10 +9,11 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
-from nxd_ckpt.storage.base import Entry, Writer
+from nxd_ckpt.storage.base import Entry, Reader, Writer
 
 
 class LocalStorage:
@@ -30,15 +31,11 @@ class LocalStorage:
         return self.path(key).read_bytes()
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.read_ranges(key, [(offset, buffer)])
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        fd = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for offset, buffer in ranges:
-                self._read(fd, key, offset, memoryview(buffer).cast("B"))
-        finally:
-            os.close(fd)
+    def open(self, key: str) -> Reader:
+        return _LocalReader(self.path(key))
 
     def size(self, key: str) -> int:
         return self.path(key).stat().st_size
@@ -114,13 +111,6 @@ class LocalStorage:
     def set_time(self, key: str, seconds: float) -> None:
         os.utime(self.path(key), (seconds, seconds))
 
-    def _read(self, fd: int, key: str, offset: int, view: memoryview) -> None:
-        while len(view):
-            count = os.preadv(fd, [view[: 1 << 30]], offset)
-            if count == 0:
-                raise EOFError(f"{self.path(key)}: {len(view)} bytes missing at byte {offset}")
-            view, offset = view[count:], offset + count
-
     def _sync(self, folder: Path) -> None:
         if not self.durable:
             return
@@ -143,6 +133,65 @@ class LocalStorage:
             writer.abort()
             raise
         return temporary
+
+
+class _LocalReader:
+    """Neighbouring ranges share a system call, what lies between them (headers of small records) is read along."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, buffers in _runs(ranges):
+            self._read(offset, buffers)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _read(self, offset: int, buffers: list[memoryview]) -> None:
+        left = sum(map(len, buffers))
+        while left:
+            count = os.preadv(self._fd, buffers, offset)
+            if count == 0:
+                raise EOFError(f"{self._path}: {left} bytes missing at byte {offset}")
+            left, offset = left - count, offset + count
+            if left:
+                buffers = _after(count, buffers)
+
+
+_HOLE = memoryview(bytearray(8 * 2**10))
+"""Memory for what is read along, of the length from which on a read of its own is cheaper. Nobody looks into it."""
+_BUFFERS = 1000
+"""Buffers that a system call fills, at most; Linux takes 1,024."""
+
+
+def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, buffers to be filled one after the other) of every system call."""
+    begin, end, buffers = 0, 0, list[memoryview]()
+    for offset, buffer in ranges:
+        if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS:
+            if offset > end:
+                buffers.append(_HOLE[: offset - end])
+        else:
+            if buffers:
+                yield begin, buffers
+            begin, buffers = offset, []
+        buffers.append(buffer)
+        end = offset + len(buffer)
+    if buffers:
+        yield begin, buffers
+
+
+def _after(count: int, buffers: list[memoryview]) -> list[memoryview]:
+    """``buffers`` without their first ``count`` bytes."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 class _LocalWriter:

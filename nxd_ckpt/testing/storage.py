@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from nxd_ckpt.storage.base import Entry, Storage, Writer
+from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 
 
 class Operation(NamedTuple):
-    """One call on a storage: the method's name (``write_at``, ``close`` for writers) and the key.
+    """One call on a storage: the method's name (``write_at``, ``close`` for writers, ``read_ranges`` for readers) and
+    the key.
 
     ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for.
     """
@@ -48,9 +49,9 @@ class HookedStorage:
         self.hook(Operation("read_into", key, len(buffer)))
         self.inner.read_into(key, offset, buffer)
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self.hook(Operation("read_ranges", key, sum(len(buffer) for _, buffer in ranges)))
-        self.inner.read_ranges(key, ranges)
+    def open(self, key: str) -> Reader:
+        self.hook(Operation("open", key))
+        return _HookedReader(self.inner.open(key), key, self.hook)
 
     def size(self, key: str) -> int:
         self.hook(Operation("size", key))
@@ -103,6 +104,18 @@ class HookedStorage:
     def set_time(self, key: str, seconds: float) -> None:
         self.hook(Operation("set_time", key))
         self.inner.set_time(key, seconds)
+
+
+class _HookedReader:
+    def __init__(self, inner: Reader, key: str, hook: Hook) -> None:
+        self._inner, self._key, self._hook = inner, key, hook
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self._hook(Operation("read_ranges", self._key, sum(len(buffer) for _, buffer in ranges)))
+        self._inner.read_ranges(ranges)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class _HookedWriter:

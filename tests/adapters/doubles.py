@@ -6,6 +6,7 @@ rows is what an all-gather would leave behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,10 +106,21 @@ class NxDWrapper:
         return self.optimizer.state_dict()
 
 
-def read(leaf: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The reader that a checkpoint's would be: gives a tensor of its own, or fills the adapter's."""
-    assert isinstance(leaf, torch.Tensor)
-    return leaf.detach().cpu().clone() if into is None else into.copy_(leaf)
+class _Reading:
+    """The reader that a checkpoint's would be: gives tensors of their own, or fills the adapter's."""
+
+    def __call__(self, leaf: torch.Tensor) -> torch.Tensor:
+        assert isinstance(leaf, torch.Tensor)
+        return leaf.detach().cpu().clone()
+
+    def into(self, leaf: torch.Tensor, memory: torch.Tensor) -> None:
+        memory.copy_(self(leaf))
+
+    def then(self, leaf: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
+        take(self(leaf))
+
+
+read = _Reading()
 
 
 def copied(tree: Any) -> Any:

@@ -1,0 +1,123 @@
+"""A few threads that read, and the caller's own among them while it waits.
+
+Tasks start in the order in which they are given. An error stops those that have not started, and of several the one of
+the first task is raised: an error does not depend on which thread was faster.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from nxd_ckpt.core.manifest import CRC_BLOCK
+
+PIECE = CRC_BLOCK
+"""Bytes of scratch memory of each thread, and of what a task reads: large enough that threads seldom meet, small enough
+that the bytes are still in the cache when their digest is computed; and a block of a tensor is proved at once."""
+
+_MOST = 8
+"""Threads, at most: a few keep any disk or network file system busy, and ranks of one host add up."""
+
+Task = Callable[[memoryview], None]
+"""Called with :data:`PIECE` bytes of scratch memory that are the thread's own."""
+
+
+class ReadPool:
+    """Runs tasks on ``threads`` threads, the caller's included; None is one for each core. Close it."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._others = min(len(os.sched_getaffinity(0)) if threads is None else threads, _MOST) - 1
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[int, Task]] = deque()
+        self._running: set[int] = set()
+        self._failed: tuple[int, BaseException] | None = None
+        self._closed = False
+        self._own = threading.local()
+        self.submitted = 0
+
+    def submit(self, task: Task) -> None:
+        """Run ``task`` soon. Raises what an earlier one raised."""
+        if self._failed is not None:
+            self.wait_for(self.submitted)
+        with self._changed:
+            self._queue.append((self.submitted, task))
+            self.submitted += 1
+            self._changed.notify()
+        # A single task is for the caller, which waits for it next.
+        if len(self._queue) > 1 and len(self._threads) < self._others:
+            thread = threading.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def wait_for(self, count: int) -> None:
+        """Return once the first ``count`` tasks are done, and help with them. Raises what the first that failed did."""
+        while (item := self._next(count)) is not None:
+            self._run(*item)
+        if self._failed is not None:
+            (_, error), self._failed = self._failed, None
+            raise error
+
+    def close(self) -> None:
+        """Drop what has not started and end the threads; returns when no task runs any more."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> ReadPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next(self, count: int) -> tuple[int, Task] | None:
+        """The next of the first ``count`` tasks to run here; None once all of them are done."""
+        with self._changed:
+            while True:
+                if self._queue and self._queue[0][0] < count:
+                    return self._started()
+                if not any(number < count for number in self._running):
+                    return None
+                self._changed.wait()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                item = self._started()
+            self._run(*item)
+
+    def _started(self) -> tuple[int, Task]:
+        number, task = self._queue.popleft()
+        self._running.add(number)
+        return number, task
+
+    def _run(self, number: int, task: Task) -> None:
+        try:
+            task(self._scratch())
+        except BaseException as error:  # an interrupt too: it reaches the caller as any other
+            with self._changed:
+                self._queue.clear()
+                if self._failed is None or number < self._failed[0]:
+                    self._failed = number, error
+        finally:
+            with self._changed:
+                self._running.discard(number)
+                self._changed.notify_all()
+
+    def _scratch(self) -> memoryview:
+        if not hasattr(self._own, "memory"):
+            self._own.memory = memoryview(bytearray(PIECE))
+        memory: memoryview = self._own.memory
+        return memory
