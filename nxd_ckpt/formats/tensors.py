@@ -79,7 +79,7 @@ class TensorStub:
     def is_contiguous(self) -> bool:
         """Whether the bytes in the file are those of the tight, row-major tensor, one after the other."""
         tight = contiguous_stride(self.shape)
-        return self.numel == 0 or all(
+        return self.stride == tight or self.numel == 0 or all(
             have == want for size, have, want in zip(self.shape, self.stride, tight, strict=True) if size > 1
         )
 

@@ -62,6 +62,10 @@ class TagFiles:
         """The storage's key of a file of this tag."""
         return f"{self.tag}/{file}" if self.tag and file else self.tag or file
 
+    def where(self, file: str) -> str:
+        """A file of this tag, as errors name it."""
+        return f"{self.storage.url}/{self.key(file)}"
+
     def names(self, directory: str = "") -> Mapping[str, bool]:
         """Name -> whether it is a directory, of everything directly below ``directory``."""
         if directory not in self._listings:

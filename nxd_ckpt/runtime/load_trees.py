@@ -21,7 +21,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.resharding import check_partitions, rescaled
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
-from nxd_ckpt.formats.tensors import Assembly, Path, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
 from nxd_ckpt.runtime.load_options import LoadOptions
@@ -52,7 +52,11 @@ class LoadTrees:
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Everything that will be read, by its global name."""
         for name in self.names:
-            for path, leaf in iter_tensors(self.model_tree[name]):  # extra state may hold tensors inside
+            value = self.model_tree[name]
+            if isinstance(value, (TensorStub, Assembly)):
+                yield f"model/{name}", value
+                continue
+            for path, leaf in iter_tensors(value):  # extra state may hold tensors inside
                 yield "/".join(map(str, ("model", name, *path))), leaf
         for path, leaf in iter_tensors(self.optimizer_tree):
             yield self._optimizer_name(path), leaf

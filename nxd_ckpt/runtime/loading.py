@@ -204,21 +204,19 @@ class _Prepared:
 
     def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
         """Begin to fill ``out``; where replicas share the reading, all of them at once, and at once."""
-        owner = None if self._shares is None else self._shares.owner(leaf)
-        name = self._trees.name_by_leaf[id(leaf)]
-        compare, proved = self._options.verify is not False, self._options.verifies_first
-
-        def read() -> None:
-            self.reader.read_into(leaf, out, name, compare=compare, proved=proved)
-
-        def read_now() -> None:
-            read()
-            self.reader.finish()
-
+        owner = None if self._shares is None or self._broadcast is None else self._shares.owner(leaf)
         if self._broadcast is None or owner is None:
-            read()
+            self._begin(leaf, out)
         else:
-            self._broadcast.fill(out, owner, read_now)
+            self._broadcast.fill(out, owner, partial(self._read_now, leaf, out))
+
+    def _read_now(self, leaf: Leaf, out: torch.Tensor) -> None:
+        self._begin(leaf, out)
+        self.reader.finish()
+
+    def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
+        compare, proved = self._options.verify is not False, self._options.verifies_first
+        self.reader.read_into(leaf, out, self._trees.name_by_leaf[id(leaf)], compare=compare, proved=proved)
 
 
 @contextmanager

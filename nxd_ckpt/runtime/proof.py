@@ -7,8 +7,7 @@ from another is whole too. The indexes, which the manifest vouches for, say what
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
@@ -52,7 +51,7 @@ class Digest:
 
     __slots__ = ("_expected", "_found", "_lock", "_missing", "_where")
 
-    def __init__(self, where: str, expected: int, segments: int = 1) -> None:
+    def __init__(self, where: str, expected: int, segments: int) -> None:
         self._where, self._expected, self._missing = where, expected, segments
         self._found: list[tuple[int, int]] = [(0, 0)] * segments
         self._lock = threading.Lock()
@@ -67,24 +66,32 @@ class Digest:
         whole = 0
         for crc, length in self._found:
             whole = crc32.combine(whole, crc, length)
-        self.compare(whole)
-
-    def compare(self, found: int) -> None:
-        """Raise DigestMismatch unless ``found`` is the CRC-32 of all bytes."""
-        if found != self._expected:
-            raise DigestMismatch(
-                f"{self._where}: expected CRC-32 {self._expected:08x}, found {found:08x}. The bytes changed since they "
-                "were written: restore the file, or load another tag"
-            )
+        if whole != self._expected:
+            raise mismatch(self._where, self._expected, whole)
 
 
-@contextmanager
-def naming(name: str) -> Iterator[None]:
+def mismatch(where: str, expected: int, found: int) -> DigestMismatch:
+    """What is wrong with the bytes at ``where``: their CRC-32."""
+    return DigestMismatch(
+        f"{where}: expected CRC-32 {expected:08x}, found {found:08x}. The bytes changed since they were written: "
+        "restore the file, or load another tag"
+    )
+
+
+class naming:
     """Puts the tensor's name into an error about its bytes."""
-    try:
-        yield
-    except (DigestMismatch, MalformedFile) as error:
-        raise type(error)(f"tensor {name!r}: {error}") from error
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (DigestMismatch, MalformedFile)):
+            raise type(error)(f"tensor {self._name!r}: {error}") from error
 
 
 def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:

@@ -23,7 +23,7 @@ from nxd_ckpt.formats.assembly import blocks_of, clear_padding, direct_run, read
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
-from nxd_ckpt.runtime.proof import Digest, naming
+from nxd_ckpt.runtime.proof import Digest, mismatch, naming
 from nxd_ckpt.runtime.read_pool import PIECE, ReadPool
 
 Leaf = TensorStub | Assembly
@@ -117,7 +117,7 @@ class LeafReader:
             if (*place, block) not in self._proved_blocks:
                 self._proved_blocks.add((*place, block))
                 offset, nbytes = _span(entry, block)
-                self._add(stub.file, offset, nbytes, None, name, self._digest_of(entry, block))
+                self._add(stub.file, _Range(offset, nbytes, None, name, entry.crc32[block]))
 
     def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
         if not stub.is_contiguous:
@@ -139,18 +139,18 @@ class LeafReader:
         One without a digest proves nothing, but must be there.
         """
         storage = stub.storage
-        middle = stub.offset if len(memory) else storage.offset
-        segments = list(_segments(storage.offset, middle, memory, storage.offset + storage.nbytes))
         # That 0 means "not recorded" is said of files that no index vouches for.
         expected = storage.crc32 if self._entry(stub) is None else storage.crc32 or 0
+        if storage.nbytes == len(memory) <= PIECE:
+            self._add(stub.file, _Range(storage.offset, storage.nbytes, memory, name, expected))
+            return
+        middle = stub.offset if len(memory) else storage.offset
+        segments = list(_segments(storage.offset, middle, memory, storage.offset + storage.nbytes))
         digest = None
         if expected is not None:
-            where = f"{self._files.storage.url}/{self._files.key(stub.file)}, record {storage.record!r}"
-            digest = Digest(where, expected, len(segments))
-            if not segments:
-                digest.compare(0)
+            digest = Digest(f"{self._files.where(stub.file)}, record {storage.record!r}", expected, len(segments))
         for number, (offset, nbytes, target) in enumerate(segments):
-            self._add(stub.file, offset, nbytes, target, name, digest, number)
+            self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
 
     def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, proved: bool) -> None:
         entry, run = self._entry(part.stub), direct_run(part, out)
@@ -175,37 +175,23 @@ class LeafReader:
             whole = last - first == nbytes
             if not whole and not proved:
                 self._prove(part.stub, iter([block]), name)
-            digest = self._digest_of(entry, block) if whole else None
-            self._add(entry.file, first, last - first, memory[first - offset : last - offset], name, digest)
+            target, expected = memory[first - offset : last - offset], entry.crc32[block] if whole else None
+            self._add(entry.file, _Range(first, last - first, target, name, expected))
 
     def _read_plain(self, file: str, offset: int, memory: memoryview, name: str) -> None:
         for at in range(0, len(memory), PIECE):
             target = memory[at : at + PIECE]
-            self._add(file, offset + at, len(target), target, name)
-
-    def _digest_of(self, entry: TensorEntry, block: int) -> Digest:
-        offset, nbytes = _span(entry, block)
-        key = f"{self._files.storage.url}/{self._files.key(entry.file)}"
-        return Digest(f"{key}, {nbytes} bytes from {offset} on", entry.crc32[block])
+            self._add(file, _Range(offset + at, len(target), target, name))
 
     def _pread_into(self, file: str) -> torch_zip.PreadInto:
         return lambda offset, memory: self._open.read_ranges(file, [(offset, memory)])
 
-    def _add(
-        self,
-        file: str,
-        offset: int,
-        nbytes: int,
-        memory: memoryview | None,
-        name: str,
-        digest: Digest | None = None,
-        segment: int = 0,
-    ) -> None:
-        if file != self._file or self._nbytes + nbytes > PIECE or len(self._ranges) >= _TOGETHER:
+    def _add(self, file: str, one: _Range) -> None:
+        if file != self._file or self._nbytes + one.nbytes > PIECE or len(self._ranges) >= _TOGETHER:
             self._flush()
         self._file = file
-        self._nbytes += nbytes
-        self._ranges.append(_Range(offset, nbytes, memory, name, digest, segment))
+        self._nbytes += one.nbytes
+        self._ranges.append(one)
 
     def _call(self, name: str, read: partial[None]) -> None:
         def task(scratch: memoryview) -> None:
@@ -218,38 +204,47 @@ class LeafReader:
     def _flush(self) -> None:
         if self._ranges:
             ranges, self._ranges, self._nbytes = self._ranges, [], 0
-            self._pool.submit(partial(_read, self._open, self._file, ranges))
+            self._pool.submit(partial(self._read, self._file, ranges))
+
+    def _read(self, file: str, ranges: Sequence[_Range], scratch: memoryview) -> None:
+        """Read the ranges at once, and compare their digests."""
+        memories, at = [], 0
+        for one in ranges:
+            memories.append(scratch[at : at + one.nbytes] if one.memory is None else one.memory)
+            at += one.nbytes
+        try:
+            self._open.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
+        except MalformedFile:  # the file ends before one of them does
+            for one, memory in zip(ranges, memories, strict=True):
+                with naming(one.name):
+                    self._open.read_ranges(file, [(one.offset, memory)])
+            raise
+        for one, memory in zip(ranges, memories, strict=True):
+            if one.expected is None and one.digest is None:
+                continue
+            found = crc32.crc32(memory)
+            with naming(one.name):
+                if one.digest is not None:
+                    one.digest.take(one.segment, found, one.nbytes)
+                elif found != one.expected:
+                    where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
+                    raise mismatch(where, one.expected or 0, found)
 
 
 class _Range(NamedTuple):
-    """Bytes to be read into ``memory``, or nowhere; they are the ``segment``-th of those that ``digest`` is for."""
+    """Bytes to be read into ``memory``, or nowhere.
+
+    ``expected`` is their CRC-32, if they have one of their own; else they may be the ``segment``-th that ``digest`` is
+    of.
+    """
 
     offset: int
     nbytes: int
     memory: memoryview | None
     name: str
-    digest: Digest | None
-    segment: int
-
-
-def _read(files: OpenFiles, file: str, ranges: Sequence[_Range], scratch: memoryview) -> None:
-    """Read the ranges at once, and compare their digests."""
-    memories, at = [], 0
-    for _, nbytes, memory, *_ in ranges:
-        memories.append(scratch[at : at + nbytes] if memory is None else memory)
-        at += nbytes
-    try:
-        files.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
-    except MalformedFile:  # the file ends before one of them does
-        for one, memory in zip(ranges, memories, strict=True):
-            with naming(one.name):
-                files.read_ranges(file, [(one.offset, memory)])
-        raise
-    for (_, nbytes, _, name, digest, segment), memory in zip(ranges, memories, strict=True):
-        if digest is not None:
-            found = crc32.crc32(memory)
-            with naming(name):
-                digest.take(segment, found, nbytes)
+    expected: int | None = None
+    digest: Digest | None = None
+    segment: int = 0
 
 
 def _sources(leaf: Leaf) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
