@@ -111,7 +111,7 @@ class LeafReader:
             return
         if blocks is None or entry is None:
             self._proved.add(place)
-            self._read_record(stub, memoryview(b""), name)
+            self._read_record(stub, None, name)
             return
         for block in blocks:
             if (*place, block) not in self._proved_blocks:
@@ -133,19 +133,18 @@ class LeafReader:
         else:
             self._read_plain(stub.file, stub.offset, memory, name)
 
-    def _read_record(self, stub: TensorStub, memory: memoryview, name: str) -> None:
-        """Read the record that the stub is a view of, its own bytes into ``memory``, and compare the record's digest.
+    def _read_record(self, stub: TensorStub, memory: memoryview | None, name: str) -> None:
+        """Read the record that the stub is a view of, its own bytes into ``memory`` if any, and compare the digest.
 
         One without a digest proves nothing, but must be there.
         """
         storage = stub.storage
         # That 0 means "not recorded" is said of files that no index vouches for.
         expected = storage.crc32 if self._entry(stub) is None else storage.crc32 or 0
-        if storage.nbytes == len(memory) <= PIECE:
+        if storage.nbytes <= PIECE and (memory is None or len(memory) == storage.nbytes):
             self._add(stub.file, _Range(storage.offset, storage.nbytes, memory, name, expected))
             return
-        middle = stub.offset if len(memory) else storage.offset
-        segments = list(_segments(storage.offset, middle, memory, storage.offset + storage.nbytes))
+        segments = list(_segments(storage.offset, storage.offset + storage.nbytes, stub.offset, memory))
         digest = None
         if expected is not None:
             digest = Digest(f"{self._files.where(stub.file)}, record {storage.record!r}", expected, len(segments))
@@ -261,8 +260,12 @@ def _span(entry: TensorEntry, block: int) -> tuple[int, int]:
     return entry.offset + begin, min(CRC_BLOCK, entry.nbytes - begin)
 
 
-def _segments(begin: int, middle: int, memory: memoryview, end: int) -> Iterator[tuple[int, int, memoryview | None]]:
-    """(offset, length, memory) of pieces covering [begin, end) of a file: ``memory`` from ``middle`` on, else none."""
+def _segments(
+    begin: int, end: int, middle: int, memory: memoryview | None
+) -> Iterator[tuple[int, int, memoryview | None]]:
+    """(offset, length, memory) of pieces that cover [begin, end) of a file: from ``middle`` on ``memory``, if any."""
+    if memory is None:
+        middle, memory = begin, memoryview(b"")
     after = middle + len(memory)
     for offset in range(begin, middle, PIECE):
         yield offset, min(PIECE, middle - offset), None

@@ -1,0 +1,101 @@
+"""Tasks run in order on a few threads and the caller's; the first error of them is raised, and nothing is left over."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from nxd_ckpt.runtime.read_pool import PIECE, ReadPool
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_all_tasks_run_once(threads: int) -> None:
+    """Each with scratch memory that no other thread has."""
+    done: list[int] = []
+    memories: dict[int, set[int]] = {}
+
+    def run(number: int, scratch: memoryview) -> None:
+        assert PIECE == len(scratch)
+        memories.setdefault(id(scratch.obj), set()).add(threading.get_ident())
+        done.append(number)
+
+    with ReadPool(threads) as pool:
+        for number in range(200):
+            pool.submit(lambda scratch, number=number: run(number, scratch))  # type: ignore[misc]
+        pool.wait_for(200)
+        assert list(range(200)) == sorted(done)
+        assert all(len(idents) == 1 for idents in memories.values())
+        assert len(memories) <= threads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_waiting_for_the_first_of_them(threads: int) -> None:
+    """Only those need to be done; with no other thread, only those are."""
+    done: list[int] = []
+    with ReadPool(threads) as pool:
+        for number in range(10):
+            pool.submit(lambda scratch, number=number: done.append(number))  # type: ignore[misc]
+        pool.wait_for(3)
+        assert {0, 1, 2} <= set(done)
+        if threads == 1:
+            assert [0, 1, 2] == done
+        pool.wait_for(pool.submitted)
+        assert list(range(10)) == sorted(done)
+
+
+def test_the_error_of_the_first_task_is_raised() -> None:
+    """Though a later one fails earlier; what has not started never does, and the pool can be used again."""
+    second_failed = threading.Event()
+    later: list[int] = []
+
+    def first(scratch: memoryview) -> None:
+        assert second_failed.wait(30)
+        raise ValueError("first")
+
+    def second(scratch: memoryview) -> None:
+        second_failed.set()
+        raise ValueError("second")
+
+    with ReadPool(2) as pool:
+        pool.submit(first)
+        pool.submit(second)
+        with pytest.raises(ValueError, match="first"):
+            pool.wait_for(2)
+        pool.submit(lambda scratch: later.append(1))
+        pool.wait_for(3)
+    assert [1] == later
+
+
+def test_an_error_stops_what_has_not_started() -> None:
+    """Also what the caller goes on to submit."""
+    ran: list[int] = []
+
+    def fails(scratch: memoryview) -> None:
+        raise OSError("gone")
+
+    def submit_for_ever(pool: ReadPool) -> None:
+        while True:
+            pool.submit(lambda scratch: ran.append(1))
+
+    with ReadPool(1) as pool:
+        pool.submit(fails)
+        pool.submit(lambda scratch: ran.append(1))
+        with pytest.raises(OSError, match="gone"):
+            pool.wait_for(2)
+    assert [] == ran
+    with ReadPool(2) as pool:
+        pool.submit(fails)
+        with pytest.raises(OSError, match="gone"):
+            submit_for_ever(pool)
+
+
+def test_no_thread_outlives_it() -> None:
+    """Whether its tasks were waited for or not."""
+    before = threading.active_count()
+    with ReadPool(4) as pool:
+        for _ in range(100):
+            pool.submit(lambda scratch: None)
+    assert before == threading.active_count()
