@@ -38,7 +38,11 @@ class Box:
         return None if any(extent <= 0 for extent in size) else Box(offset, size)
 
     def contains(self, other: Box) -> bool:
-        return other.numel == 0 or self.intersect(other) == other
+        """Whether all of ``other`` is inside this box."""
+        return other.numel == 0 or all(
+            a <= b and b + m <= a + n
+            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        )
 
     def shifted(self, origin: tuple[int, ...]) -> Box:
         """This box in coordinates whose zero is at ``origin``."""

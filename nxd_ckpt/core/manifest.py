@@ -8,59 +8,48 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Partition, Piece
+from nxd_ckpt.core import document
+from nxd_ckpt.core.entries import (
+    CRC_BLOCK,
+    FileEntry,
+    Makers,
+    ParameterSpec,
+    TensorEntry,
+    checked,
+    integers,
+    parameters_text,
+    tensor_text,
+)
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 
+__all__ = [
+    "CRC_BLOCK",
+    "FORMAT_VERSION",
+    "FileEntry",
+    "Manifest",
+    "ParameterSpec",
+    "Parts",
+    "RankIndex",
+    "RankLine",
+    "TensorEntry",
+    "dump_index",
+    "dump_manifest",
+    "is_manifest",
+    "load_index",
+    "load_manifest",
+    "load_parameters",
+]
+
 FORMAT_VERSION = 1
-CRC_BLOCK = 4 * 2**20
-"""Bytes that one block digest covers: a slice is proved by reading the blocks it touches, not the tensor."""
+_HEAD = b'{"format_version":%d,"kind":"manifest",' % FORMAT_VERSION
 _SEAL = b',"crc32":'
 
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor that one rank wrote: where its bytes lie, and which part of which global tensor they are.
-
-    ``offset`` and ``nbytes`` count bytes in ``file`` (a key relative to the tag); the bytes are contiguous and little
-    endian. ``crc32`` holds a CRC-32 per :data:`CRC_BLOCK` bytes. ``pieces`` is None where the cut is unknown.
-    """
-
-    name: str
-    file: str
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    crc32: tuple[int, ...]
-    pieces: tuple[Piece, ...] | None = None
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file that one rank wrote: its size in bytes, and the CRC-32 over all of them."""
-
-    nbytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """A parameter or buffer of the model, as every rank of its pipeline stage holds it.
-
-    ``tie`` is equal for all names of one tensor, and None where it has only one.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    partition: Partition
-    trainable: bool = True
-    tie: str | None = None
+_Maker = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -117,155 +106,122 @@ class Manifest:
 
 def dump_index(index: RankIndex) -> bytes:
     at = index.coordinates
-    document = {
-        "format_version": FORMAT_VERSION,
-        "kind": "rank_index",
-        "coordinates": [at.pp_rank, at.dp_rank, at.tp_rank],
-        "files": {key: [entry.nbytes, entry.crc32] for key, entry in index.files.items()},
-        "tensors": [_tensor_to_json(entry) for entry in index.tensors],
-        "parameters": {name: _spec_to_json(spec) for name, spec in index.parameters.items()},
-        "optimizer_names": None if index.optimizer_names is None else list(index.optimizer_names),
-    }
-    return _encode(document)
+    return document.members(
+        {
+            "format_version": str(FORMAT_VERSION),
+            "kind": '"rank_index"',
+            "coordinates": document.integers((at.pp_rank, at.dp_rank, at.tp_rank)),
+            "files": document.members({key: document.integers(entry) for key, entry in index.files.items()}),
+            "tensors": document.array(map(tensor_text, index.tensors)),
+            "parameters": parameters_text(index.parameters),
+            "optimizer_names": document.plain(index.optimizer_names),
+        }
+    ).encode()
 
 
 def load_index(data: bytes, where: str) -> RankIndex:
     """Parse an index file. Raises MalformedFile, naming ``where``, for anything but a valid one."""
-    document = _decode(data, "rank_index", where)
+    make = Makers()
     with _naming(where):
-        names = document["optimizer_names"]
+        fields = _read(data, "rank_index", {"files": make.file, "tensors": make.tensor, "parameters": make.spec})
+        names = fields["optimizer_names"]
         return RankIndex(
-            coordinates=Coordinates(*_ints(document["coordinates"], 3)),
-            files={key: FileEntry(*_ints(entry, 2)) for key, entry in document["files"].items()},
-            tensors=tuple(_tensor_from_json(fields) for fields in document["tensors"]),
-            parameters={name: _spec_from_json(spec) for name, spec in document["parameters"].items()},
+            coordinates=Coordinates(*integers(fields["coordinates"], 3)),
+            files=checked(dict, fields["files"]),
+            tensors=tuple(checked(list, fields["tensors"])),
+            parameters=checked(dict, fields["parameters"]),
             optimizer_names=None if names is None else tuple(names),
         )
+
+
+def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
+    """The ``parameters`` of an index file alone: its tensors are parsed, and not kept. Raises as :func:`load_index`."""
+    with _naming(where):
+        makers: dict[str, _Maker] = {"files": bool, "tensors": bool, "parameters": Makers().spec}
+        return checked(dict, _read(data, "rank_index", makers)["parameters"])
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
     topology = manifest.topology
     rank_map = topology.rank_map
     places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
-    document = {
-        "format_version": FORMAT_VERSION,
-        "kind": "manifest",
-        "tag": manifest.tag,
-        "attempt": manifest.attempt,
-        "order_time": manifest.order_time,
-        "topology": {**topology.sizes, "rank_map": places},
-        "parts": asdict(manifest.parts),
-        "ranks": [[line.nbytes, line.crc32] for line in manifest.ranks],
-        "parameters": {name: _spec_to_json(spec) for name, spec in manifest.parameters.items()},
-        "timings": dict(manifest.timings),
-        "versions": dict(manifest.versions),
-    }
+    text = document.members(
+        {
+            "format_version": str(FORMAT_VERSION),
+            "kind": '"manifest"',
+            "tag": document.plain(manifest.tag),
+            "attempt": document.plain(manifest.attempt),
+            "order_time": document.plain(manifest.order_time),
+            "topology": document.plain({**topology.sizes, "rank_map": places}),
+            "parts": document.plain(asdict(manifest.parts)),
+            "ranks": document.array(document.integers((line.nbytes, line.crc32)) for line in manifest.ranks),
+            "parameters": parameters_text(manifest.parameters),
+            "timings": document.plain(dict(manifest.timings)),
+            "versions": document.plain(dict(manifest.versions)),
+        }
+    )
     # It vouches for the indexes, and nothing for it: so it carries a digest of the bytes that come before this field.
-    unsealed = _encode(document)
-    return unsealed[:-1] + _SEAL + b"%d}" % zlib.crc32(unsealed[:-1])
+    unsealed = text[:-1].encode()
+    return unsealed + _seal(unsealed)
 
 
 def load_manifest(data: bytes, where: str) -> Manifest:
     """Parse a manifest. Raises MalformedFile, naming ``where``, for anything but a valid one."""
-    document = _decode(data, "manifest", where)
-    found = zlib.crc32(data.rpartition(_SEAL)[0])
-    if document.get("crc32") != found:
-        raise MalformedFile(f"{where}: expected CRC-32 {document.get('crc32')}, found {found}: its bytes changed")
     with _naming(where):
-        sizes = dict(document["topology"])
+        fields = _read(data, "manifest", {"parameters": Makers().spec})
+        found = zlib.crc32(data.rpartition(_SEAL)[0])
+        if fields.get("crc32") != found:
+            raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {found}: its bytes changed")
+        sizes = dict(fields["topology"])
         places = sizes.pop("rank_map")
-        rank_map = None if places is None else [Coordinates(*_ints(place, 3)) for place in places]
+        rank_map = None if places is None else [Coordinates(*integers(place, 3)) for place in places]
         return Manifest(
-            tag=document["tag"],
-            attempt=document["attempt"],
-            order_time=float(document["order_time"]),
+            tag=fields["tag"],
+            attempt=fields["attempt"],
+            order_time=float(fields["order_time"]),
             topology=Topology(**sizes, rank=0, rank_map=rank_map),
-            parts=Parts(**document["parts"]),
-            ranks=tuple(RankLine(*_ints(line, 2)) for line in document["ranks"]),
-            parameters={name: _spec_from_json(spec) for name, spec in document["parameters"].items()},
-            timings=dict(document["timings"]),
-            versions=dict(document["versions"]),
+            parts=Parts(**fields["parts"]),
+            ranks=tuple(RankLine(*integers(line, 2)) for line in fields["ranks"]),
+            parameters=checked(dict, fields["parameters"]),
+            timings=dict(fields["timings"]),
+            versions=dict(fields["versions"]),
         )
 
 
-def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
-    pieces = entry.pieces
-    return {
-        "name": entry.name,
-        "file": entry.file,
-        "offset": entry.offset,
-        "nbytes": entry.nbytes,
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "crc32": list(entry.crc32),
-        "pieces": None if pieces is None else [[p.local.offset, p.box.offset, p.box.size] for p in pieces],
-    }
+def is_manifest(data: bytes) -> bool:
+    """Whether these bytes are a manifest as :func:`dump_manifest` makes it: by its beginning and its digest alone."""
+    return data.startswith(_HEAD) and data.endswith(_seal(data.rpartition(_SEAL)[0]))
 
 
-def _tensor_from_json(fields: dict[str, Any]) -> TensorEntry:
-    raw, shape = fields["pieces"], tuple(_ints(fields["shape"]))
-    pieces = None
-    if raw is not None:
-        triples = [[tuple(_ints(part)) for part in triple] for triple in raw]
-        pieces = tuple(Piece(Box(local, size), Box(offset, size)) for local, offset, size in triples)
-        outside = [piece.local for piece in pieces if not Box.whole(shape).contains(piece.local)]
-        if outside:
-            raise ValueError(f"{fields['name']}: a piece at {outside[0]} is not inside shape {shape}")
-    offset, nbytes = _ints((fields["offset"], fields["nbytes"]))
-    return TensorEntry(
-        name=fields["name"],
-        file=fields["file"],
-        offset=offset,
-        nbytes=nbytes,
-        dtype=fields["dtype"],
-        shape=shape,
-        crc32=tuple(_ints(fields["crc32"], -(-nbytes // CRC_BLOCK))),
-        pieces=pieces,
-    )
+def _seal(data: bytes) -> bytes:
+    return _SEAL + b"%d}" % zlib.crc32(data)
 
 
-def _spec_to_json(spec: ParameterSpec) -> dict[str, Any]:
-    return {
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "partition": spec.partition.to_json(),
-        "trainable": spec.trainable,
-        "tie": spec.tie,
-    }
-
-
-def _spec_from_json(fields: dict[str, Any]) -> ParameterSpec:
-    partition = Partition.from_json(fields["partition"])
-    shape = tuple(_ints(fields["shape"]))
-    return ParameterSpec(fields["dtype"], shape, partition, fields["trainable"], fields["tie"])
-
-
-def _ints(values: Any, count: int | None = None) -> list[int]:
-    numbers = list(values)
-    if not all(type(value) is int and value >= 0 for value in numbers):
-        raise ValueError(f"expected non-negative integers, found {numbers!r}")
-    if count is not None and len(numbers) != count:
-        raise ValueError(f"expected {count} numbers, found {len(numbers)}")
-    return numbers
-
-
-def _encode(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _decode(data: bytes, kind: str, where: str) -> dict[str, Any]:
+def _read(data: bytes, kind: str, makers: Mapping[str, _Maker]) -> dict[str, Any]:
     try:
-        document = json.loads(data)
+        fields = document.read(data.decode(), makers)
+    except Exception:
+        _check_kind(_parsed(data), kind)  # if it is of another kind or version, that is what is wrong
+        raise
+    _check_kind(fields, kind)
+    return fields
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{where}: not valid JSON ({error}); the file was damaged or cut off") from error
-    if not isinstance(document, dict) or document.get("kind") != kind:
-        raise MalformedFile(f"{where}: expected a JSON object of kind {kind!r}, found {str(document)[:80]!r}")
-    if document.get("format_version") != FORMAT_VERSION:
+        raise MalformedFile(f"not valid JSON ({error}); the file was damaged or cut off") from error
+
+
+def _check_kind(fields: Any, kind: str) -> None:
+    if not isinstance(fields, dict) or fields.get("kind") != kind:
+        raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {str(fields)[:80]!r}")
+    if fields.get("format_version") != FORMAT_VERSION:
         raise MalformedFile(
-            f"{where}: format_version {document.get('format_version')!r}, this nxd_ckpt reads {FORMAT_VERSION}; "
+            f"format_version {fields.get('format_version')!r}, this nxd_ckpt reads {FORMAT_VERSION}; "
             "use the version of nxd_ckpt that wrote it, or a newer one"
         )
-    return document
 
 
 class _naming:

@@ -8,7 +8,7 @@ is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any oth
 
 from __future__ import annotations
 
-from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.manifest import is_manifest, load_manifest
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout import legacy
@@ -160,8 +160,11 @@ def _has_all_ranks(storage: Storage, tag: str) -> bool:
 
 
 def _is_our_manifest(storage: Storage, key: str) -> bool:
+    data = storage.read(key)
+    if is_manifest(data):  # retention asks for every tag: going through all parameters of each would take its time
+        return True
     try:
-        load_manifest(storage.read(key), key)
+        load_manifest(data, key)
     except MalformedFile:
         return False
     return True

@@ -1,0 +1,162 @@
+"""What manifests and indexes list, tensors, files and parameters, and the JSON of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from nxd_ckpt.core import document
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.partition import Partition, Piece
+
+CRC_BLOCK = 4 * 2**20
+"""Bytes that one block digest covers: a slice is proved by reading the blocks it touches, not the tensor."""
+
+KindT = TypeVar("KindT")
+
+
+class TensorEntry(NamedTuple):
+    """One tensor that one rank wrote: where its bytes lie, and which part of which global tensor they are.
+
+    ``offset`` and ``nbytes`` count bytes in ``file`` (a key relative to the tag); the bytes are contiguous and little
+    endian. ``crc32`` holds a CRC-32 per :data:`CRC_BLOCK` bytes. ``pieces`` is None where the cut is unknown.
+    """
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: tuple[int, ...]
+    pieces: tuple[Piece, ...] | None = None
+
+
+class FileEntry(NamedTuple):
+    """One file that one rank wrote: its size in bytes, and the CRC-32 over all of them."""
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter or buffer of the model, as every rank of its pipeline stage holds it.
+
+    ``tie`` is equal for all names of one tensor, and None where it has only one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    partition: Partition
+    trainable: bool = True
+    tie: str | None = None
+
+
+def tensor_text(entry: TensorEntry) -> str:
+    """The JSON of one tensor."""
+    quoted, listed = document.quoted, document.integers
+    pieces = "null"
+    if entry.pieces is not None:
+        parts = [(piece.local.offset, piece.box.offset, piece.box.size) for piece in entry.pieces]
+        pieces = document.array(document.array(map(listed, part)) for part in parts)
+    return (
+        f'{{"name":{quoted(entry.name)},"file":{quoted(entry.file)},"offset":{entry.offset},"nbytes":{entry.nbytes},'
+        f'"dtype":{quoted(entry.dtype)},"shape":{listed(entry.shape)},"crc32":{listed(entry.crc32)},'
+        f'"pieces":{pieces}}}'
+    )
+
+
+def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
+    """The JSON of all parameters, by name."""
+    partitions: dict[Partition, str] = {}  # few, and most parameters have the same
+
+    def text(spec: ParameterSpec) -> str:
+        partition = partitions.get(spec.partition)
+        if partition is None:
+            partition = partitions[spec.partition] = document.plain(spec.partition.to_json())
+        tie = "null" if spec.tie is None else document.quoted(spec.tie)
+        return (
+            f'{{"dtype":{document.quoted(spec.dtype)},"shape":{document.integers(spec.shape)},"partition":{partition},'
+            f'"trainable":{"true" if spec.trainable else "false"},"tie":{tie}}}'
+        )
+
+    return document.members({name: text(spec) for name, spec in parameters.items()})
+
+
+class Makers:
+    """From an element's JSON to what it stands for. Equal parts become one object: many tensors have few shapes.
+
+    Raise KeyError, TypeError, ValueError or MalformedFile for what is not valid.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, str] = {}
+        self._forms: dict[str, tuple[tuple[int, ...], tuple[Piece, ...] | None]] = {}
+        self._specs: dict[str, ParameterSpec] = {}
+
+    @staticmethod
+    def file(entry: Any) -> FileEntry:
+        return FileEntry(*integers(entry, 2))
+
+    def tensor(self, fields: Any) -> TensorEntry:
+        key = repr((fields["shape"], fields["pieces"]))  # tells 1 from True and from 1.0
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = _form(fields["name"], fields["shape"], fields["pieces"])
+        offset, nbytes = integers((fields["offset"], fields["nbytes"]))
+        file = checked(str, fields["file"])
+        return TensorEntry(
+            checked(str, fields["name"]),
+            self._files.setdefault(file, file),
+            offset,
+            nbytes,
+            checked(str, fields["dtype"]),
+            form[0],
+            tuple(integers(fields["crc32"], -(-nbytes // CRC_BLOCK))),
+            form[1],
+        )
+
+    def spec(self, fields: Any) -> ParameterSpec:
+        key = repr(fields)
+        spec = self._specs.get(key)
+        if spec is None:
+            partition = Partition.from_json(fields["partition"])
+            shape, tie = tuple(integers(fields["shape"])), fields["tie"]
+            trainable = checked(bool, fields["trainable"])
+            spec = ParameterSpec(
+                checked(str, fields["dtype"]), shape, partition, trainable, None if tie is None else checked(str, tie)
+            )
+            self._specs[key] = spec
+        return spec
+
+
+def _form(name: str, shape: Any, raw: Any) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
+    """A tensor's shape and pieces."""
+    shape = tuple(integers(shape))
+    if raw is None:
+        return shape, None
+    triples = [[tuple(integers(part)) for part in triple] for triple in raw]
+    pieces = tuple(Piece(Box(local, size), Box(offset, size)) for local, offset, size in triples)
+    outside = [piece.local for piece in pieces if not Box.whole(shape).contains(piece.local)]
+    if outside:
+        raise ValueError(f"{name}: a piece at {outside[0]} is not inside shape {shape}")
+    return shape, pieces
+
+
+def checked(kind: type[KindT], value: Any) -> KindT:
+    """``value``, if it is of that kind. Raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind.__name__}, found {value!r:.80}")
+    return value
+
+
+def integers(values: Any, count: int | None = None) -> Sequence[int]:
+    """``values``, if they are non-negative integers, and ``count`` of them. Raises ValueError or TypeError."""
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"expected non-negative integers, found {values!r}")
+    if count is not None and len(values) != count:
+        raise ValueError(f"expected {count} numbers, found {len(values)}")
+    return values  # type: ignore[no-any-return]
