@@ -21,7 +21,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, Ranks
 from nxd_ckpt.runtime import ballot, journal, lease
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.commit import Commit, commit
-from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_file, votes_dir
+from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.runtime.session import Session, open_session
 from nxd_ckpt.storage.urls import open_storage
 
@@ -142,7 +142,7 @@ class _Attempt:
             raise from_wire(*verdict.error, verdict.rank)
 
     def _write(self) -> None:
-        self._storage.make_dir(votes_dir(self._attempt))
+        self._storage.make_dir(verdict_dir(self._attempt))
         self._storage.make_dir(staging_dir(self._attempt))
         for vote in self._crew.write(tuple(self._unwritten), self._attempt, self._tick):
             self._cast(vote)

@@ -7,14 +7,17 @@ cache the absence of a name, but a changed directory is seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from nxd_ckpt.core import votes as ballots
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
-from nxd_ckpt.runtime.paths import rank_file, verdict_file, votes_dir
+from nxd_ckpt.runtime.paths import rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
+
+ResultT = TypeVar("ResultT")
 
 
 def cast(storage: Storage, attempt: str, vote: Vote) -> None:
@@ -38,26 +41,23 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> 
             naming the ranks that did not vote.
     """
     found: dict[int, Vote] = {}
+    missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(world_size)}
     backoff = _Backoff()
     patience = _Patience(timeout, on_progress=lambda: report_progress(storage, attempt, 0, time.monotonic_ns()))
     while True:
-        names = {entry.name for entry in storage.list(votes_dir(attempt))}
-        missing = []
-        for rank in range(world_size):
-            if rank in found:
-                continue
+        names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
+        for name in sorted(names & missing.keys()):
+            rank = missing.pop(name)
             key = rank_file(attempt, rank, "vote")
-            if key.rpartition("/")[2] not in names:
-                missing.append(rank)
-                continue
             found[rank] = ballots.load_vote(storage.read(key), f"{storage.url}/{key}")
             ballots.raise_error_of(found[rank])
             backoff.reset()
         if not missing:
             return [found[rank] for rank in range(world_size)]
-        if patience.is_over(len(found), partial(_progress, storage, attempt, names, missing)):
+        ranks = list(missing.values())
+        if patience.is_over(len(found), partial(_progress, storage, attempt, names, ranks)):
             raise SaveFailed(
-                f"no vote from {_ranks(missing)} of {world_size} within {timeout:.0f} s of the last progress: "
+                f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
                 "dead, stuck, or not in this save; see the logs of those ranks"
             )
         backoff.pause()
@@ -66,24 +66,27 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> 
 def announce(storage: Storage, attempt: str, verdict: Verdict) -> None:
     """Publish rank 0's decision."""
     storage.write(verdict_file(attempt), ballots.dump(verdict))
-    storage.sync_dir(votes_dir(attempt))
+    storage.sync_dir(verdict_dir(attempt))
 
 
 def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> Verdict:
-    """Rank 0's decision, as the other ranks learn it.
+    """Rank 0's decision, as the other ranks learn it. What that costs does not depend on how many ranks there are.
 
     Raises:
         OutcomeUnknown: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds. That its
             process lives does not count: it may be elsewhere.
     """
     key = verdict_file(attempt)
-    name = key.rpartition("/")[2]
     patience, backoff = _Patience(timeout), _Backoff()
+
+    def look_closer() -> dict[str, bytes]:
+        names = _listed(storage, votes_dir(attempt))
+        return dict.fromkeys(names, b"") | _progress(storage, attempt, names, [0])
+
     while True:
-        names = {entry.name for entry in storage.list(votes_dir(attempt))}
-        if name in names:
+        if _name(key) in backoff.timed(lambda: _listed(storage, verdict_dir(attempt))):
             return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
-        if patience.is_over(len(names), partial(_progress, storage, attempt, names, [0])):
+        if patience.is_over(0, look_closer):
             raise OutcomeUnknown(
                 f"save of {tag!r}: rank 0 gave no verdict and made no progress for {timeout:.0f} s; it may have died, "
                 "or never have made this save. The tag may or may not have become visible: look for "
@@ -95,21 +98,21 @@ def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> V
 class _Patience:
     """A timeout in seconds that counts from the last sign of progress, not from the start.
 
-    ``count`` is a cheap sign of progress; ``look_closer`` a dearer one, asked four times in the timeout.
-    ``on_progress`` is called when a closer look shows some.
+    ``count`` is a cheap sign of progress; ``look_closer`` gives dearer ones, asked four times in the timeout and at its
+    end. ``on_progress`` is called when a closer look shows some.
     """
 
     def __init__(self, timeout: float, on_progress: Callable[[], None] = lambda: None) -> None:
         self._timeout, self._on_progress = timeout, on_progress
         self._since = self._looked = time.monotonic()
-        self._seen: dict[int, bytes] = {}
+        self._seen: Mapping[str, bytes] = {}
         self._count = 0
 
-    def is_over(self, count: int, look_closer: Callable[[], dict[int, bytes]]) -> bool:
+    def is_over(self, count: int, look_closer: Callable[[], Mapping[str, bytes]]) -> bool:
         now = time.monotonic()
         if count != self._count:
             self._count, self._since = count, now
-        if now - self._looked >= self._timeout / 4:
+        if now - self._looked >= self._timeout / 4 or now - self._since >= self._timeout:
             seen = look_closer()
             if seen != self._seen:
                 self._since = now
@@ -119,23 +122,42 @@ class _Patience:
 
 
 class _Backoff:
-    """Pauses that grow from 2 ms to a quarter of a second."""
+    """Pauses that grow from 2 ms to a quarter of a second; longer where looking takes its time.
+
+    Listing thousands of votes does: a rank that did nothing else would slow down the training beside it.
+    """
 
     def __init__(self) -> None:
+        self._busy = 0.0
         self.reset()
 
     def reset(self) -> None:
         self._seconds = 0.002
 
+    def timed(self, look: Callable[[], ResultT]) -> ResultT:
+        started = time.monotonic()
+        try:
+            return look()
+        finally:
+            self._busy = time.monotonic() - started
+
     def pause(self) -> None:
-        time.sleep(self._seconds)
+        time.sleep(max(self._seconds, 8 * self._busy))
         self._seconds = min(self._seconds * 1.5, 0.25)
 
 
-def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[int, bytes]:
+def _listed(storage: Storage, folder: str) -> set[str]:
+    return {entry.name for entry in storage.list(folder)}
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
     """What ``ranks`` last said of their progress, as far as the votes directory's listing ``names`` shows it."""
-    keys = {rank: rank_file(attempt, rank, "progress") for rank in ranks}
-    return {rank: storage.read(key) for rank, key in keys.items() if key.rpartition("/")[2] in names}
+    keys = [rank_file(attempt, rank, "progress") for rank in ranks]
+    return {_name(key): storage.read(key) for key in keys if _name(key) in names}
 
 
 def _ranks(ranks: list[int]) -> str:

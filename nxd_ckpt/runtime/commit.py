@@ -14,7 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt.core import votes as ballots
-from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_manifest, load_index
+from nxd_ckpt.core.manifest import (
+    Manifest,
+    ParameterSpec,
+    Parts,
+    RankIndex,
+    RankLine,
+    dump_manifest,
+    load_index,
+    load_parameters,
+)
 from nxd_ckpt.core.retention import tags_to_remove
 from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -31,7 +40,7 @@ logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0 knows of an attempt that is about to be decided."""
+    """What rank 0 knows of an attempt that is about to be decided. ``parameters`` are those of its own index."""
 
     attempt: str
     tag: str
@@ -39,6 +48,7 @@ class Commit:
     num_kept_ckpts: int | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterSpec] | None = None
 
 
 def commit(storage: Storage, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
@@ -53,7 +63,7 @@ def commit(storage: Storage, topology: Topology, votes: Sequence[Vote], request:
             "move that directory away"
         )
     folder = staging_dir(request.attempt)
-    parameters = _parameters(storage, folder, topology)
+    parameters = _parameters(storage, folder, topology, request.parameters)
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
     # Whole seconds: not every file system keeps the fraction of the marker's time.
@@ -120,10 +130,14 @@ def _leaders(topology: Topology) -> list[Coordinates]:
     return [Coordinates(pp_rank, ep_rank, 0) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep)]
 
 
-def _parameters(storage: Storage, folder: str, topology: Topology) -> dict[str, ParameterSpec]:
+def _parameters(
+    storage: Storage, folder: str, topology: Topology, own: Mapping[str, ParameterSpec] | None
+) -> dict[str, ParameterSpec]:
+    """Every parameter. What rank 0 has just written itself it need not read."""
     found: dict[str, ParameterSpec] = {}
     for at in _leaders(topology):
-        found.update(_index(storage, folder, at).parameters)
+        mine = at == topology.coordinates_of(0)
+        found.update(own if mine and own is not None else load_parameters(*_read(storage, folder, at)))
     return found
 
 
@@ -158,8 +172,13 @@ def _unknown_where_replicas_differ(
 
 
 def _index(storage: Storage, folder: str, at: Coordinates) -> RankIndex:
+    return load_index(*_read(storage, folder, at))
+
+
+def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
+    """The bytes of a rank's index file, and its name for errors."""
     key = f"{folder}/{names.index_file(at)}"
-    return load_index(storage.read(key), f"{storage.url}/{key}")
+    return storage.read(key), f"{storage.url}/{key}"
 
 
 def _retain(storage: Storage, request: Commit) -> None:

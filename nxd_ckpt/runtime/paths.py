@@ -23,8 +23,13 @@ def votes_dir(attempt: str) -> str:
     return f"{VOTES}/{attempt}"
 
 
+def verdict_dir(attempt: str) -> str:
+    """Apart from the votes: every rank lists it again and again, and thousands of ranks vote."""
+    return f"{votes_dir(attempt)}/verdict"
+
+
 def verdict_file(attempt: str) -> str:
-    return f"{votes_dir(attempt)}/verdict.json"
+    return f"{verdict_dir(attempt)}/verdict.json"
 
 
 def rank_file(attempt: str, rank: int, kind: str) -> str:

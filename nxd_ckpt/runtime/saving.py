@@ -14,7 +14,7 @@ from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, SaveFailed, from_wi
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime import ballot, lease
 from nxd_ckpt.runtime.commit import Commit, clean_up, commit
-from nxd_ckpt.runtime.paths import staging_dir, votes_dir
+from nxd_ckpt.runtime.paths import staging_dir, verdict_dir, votes_dir
 from nxd_ckpt.runtime.plan import SavePlan
 from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.runtime.slots import writing_slot
@@ -160,7 +160,8 @@ class Saving:
                 raise SaveFailed("rank 0 staged nothing")
             if session.lease is not None:
                 lease.require(session.storage, session.lease)
-            request = Commit(self.attempt, self.tag, parts, self.num_kept_ckpts, self.timings, self.versions)
+            own = self.plan.parameters if self.plan is not None else None
+            request = Commit(self.attempt, self.tag, parts, self.num_kept_ckpts, self.timings, self.versions, own)
             commit(session.storage, session.topology, votes, request)
             verdict = Verdict()
         except SaveFailed as error:
@@ -207,7 +208,7 @@ def prepare(saving: Saving) -> None:
     """Create the attempt's directories, so that even a rank that fails can vote."""
     storage = saving.session.storage
     try:
-        storage.make_dir(votes_dir(saving.attempt))
+        storage.make_dir(verdict_dir(saving.attempt))
         storage.make_dir(staging_dir(saving.attempt))
     except OSError as error:
         saving.error = saving.error or error

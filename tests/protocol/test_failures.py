@@ -129,7 +129,7 @@ def test_failed_overwrite_leaves_the_old_tag_in_place(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("list", ".nxd_ckpt/staging"), ("write", "*-2/verdict.json")],
+    [("list", ".nxd_ckpt/staging"), ("write", "*-2/verdict/verdict.json")],
     ids=lambda value: value.replace("/", "|"),
 )
 def test_failures_after_publication_do_not_deny_it(tmp_path: Path, name: str, pattern: str) -> None:
