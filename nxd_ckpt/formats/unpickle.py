@@ -10,6 +10,7 @@ import io
 import pickle
 import types
 from collections.abc import Callable, Iterable, Mapping
+from operator import mul
 from typing import Any
 
 import torch
@@ -204,8 +205,7 @@ class _Unpickler(pickle.Unpickler):
         bits: Any,
     ) -> Any:
         shape, stride = tuple(shape), tuple(stride)
-        numbers = (offset, *shape, *stride)
-        if any(type(number) is not int or number < 0 for number in numbers) or len(shape) != len(stride):
+        if not _are_counts((offset, *shape, *stride)) or len(shape) != len(stride):
             raise MalformedFile(f"a tensor of offset {offset!r}, shape {shape!r:.80} and stride {stride!r:.80}")
         if bits:
             raise UnsupportedState(
@@ -213,7 +213,7 @@ class _Unpickler(pickle.Unpickler):
                 "save it again after .resolve_conj().resolve_neg()"
             )
         size = itemsize(dtype)
-        end = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        end = offset + 1 + sum(map(mul, shape, stride)) - sum(stride) if 0 not in shape else 0
         if end * size > storage.span.nbytes:
             raise MalformedFile(
                 f"a tensor of shape {shape} and stride {stride} at {offset} ends behind its storage "
@@ -221,3 +221,10 @@ class _Unpickler(pickle.Unpickler):
             )
         begin = storage.span.offset + (offset * size if end else 0)
         return self._leaf(TensorStub(self._file, begin, dtype, shape, stride, storage.span))
+
+
+def _are_counts(numbers: Iterable[Any]) -> bool:
+    for number in numbers:
+        if type(number) is not int or number < 0:
+            return False
+    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.zip_container import (
@@ -45,13 +44,15 @@ def read_records(pread: Pread, size: int, file: str) -> list[Record]:
     if offset + nbytes != end:
         raise malformed(file, f"its directory of {nbytes} bytes at {offset} does not end where it should, at {end}")
     raw = _exactly(pread, offset, nbytes, file)
-    entries = sorted(_parse_entries(raw, count, file), key=lambda entry: entry.header_offset)
-    records: list[Record] = []
-    for entry, header in zip(entries, _headers(pread, entries, offset, file), strict=True):
-        records.append(_located(entry, header, file))
-        before = records[-2].end if len(records) > 1 else 0
-        if records[-1].header_offset < before or records[-1].end > offset:
-            raise malformed(file, f"record {entry.name!r} overlaps another, or the directory")
+    entries = sorted(_parse_entries(raw, count, file))
+    records, before = [], 0
+    for entry, (window, at) in zip(entries, _headers(pread, entries, offset, file), strict=True):
+        record = _located(entry, window, at, file)
+        end = record.end
+        if record.header_offset < before or end > offset:
+            raise malformed(file, f"record {record.name!r} overlaps another, or the directory")
+        records.append(record)
+        before = end
     return records
 
 
@@ -114,15 +115,8 @@ def _not_a_zip(pread: Pread, size: int, file: str) -> MalformedFile:
     return malformed(file, f"expected a torch zip file, found {size} bytes beginning with {start!r}")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    __slots__ = ("crc32", "header_offset", "name", "nbytes", "raw_name")
-
-    name: str
-    raw_name: bytes
-    header_offset: int
-    nbytes: int
-    crc32: int
+_Entry = tuple[int, str, bytes, int, int]
+"""Offset of the local header, name, the name's bytes, nbytes, CRC-32. A plain tuple: there may be very many."""
 
 
 def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
@@ -138,16 +132,17 @@ def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
         offset = fields[16]
         at += CENTRAL.size
         raw_name = raw[at : at + name_length]
-        extra = raw[at + name_length : at + name_length + extra_length]
         at += name_length + extra_length + comment
         name = raw_name.decode("utf-8", "backslashreplace")
-        packed, nbytes, offset = _widened(extra, [nbytes, packed, offset], name, file)
+        if FULL32 in (packed, nbytes, offset):
+            extra = raw[at - extra_length - comment : at - comment]
+            packed, nbytes, offset = _widened(extra, [nbytes, packed, offset], name, file)
         if method != STORED or packed != nbytes or flags & ENCRYPTED:
             raise malformed(file, f"record {name!r} is compressed or encrypted, expected plain bytes")
         if name in names:
             raise malformed(file, f"record {name!r} occurs twice")
         names.add(name)
-        yield _Entry(name, raw_name, offset, nbytes, crc32)
+        yield offset, name, raw_name, nbytes, crc32
     if at != len(raw):
         raise malformed(file, f"its directory of {count} entries is {len(raw)} bytes long, expected {at}")
 
@@ -177,37 +172,36 @@ _MERGE = 64 * 2**10
 _WINDOW = 2**20
 
 
-def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> Iterator[bytes]:
-    """Each entry's local header up to its name; neighbours no further apart than ``_MERGE`` share a read."""
+def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> Iterator[tuple[bytes, int]]:
+    """Bytes of the file, and where in them each entry's local header begins; it is there up to its name.
+
+    Neighbours no further apart than ``_MERGE`` share a read.
+    """
     begin, window = 0, b""
-    for index, entry in enumerate(entries):
-        end = _header_end(entry)
+    for index, (start, name, raw_name, _, _) in enumerate(entries):
+        end = start + LOCAL.size + len(raw_name)
         if end > limit:
-            raise malformed(file, f"the header of record {entry.name!r} at {entry.header_offset} is not in the file")
+            raise malformed(file, f"the header of record {name!r} at {start} is not in the file")
         if end > begin + len(window):
-            begin = entry.header_offset
-            for next_index in range(index + 1, len(entries)):
-                reach = _header_end(entries[next_index])
-                if entries[next_index].header_offset - end > _MERGE or reach - begin > _WINDOW or reach > limit:
+            begin = start
+            for following in range(index + 1, len(entries)):
+                next_start, _, next_name, _, _ = entries[following]
+                reach = next_start + LOCAL.size + len(next_name)
+                if next_start - end > _MERGE or reach - begin > _WINDOW or reach > limit:
                     break
                 end = reach
             window = _exactly(pread, begin, end - begin, file)
-        at = entry.header_offset - begin
-        yield window[at : at + LOCAL.size + len(entry.raw_name)]
+        yield window, start - begin
 
 
-def _header_end(entry: _Entry) -> int:
-    return entry.header_offset + LOCAL.size + len(entry.raw_name)
-
-
-def _located(entry: _Entry, header: bytes, file: str) -> Record:
+def _located(entry: _Entry, window: bytes, at: int, file: str) -> Record:
     """The record of a directory entry, its data found by its local header, which must tell the same."""
-    mark, _, flags, method, _, _, crc32, _, nbytes, name_length, extra_length = LOCAL.unpack_from(header)
-    same = mark == LOCAL_MARK and method == STORED and header[LOCAL.size :] == entry.raw_name
+    start, name, raw_name, nbytes, crc32 = entry
+    mark, _, flags, method, _, _, digest, _, length, name_length, extra_length = LOCAL.unpack_from(window, at)
+    same = mark == LOCAL_MARK and method == STORED and window.startswith(raw_name, at + LOCAL.size)
     if not flags & DIGEST_FOLLOWS:
-        same = same and crc32 == entry.crc32 and nbytes in (FULL32, entry.nbytes)
-    if not same or name_length != len(entry.raw_name) or flags & ENCRYPTED:
-        raise malformed(file, f"record {entry.name!r} and its header at {entry.header_offset} differ")
-    offset = _header_end(entry) + extra_length
-    recorded = entry.crc32 if entry.crc32 or not entry.nbytes else None
-    return Record(entry.name, entry.header_offset, offset, entry.nbytes, recorded)
+        same = same and digest == crc32 and length in (FULL32, nbytes)
+    if not same or name_length != len(raw_name) or flags & ENCRYPTED:
+        raise malformed(file, f"record {name!r} and its header at {start} differ")
+    offset = start + LOCAL.size + name_length + extra_length
+    return Record(name, start, offset, nbytes, crc32 if crc32 or not nbytes else None)
