@@ -16,7 +16,8 @@ quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """A string as JSON."""
 
 _value_at: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
-_blanks = re.compile(r"[ \t\n\r]*").match
+_BLANKS = " \t\n\r"
+_blanks_at: Callable[[str, int], re.Match[str]] = re.compile(rf"[{_BLANKS}]*").match  # type: ignore[assignment]
 
 
 def plain(value: Any) -> str:
@@ -65,63 +66,66 @@ class _Scanner:
     def value(self) -> Any:
         """The next value, whole."""
         try:
-            value, self._at = _value_at(self._text, self._blank())
+            value, self._at = _value_at(self._text, self._at)
         except StopIteration:
+            if self._skips_blanks():
+                return self.value()
             raise self._expected("a value") from None
         return value
 
     def container(self, make: Callable[[Any], Any]) -> list[Any] | dict[str, Any]:
         """The next array or object, with ``make(element)`` for each element."""
-        if self._text.startswith("{", self._blank()):
+        if self._next() == "{":
             return self.members(lambda _: make(self.value()))
         found: list[Any] = []
-        self._need("[")
-        if self._takes("]"):
-            return found
-        while True:
+        more = self._begins("[", "]")
+        while more:
             found.append(make(self.value()))
-            if self._takes("]"):
-                return found
-            self._need(",")
+            more = self._goes_on("]")
+        return found
 
     def members(self, member: Callable[[str], Any]) -> dict[str, Any]:
         """The next object; ``member(name)`` reads the value of each member."""
         found: dict[str, Any] = {}
-        self._need("{")
-        if self._takes("}"):
-            return found
-        while True:
-            if not self._text.startswith('"', self._blank()):
-                raise self._expected("a name")
+        more = self._begins("{", "}")
+        while more:
             name = self.value()
-            self._need(":")
+            if type(name) is not str or self._next() != ":":
+                raise self._expected("a name and ':'")
+            self._at += 1
             found[name] = member(name)
-            if self._takes("}"):
-                return found
-            self._need(",")
-
-    def end(self) -> None:
-        if self._blank() != len(self._text):
-            raise self._expected("the end")
-
-    def _blank(self) -> int:
-        """Go over white space; where that ends."""
-        if self._text[self._at : self._at + 1] in _BLANK:
-            self._at = _blanks(self._text, self._at).end()  # type: ignore[union-attr]
-        return self._at
-
-    def _takes(self, mark: str) -> bool:
-        """Whether ``mark`` comes next; then it is gone over."""
-        found = self._text.startswith(mark, self._blank())
-        self._at += found
+            more = self._goes_on("}")
         return found
 
-    def _need(self, mark: str) -> None:
-        if not self._takes(mark):
-            raise self._expected(repr(mark))
+    def end(self) -> None:
+        if self._next():
+            raise self._expected("the end")
+
+    def _begins(self, opening: str, closing: str) -> bool:
+        """Go over the opening mark; whether an element follows."""
+        if self._next() != opening:
+            raise self._expected(repr(opening))
+        self._at += 1
+        empty = self._next() == closing
+        self._at += empty
+        return not empty
+
+    def _goes_on(self, closing: str) -> bool:
+        """Go over what comes behind an element; whether another one follows."""
+        mark = self._next()
+        if mark not in (",", closing):
+            raise self._expected(f"',' or {closing!r}")
+        self._at += 1
+        return mark == ","
+
+    def _next(self) -> str:
+        """The next character that is not white space; empty at the end."""
+        mark = self._text[self._at : self._at + 1]
+        return self._next() if mark in _BLANKS and self._skips_blanks() else mark
+
+    def _skips_blanks(self) -> bool:
+        before, self._at = self._at, _blanks_at(self._text, self._at).end()
+        return self._at > before
 
     def _expected(self, what: str) -> ValueError:
         return json.JSONDecodeError(f"expected {what}", self._text, self._at)
-
-
-_BLANK = (" ", "\t", "\n", "\r")

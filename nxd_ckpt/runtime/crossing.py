@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -36,6 +37,7 @@ class Crossing:
     recorded: Mapping[str, ParameterSpec] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     every_stage: bool = False
+    _plans: dict[Any, list[Read[Place]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def saved(self) -> Topology:
@@ -86,6 +88,8 @@ class Crossing:
 
     def live_spec(self, name: str, spec: ParameterSpec) -> ParameterSpec:
         """The live parameter's specification, with the partition that the caller gave for it."""
+        if not self.partitions:
+            return spec
         given = next((self.partitions[alias] for alias in self.names(name) if alias in self.partitions), None)
         return spec if given is None else replace(spec, partition=given)
 
@@ -113,14 +117,17 @@ class Crossing:
         shard: int = 0,
     ) -> list[Read[Place]]:
         """What this rank copies from where, of a tensor shaped like the parameter and cut by ZeRO-1 as given."""
-        return plan_parameter(
-            name,
-            saved,
-            replace(self.saved_cut, shards=saved_shards),
-            live,
-            replace(self.live_cut, shards=shards),
-            replace(self.place, shard=shard),
-        )
+        terms = (saved.shape, saved.partition, live.shape, live.partition, saved_shards, shards, shard)
+        if terms not in self._plans:  # a model has many parameters, of few forms
+            self._plans[terms] = plan_parameter(
+                name,
+                saved,
+                replace(self.saved_cut, shards=saved_shards),
+                live,
+                replace(self.live_cut, shards=shards),
+                replace(self.place, shard=shard),
+            )
+        return self._plans[terms]
 
     def suspects(self, name: str, saved: ParameterSpec) -> list[tuple[Place, bool, str]]:
         """Places to be compared with the first one: (place, whether it should be equal, what partitions= would say).

@@ -87,6 +87,7 @@ def open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, 
         IncompatibleState: the tag and the live objects do not fit.
         PartNotFound: a tensor is in no file.
     """
+    opened.opens_all = not options.verify
     live = None if model is None else open_model(model)
     adapter = None
     if optimizer is not None:
@@ -185,7 +186,9 @@ class _Source:
         """
         for name, spec in self._specs.items():
             recorded, live = self._crossing.recorded.get(name), self._crossing.live_spec(name, spec)
-            sides = [side for side in (recorded, live) if side is not None and side.partition.known]
+            if recorded is None or recorded.partition == live.partition:
+                continue
+            sides = [side for side in (recorded, live) if side.partition.known]
             wholes = {side.partition.global_shape(side.shape, self._topology.ep) for side in sides}
             cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
             if len(cuts) == 2 and len(wholes) == 1:

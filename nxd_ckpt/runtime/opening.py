@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from nxd_ckpt.layout.directory import describe_incomplete, list_tags
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime import journal, lease
 from nxd_ckpt.runtime.paths import JOURNAL
-from nxd_ckpt.runtime.proof import Entries, changed_tensors, prove_tensors, refuse_missing
+from nxd_ckpt.runtime.proof import Entries, Written, changed_tensors, prove_tensors, refuse_missing
 from nxd_ckpt.runtime.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
 
@@ -111,7 +111,13 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
 
 
 class OpenTag:
-    """One complete tag: its layout, with the manifest's knowledge where it has one."""
+    """One complete tag: its layout, with the manifest's knowledge where it has one.
+
+    ``opens_all`` says that nothing will prove what is loaded before it is: then every file that trees refer to is
+    opened, to show that it is of this save, though its index tells what it holds.
+    """
+
+    opens_all = False
 
     def __init__(self, storage: Storage, tag: str, layout: TagLayout, manifest: Manifest | None) -> None:
         self.storage, self.tag, self.manifest = storage, tag, manifest
@@ -136,11 +142,9 @@ class OpenTag:
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         """The model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor."""
         self._prove_state(names.model_file(self.topology, at), self.topology.writer_of(at))
-        tree = self._layout.model_tree(at)
-        if self.manifest is not None:
-            left_out = not self.parts.lower_precision_weights
-            self._entries |= prove_tensors(self.where, tree, self._shared_indexes(at), left_out=left_out)
-        return tree
+        left_out = not self.parts.lower_precision_weights
+        read = partial(self._layout.model_tree, at)
+        return self._proved_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         """The optimizer's state dict at these coordinates, a TensorStub for each tensor.
@@ -152,11 +156,30 @@ class OpenTag:
         if kind in ("plain", "zero1", "zero1_full"):
             file = names.optimizer_file(self.topology, at, kind)
             self._prove_state(file, at if own else self.topology.writer_of(at))
-        tree = self._layout.optimizer_tree(at, param_names)
-        if self.manifest is not None:
-            indexes = [self.index(at)] if own else self._shared_indexes(at)
-            self._entries |= prove_tensors(self.where, tree, indexes)
+        read = partial(self._layout.optimizer_tree, at, param_names)
+        indexes = map(self.index, [at]) if own else self._shared_indexes(at)
+        tree = self._proved_tree(read, Written(names.OPTIMIZER_DIR, indexes))
         refuse_missing(self.where, tree)
+        return tree
+
+    def _proved_tree(
+        self, read: Callable[[], dict[str, Any]], written: Written, left_out: bool = False
+    ) -> dict[str, Any]:
+        if self.manifest is None:
+            return read()
+
+        def known(file: str) -> TensorStub | None:
+            found = None if self.opens_all else written.tensor(file)
+            if found is None:
+                return None
+            stub, nbytes = found
+            self._prove_size(file, nbytes)
+            return stub
+
+        with self._layout.files.knowing(known):
+            tree = read()
+        prove_tensors(self.where, tree, written, left_out=left_out)
+        self._entries |= written.entries
         return tree
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
@@ -234,22 +257,24 @@ class OpenTag:
         if entry is None:
             held = _shown(self.index(writer).files)
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {held}")
-        where = f"{self.where}/{file}"
-        key = f"{self.tag}/{file}"
-        try:
-            found = self.storage.size(key)
-        except FileNotFoundError as error:
-            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-        if found != entry.nbytes:
-            raise MalformedFile(f"{where} has {found} bytes, expected {entry.nbytes}: truncated or replaced")
+        self._prove_size(file, entry.nbytes)
         if entry.nbytes <= _SMALL:
-            data = self.storage.read(key)
+            data = self.storage.read(f"{self.tag}/{file}")
             try:
-                check_bytes(data, entry, where)
+                check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
                 changed = changed_tensors(data, (one for one in self.index(writer).tensors if one.file == file))
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{_shown(changed)}") from error
         self._proved.add(file)
+
+    def _prove_size(self, file: str, expected: int) -> None:
+        where = f"{self.where}/{file}"
+        try:
+            found = self.storage.size(f"{self.tag}/{file}")
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+        if found != expected:
+            raise MalformedFile(f"{where} has {found} bytes, expected {expected}: truncated or replaced")
 
 
 _SMALL = 4 * 2**20

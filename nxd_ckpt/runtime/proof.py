@@ -1,7 +1,8 @@
 """Whether the tensors that a tag's files show are those that its indexes say were written.
 
 A file proves its own bytes (the CRC-32s in its zip directory), not that it belongs to this save: one that was copied
-from another is whole too. The indexes, which the manifest vouches for, say what belongs.
+from another is whole too. The indexes, which the manifest vouches for, say what belongs. So a file that holds nothing
+but one tensor need not be opened to know what that should be: its bytes prove themselves by the index's digests.
 """
 
 from __future__ import annotations
@@ -10,40 +11,75 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from nxd_ckpt.core.manifest import RankIndex, TensorEntry
+from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import Path, TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 
 Entries = dict[tuple[str, int], TensorEntry]
 """Tensors by file and offset of their first byte in it."""
 
 
-def prove_tensors(where: str, tree: Any, indexes: Iterable[RankIndex], *, left_out: bool = False) -> Entries:
-    """Compare every leaf of ``tree`` with what the ``indexes`` hold; reads no tensor, and no more indexes than needed.
+class Written:
+    """What the ``indexes`` of the ranks that share a state say of the files below ``part``, "model" or "optim".
 
-    Returns the leaves' entries. The bytes are still to be compared with the digests in their file. ``left_out`` says
-    that tensors without a file are no loss as long as no index lists one.
+    They are read one after the other, and no more of them than needed.
+    """
+
+    def __init__(self, part: str, indexes: Iterable[RankIndex]) -> None:
+        self._part, self._indexes = f"{part}/", iter(indexes)
+        self._files: dict[str, tuple[FileEntry, list[TensorEntry]]] = {}
+        self.entries: Entries = {}
+
+    def has(self, file: str) -> bool:
+        """Whether a rank wrote this file."""
+        while file not in self._files:
+            index = next(self._indexes, None)
+            if index is None:
+                return False
+            own = ((file, about) for file, about in index.files.items() if file.startswith(self._part))
+            self._files.update((file, (about, [])) for file, about in own)
+            for entry in index.tensors:
+                if entry.file in self._files:
+                    self._files[entry.file][1].append(entry)
+                    self.entries[entry.file, entry.offset] = entry
+        return True
+
+    def tensor(self, file: str) -> tuple[TensorStub, int] | None:
+        """The tensor of a file that holds one alone, and the file's size, as written; None where that is not known."""
+        about, entries = self._files[file] if self.has(file) else (None, [])
+        if about is None or len(entries) != 1:
+            return None
+        entry, (dtype, shape, nbytes, crc) = entries[0], _form(entries[0])
+        record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
+        return TensorStub(file, entry.offset, dtype, shape, contiguous_stride(shape), record), about.nbytes
+
+
+def prove_tensors(where: str, tree: Any, written: Written, *, left_out: bool = False) -> None:
+    """Compare every leaf of ``tree`` with what was ``written``; reads no tensor.
+
+    The bytes are still to be compared with the leaves' digests. ``left_out`` says that tensors without a file are no
+    loss as long as no index lists one.
 
     Raises:
         PartNotFound: a tensor's file is missing.
         DigestMismatch: a tensor is not the one that was written.
     """
-    leaves = [(_named(path), leaf) for path, leaf in iter_tensors(tree, (TensorStub, MissingTensor))]
-    entries, listed = _entries({leaf.file for _, leaf in leaves}, indexes)
-    for name, leaf in leaves:
+    for path, leaf in iter_tensors(tree, (TensorStub, MissingTensor)):
+        is_listed = written.has(leaf.file)
         if isinstance(leaf, MissingTensor):
-            if leaf.file in listed or not left_out:
+            if is_listed or not left_out:
+                name = _named(path)
                 raise PartNotFound(f"{where}/{leaf.file} is missing, tensor {name!r}: the tag has lost files since")
             continue
-        entry = entries.get((leaf.file, leaf.storage.offset))
+        entry = written.entries.get((leaf.file, leaf.storage.offset))
         if entry is None or _form(entry) != (leaf.dtype, leaf.shape, leaf.storage.nbytes, leaf.storage.crc32 or 0):
             raise DigestMismatch(
-                f"{where}/{leaf.file}, tensor {name!r}: expected {_shown(entry)}, found {leaf.dtype} {leaf.shape} with "
-                f"CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or load another tag"
+                f"{where}/{leaf.file}, tensor {_named(path)!r}: expected {_shown(entry)}, found {leaf.dtype} "
+                f"{leaf.shape} with CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or "
+                "load another tag"
             )
-    return entries
 
 
 class Digest:
@@ -108,18 +144,6 @@ def refuse_missing(where: str, tree: Any) -> None:
     """Raise PartNotFound, naming tensor and file, if a leaf of ``tree`` is in no file."""
     for path, leaf in iter_tensors(tree, MissingTensor):
         raise PartNotFound(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
-
-
-def _entries(files: set[str], indexes: Iterable[RankIndex]) -> tuple[Entries, set[str]]:
-    """What the indexes say of ``files``, by file and offset, and which of the files they list."""
-    entries: Entries = {}
-    listed: set[str] = set()
-    for index in indexes:
-        entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
-        listed |= files & index.files.keys()
-        if listed == files:
-            break
-    return entries, listed
 
 
 def _form(entry: TensorEntry) -> tuple[str, tuple[int, ...], int, int]:

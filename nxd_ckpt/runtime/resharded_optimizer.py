@@ -57,7 +57,6 @@ class ReshardedOptimizer:
         self._general: dict[Coordinates, dict[str, Any]] = {}
         self._model = ReshardedModel(crossing) if crossing.opened.parts.model else None
         self._compared: set[str] = set()
-        self._plans: dict[tuple[OptimizerSlot, tuple[int, ...]], list[Read[Place]]] = {}
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of every param group, also of those without parameters; of the stage that has most of them."""
@@ -156,18 +155,14 @@ class ReshardedOptimizer:
 
     def _reads(self, slot: OptimizerSlot, found: _Found, whole: tuple[int, ...]) -> list[Read[Place]]:
         """What all entries of a parameter that are shaped like it are read from."""
-        key = (slot, whole)
-        if key not in self._plans:
-            saved = self._crossing.saved_spec(slot.name, slot.spec, whole)
-            self._plans[key] = self._crossing.reads(
-                f"optim/{slot.name}",
-                saved,
-                slot.spec,
-                saved_shards=self._shards(found.slot),
-                shards=slot.shards,
-                shard=slot.shard,
-            )
-        return self._plans[key]
+        return self._crossing.reads(
+            f"optim/{slot.name}",
+            self._crossing.saved_spec(slot.name, slot.spec, whole),
+            slot.spec,
+            saved_shards=self._shards(found.slot),
+            shards=slot.shards,
+            shard=slot.shard,
+        )
 
     def _refuse_entries_elsewhere(self, slot: OptimizerSlot, found: _Found) -> None:
         """Raise IncompatibleState where a rank saved state that the one which speaks for all has not.
