@@ -24,8 +24,10 @@ from nxd_ckpt.core.manifest import (
     TensorEntry,
     dump_index,
     dump_manifest,
+    is_manifest,
     load_index,
     load_manifest,
+    load_parameters,
 )
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -84,6 +86,31 @@ def test_an_index_is_read_back() -> None:
 def test_a_manifest_is_read_back() -> None:
     """Every field, and the map of a cluster whose ranks are in an order of their own."""
     assert MANIFEST == load_manifest(dump_manifest(MANIFEST), "manifest.json")
+
+
+def test_the_parameters_alone_are_those_of_the_index() -> None:
+    """Without going through its tensors; and a file that is no index is refused all the same."""
+    assert SPECS == load_parameters(dump_index(INDEX), "index")
+    with pytest.raises(MalformedFile, match=r"^index: expected a JSON object of kind 'rank_index'"):
+        load_parameters(dump_manifest(MANIFEST), "index")
+
+
+def test_a_document_may_be_laid_out_in_another_way() -> None:
+    """Other implementers' JSON has white space, and keys in an order of its own."""
+    fields = dict(reversed(json.loads(dump_index(INDEX)).items()))
+    assert INDEX == load_index(json.dumps(fields, indent=2).encode(), "index")
+
+
+def test_a_manifest_is_known_by_its_digest() -> None:
+    """Without reading it: it is one, and with any byte changed it is none, nor is an index or a later version's."""
+    data = dump_manifest(MANIFEST)
+    assert is_manifest(data)
+    assert not any(
+        is_manifest(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        for position in range(len(data))
+    )
+    later = sealed({**json.loads(data), "format_version": 2})
+    assert [False, False] == [is_manifest(dump_index(INDEX)), is_manifest(later)]
 
 
 def test_a_manifest_vouches_for_itself() -> None:

@@ -1,0 +1,123 @@
+"""What many tensors and many ranks cost: ``python -m tools.bench_scale``.
+
+One rank saves and loads 25,000, 50,000 and 100,000 tensors of 32 bytes; rank 0 collects, judges and commits what 256,
+1,024 and 4,096 ranks voted, whose votes are written to disk by this process. Microseconds for each tensor, and for each
+rank, stay the same if the cost is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index, load_index
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.layout import names
+from nxd_ckpt.runtime import ballot
+from nxd_ckpt.runtime.commit import Commit, commit
+from nxd_ckpt.runtime.load_options import LoadOptions
+from nxd_ckpt.runtime.load_trees import open_trees
+from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
+from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
+from nxd_ckpt.storage.local import LocalStorage
+
+TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)
+ATTEMPT = "bench-1"
+
+ResultT = TypeVar("ResultT")
+
+
+class Clock:
+    """Seconds of each step, by name, as ``now`` counts them."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, step: str, work: Callable[[], ResultT]) -> ResultT:
+        started = self._now()
+        result = work()
+        self.seconds[step] = self._now() - started
+        return result
+
+
+def many_tensors(directory: Path, count: int) -> dict[str, float]:
+    """Seconds of what a save and a load of ``count`` tensors do beside moving bytes."""
+    clock = Clock(time.perf_counter)
+    state = {f"layers.{number}.weight": torch.full((8,), float(number)) for number in range(count)}
+    with Checkpointer(directory, durable=False) as checkpointer:
+        for tag in ("first", "second"):
+            pending = checkpointer.save(tag, state, async_save=True)
+            pending.wait()
+    clock.seconds |= {"stage": pending.timings["stage_seconds"], "commit": pending.timings["commit_seconds"]}
+    storage, here = LocalStorage(directory), Topology()
+    data = storage.read(f"second/{names.index_file(here.coordinates)}")
+    index = clock("index load", lambda: load_index(data, "index"))
+    clock("index dump", lambda: dump_index(index))
+    opened = clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "second")))
+    clock("load plan", lambda: open_trees(opened, here, state, None, LoadOptions()))
+    return clock.seconds
+
+
+def many_ranks(directory: Path, count: int) -> dict[str, float]:
+    """CPU seconds of what ``count`` ranks' votes make rank 0 do, and of what the verdict makes any other."""
+    clock = Clock(time.process_time)
+    storage, topology = LocalStorage(directory, durable=False), Topology(dp=count)
+    folder, first = staging_dir(ATTEMPT), topology.coordinates
+    storage.make_dir(verdict_dir(ATTEMPT))
+    index = dump_index(RankIndex(first, {}, ()))
+    storage.write(f"{folder}/{names.index_file(first)}", index)
+    line = RankLine(len(index), zlib.crc32(index))
+    votes = [Vote(rank, plan={"tag": "step"}, replica="same", index=line) for rank in range(count)]
+
+    def cast_all() -> None:
+        for vote in votes:
+            ballot.cast(storage, ATTEMPT, vote)
+
+    clock("all votes", cast_all)
+    collected = clock("collect", lambda: ballot.collect(storage, ATTEMPT, count, 60.0))
+    request = Commit(ATTEMPT, "step", Parts(), num_kept_ckpts=2)
+    clock("judge, commit", lambda: commit(storage, topology, collected, request))
+    ballot.announce(storage, ATTEMPT, Verdict())
+    clock("one verdict", lambda: ballot.await_verdict(storage, ATTEMPT, "step", 60.0))
+    clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "step")))
+    return clock.seconds
+
+
+def table(title: str, counts: Sequence[int], measure: Callable[[Path, int], dict[str, float]], directory: Path) -> None:
+    """Print a column of seconds, and of microseconds for each, for each count."""
+    columns = []
+    for count in counts:
+        place = directory / f"{title}-{count}"
+        columns.append(measure(place, count))
+        shutil.rmtree(place)
+    print(f"{title:>16}" + "".join(f"{count:>22,}" for count in counts))
+    for step in columns[0]:
+        cells = [(column[step], column[step] / count * 1e6) for column, count in zip(columns, counts, strict=True)]
+        print(f"{step:>16}" + "".join(f"{seconds:>9.3f} s {each:>7.2f} us" for seconds, each in cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", help="where to work (default: a temporary directory)")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="bench_scale_", dir=args.directory))
+    try:
+        many_tensors(directory / "warm-up", 1_000)
+        table("tensors", TENSORS, many_tensors, directory)
+        table("ranks, CPU", RANKS, many_ranks, directory)
+    finally:
+        shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()
