@@ -1,4 +1,4 @@
-"""How fast a ZeRO-1 optimizer is converted, against copying its bytes: ``python -m tools.bench_convert --gib 4``.
+"""How fast a ZeRO-1 optimizer is converted, against copying its bytes: ``python -m tools.bench.convert --gib 4``.
 
 Makes an optimizer sharded over dp=4, converts it for dp=3 again and again, each time after a ``cp`` and ``sync`` of the
 same bytes, and prints medians, their ratio, and how much memory a conversion took beyond an interpreter with torch.
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 MIB = 2**20

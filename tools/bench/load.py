@@ -1,4 +1,4 @@
-"""What a load on other sizes costs: ``python -m tools.bench_load --gib 4``.
+"""What a load on other sizes costs: ``python -m tools.bench.load --gib 4``.
 
 Makes a ZeRO-1 optimizer sharded over dp=4 and loads it as each rank of dp=3 would, in a process of its own: seconds,
 the bytes that were read against those that are needed, and memory beyond the loaded state itself.
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tools.bench_convert import make, run
+from tools.bench.convert import make, run
 
 LOAD = """
 import resource, sys, time, torch

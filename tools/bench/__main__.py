@@ -1,0 +1,105 @@
+"""The command: ``python -m tools.bench --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tools.bench import launch
+from tools.bench.report import sections
+from tools.bench.results import Results, Row
+from tools.bench.scenarios import QUICK_ROUNDS, QUICK_SCALE, SCENARIOS, Scenario
+from tools.bench.targets import TARGETS, judge
+
+PACKAGES = ("torch", "torch_xla", "safetensors", "ai2-olmo-core", "isal", "numpy")
+
+
+def chosen(args: argparse.Namespace) -> list[Scenario]:
+    """The scenarios to run, with rounds as asked for."""
+    found = [each for each in SCENARIOS if not args.only or any(word in each.name for word in args.only)]
+    rounds = args.rounds if args.rounds is not None else QUICK_ROUNDS if args.quick else None
+    if rounds is not None:
+        found = [replace(each, rounds=rounds, cold_rounds=min(rounds, each.cold_rounds)) for each in found]
+    return found
+
+
+def about(args: argparse.Namespace, scale: float) -> dict[str, Any]:
+    """What the numbers depend on, besides the code."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "kernel": platform.release()}
+    return {**machine, "python": platform.python_version(), "versions": versions, "scale": scale, "quick": args.quick}
+
+
+def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
+    """All of them, one after the other; one that fails is a row that says so."""
+    results = Results()
+    for scenario in scenarios:
+        started = time.monotonic()
+        try:
+            rows, size = launch.run(scenario, directory, scale)
+        except launch.ScenarioFailed as error:
+            rows, size = [Row(scenario.name, "", "all", missing=str(error))], (0, 0)
+        results.rows += rows
+        results.sizes[scenario.name] = size
+        print(f"{scenario.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return results
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    made.add_argument("--quick", action="store_true", help="a quarter of the bytes, 3 rounds: under two minutes")
+    made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
+    made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
+    made.add_argument("--rounds", type=int, help="that count, of every scenario")
+    made.add_argument("--directory", help="where to write, on the disk to be measured (default: a temporary one)")
+    made.add_argument("--json", metavar="FILE", help="every round of everything")
+    made.add_argument("--markdown", metavar="FILE", help="the tables, for docs/performance.md")
+    made.add_argument("--list", action="store_true", help="only name the scenarios")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    scenarios = chosen(args)
+    if args.list:
+        print("\n".join(each.name for each in scenarios))
+        return 0
+    if not scenarios:
+        print(f"no scenario's name has {args.only}; they are: " + ", ".join(each.name for each in SCENARIOS))
+        return 2
+    scale = args.scale if args.scale is not None else QUICK_SCALE if args.quick else 1.0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that files are removed
+    with tempfile.TemporaryDirectory(prefix="nxd_ckpt_bench_", dir=args.directory) as name:
+        try:
+            launch.check_room(scenarios, Path(name), scale)
+        except launch.NoRoom as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        results = run(scenarios, Path(name), scale)
+    results.about = about(args, scale)
+    judged = [judge(target, results) for target in TARGETS if target.scenario in results.sizes]
+    print("\n".join(sections(results, judged, markdown=False)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results.as_json(), indent=1) + "\n")
+    if args.markdown:
+        Path(args.markdown).write_text("\n".join(sections(results, judged, markdown=True)))
+    return int(any(row.missing and row.contestant == "all" for row in results.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""nxd_ckpt: one Checkpointer kept over all rounds, as in a training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.checkpointer import PendingSave
+from tools.bench.contestants.contract import ASYNCS, LOADS, Contestant
+from tools.bench.results import RETURNED, SAVE
+from tools.bench.workloads import State
+from tools.bench.world import World
+
+TWICE, ONCE, UNPROVED = "verify=True", 'verify="reading"', "verify=False"
+VERIFY: dict[str, bool | str] = {TWICE: True, ONCE: "reading", UNPROVED: False}
+
+
+class NxdCkpt(Contestant):
+    """Plain files, or xser files. Digests are always written."""
+
+    measures = ASYNCS | LOADS | {SAVE}
+    loads = (TWICE, ONCE, UNPROVED)
+
+    def __init__(
+        self, name: str, state: State, directory: Path, world: World, *, use_xser: bool = False, durable: bool = True
+    ) -> None:
+        super().__init__(name, state, directory, world)
+        self._use_xser = use_xser
+        self._checkpointer = Checkpointer(self.directory, durable=durable)
+        if not durable:  # a property of the Checkpointer, not of a save
+            self.measures = frozenset({RETURNED})
+
+    def save(self, durable: bool) -> None:
+        self._save(async_save=False)
+
+    def save_async(self) -> PendingSave:
+        return self._save(async_save=True)
+
+    def load(self, how: str) -> None:
+        state, options = self.state, {"verify": VERIFY[how]}
+        self._checkpointer.load(self.path.name, state.model, state.optimizer, **options)
+        state.settle()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def _save(self, async_save: bool) -> PendingSave:
+        tag, state = self.next_path().name, self.state
+        return self._checkpointer.save(
+            tag, state.model, state.optimizer, async_save=async_save, use_xser=self._use_xser
+        )
+
+
+def plain(state: State, directory: Path, world: World) -> list[Contestant]:
+    return [
+        NxdCkpt("nxd_ckpt", state, directory, world),
+        NxdCkpt("nxd_ckpt, durable=False", state, directory, world, durable=False),
+    ]
+
+
+def xser(state: State, directory: Path, world: World) -> Contestant:
+    return NxdCkpt("nxd_ckpt xser", state, directory, world, use_xser=True)

@@ -1,0 +1,48 @@
+"""A small training loop, and how much a save in flight slows it down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tools.bench.contestants.contract import Pending
+
+ALONE = 0.5
+"""Seconds of training before each save: what a step takes without one."""
+
+
+class TrainingLoop:
+    """Steps of some milliseconds, forward, backward and update, on the CPU."""
+
+    def __init__(self) -> None:
+        self._model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._batch = torch.rand(64, 512)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+    def seconds_a_step(self, until: Callable[[], bool]) -> tuple[float, int]:
+        """The mean of at least one step, and how many there were until ``until()``."""
+        started, steps = time.perf_counter(), 0
+        while steps == 0 or not until():
+            self.step()
+            steps += 1
+        return (time.perf_counter() - started) / steps, steps
+
+
+def slowdown(loop: TrainingLoop, save_async: Callable[[], Pending]) -> tuple[float, float]:
+    """A step while a save is in flight in multiples of one alone; and the seconds that the save cost in all."""
+    deadline = time.perf_counter() + ALONE
+    alone, _ = loop.seconds_a_step(lambda: time.perf_counter() >= deadline)
+    started = time.perf_counter()
+    pending = save_async()
+    stall = time.perf_counter() - started
+    during, steps = loop.seconds_a_step(lambda: pending.done)
+    pending.wait()
+    return during / alone, stall + steps * (during - alone)
