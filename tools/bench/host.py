@@ -40,9 +40,14 @@ def pages(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, max(nbytes, 1), flags=flags)
 
 
-def resident() -> int:
-    """Bytes of memory that this process has, after what it freed went back to the system."""
+def trim() -> None:
+    """Give memory that was freed back to the system: who comes next cannot reuse it."""
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, without what it has freed."""
+    trim()
     return _status("VmRSS")
 
 

@@ -69,8 +69,7 @@ class Rounds:
             if measure == COLD and number >= self._scenario.cold_rounds:
                 continue
             turns = [turn for turn in self._turns if turn.measure == measure and not turn.missing]
-            first = number % max(len(turns), 1)
-            for turn in turns[first:] + turns[:first]:
+            for turn in _in_turn(turns, number):
                 self._guarded(turn, lambda turn=turn: self._take(turn))  # type: ignore[misc]
 
     def rows(self) -> list[Row]:
@@ -104,6 +103,8 @@ class Rounds:
         os.sync()
         self._world.barrier()
         if turn.measure in LOADING:
+            # A load is what a process does first: it finds no memory that something before it has freed.
+            host.trim()
             (host.evict if turn.measure == COLD else host.cache)(contestant.directory)
 
     def _measure(self, turn: Turn) -> dict[str, float]:
@@ -140,6 +141,13 @@ class Rounds:
             beyond += self._retained.get(name, 0)
             self._retained[name] = self._retained.get(name, 0) + host.resident() - before
         turn.peak = int(sum(self._world.gather(max(beyond, 0))))
+
+
+def _in_turn(turns: list[Turn], number: int) -> list[Turn]:
+    """Another one first in every round, and every other round backwards: nobody always comes after the same one."""
+    first = number % max(len(turns), 1)
+    order = turns[first:] + turns[:first]
+    return order[::-1] if number % 2 else order
 
 
 def _turns(scenario: Scenario, contestants: list[Contestant]) -> Iterator[Turn]:

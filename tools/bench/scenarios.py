@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from tools.bench.results import ASYNC, COLD, RETURNED, SAVE, SLOWDOWN, WARM
 
-FLOORS = ("floor",)
-PLAIN = ("nxd_ckpt", "torch.save", "safetensors", "torch DCP")
-XLA = ("nxd_ckpt", "nxd_ckpt xser", "torch.save", "torch DCP", "torch-xla xser")
-SAVING = (SAVE, ASYNC)
-LOADING = (WARM, COLD)
+PEERS = ("torch.save", "safetensors", "torch DCP")
+NXD = ("nxd_ckpt", "nxd_ckpt xser")
+XLA = ("floor", *NXD, "torch DCP", "torch-xla xser")
+TINY = ("memcpy", "nxd_ckpt")
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,26 @@ class Scenario:
 
 
 SCENARIOS = (
-    Scenario("W1", "cpu", 1, (*FLOORS, *PLAIN, "nxd_ckpt xser"), (*SAVING, RETURNED, *LOADING, SLOWDOWN)),
-    Scenario("W2", "cpu", 1, (*FLOORS, *PLAIN, "nxd_ckpt xser"), (*SAVING, *LOADING)),
-    Scenario("W3", "cpu", 1, (*FLOORS, *PLAIN), (*SAVING, *LOADING), cold_rounds=1),
+    Scenario("W1", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, RETURNED, ASYNC, SLOWDOWN, WARM, COLD)),
+    Scenario("W2", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, ASYNC, WARM, COLD)),
+    Scenario("W3", "cpu", 1, ("floor", "nxd_ckpt", *PEERS), (SAVE, ASYNC, WARM, COLD), cold_rounds=1),
+    Scenario("W1", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
+    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
+    Scenario("W3", "xla", 1, ("floor", "nxd_ckpt", "torch DCP"), (ASYNC, WARM)),
+    Scenario("W1", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), rounds=3),
+    Scenario("W2", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), rounds=3),
+    Scenario("W3", "cpu", 2, ("nxd_ckpt", "torch DCP", "OLMo-core"), (SAVE, WARM)),
+    Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), rounds=3),
+    Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), rounds=3),
+    Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), rounds=3),
+    Scenario("25k tiny", "cpu", 1, TINY, (ASYNC,)),
+    Scenario("50k tiny", "cpu", 1, TINY, (ASYNC,)),
+    Scenario("100k tiny", "cpu", 1, TINY, (ASYNC,)),
+    Scenario("25k tiny, module", "cpu", 1, TINY, (ASYNC,)),
+    Scenario("50k tiny, module", "cpu", 1, TINY, (ASYNC,)),
+    Scenario("100k tiny, module", "cpu", 1, TINY, (ASYNC,)),
 )
 
-QUICK_SCALE = 0.25
+QUICK_SCALE = 1 / 8
 QUICK_ROUNDS = 3
+QUICK_COLD_ROUNDS = 1

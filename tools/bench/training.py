@@ -10,7 +10,7 @@ from torch import nn
 
 from tools.bench.contestants.contract import Pending
 
-ALONE = 0.5
+ALONE = 0.3
 """Seconds of training before each save: what a step takes without one."""
 
 

@@ -87,9 +87,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT's parameters: 170 million at width 768."""
+    """A GPT's parameters."""
 
-    def __init__(self, width: int, layers: int = 13, vocabulary: int = 50304, positions: int = 1024) -> None:
+    def __init__(self, width: int, layers: int, vocabulary: int, positions: int = 1024) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -97,7 +97,7 @@ class Gpt(nn.Module):
 
 
 def build(name: str, device: torch.device, scale: float = 1.0) -> State:
-    """The workload ``name``; ``scale`` shrinks its bytes (the tiny ones': their number of tensors)."""
+    """The workload ``name`` at about ``scale`` of its bytes."""
     torch.manual_seed(0)
     return WORKLOADS[name](device, scale)
 
@@ -106,6 +106,18 @@ def _flat(count: int, nbytes: int, device: torch.device) -> State:
     """``count`` fp32 tensors of ``nbytes`` each."""
     tensors = {f"layer_{i}.weight": torch.rand(max(nbytes // 4, 1)).to(device) for i in range(count)}
     return State(tensors, tensors, None, device)
+
+
+def _few(scale: float, device: torch.device) -> State:
+    """24 tensors of 43 MiB; fewer, not smaller, at a smaller scale: allocators treat large ones differently."""
+    count = max(round(24 * scale), 2)
+    return _flat(count, round(GIB * scale / count), device)
+
+
+def _gpt(scale: float) -> Gpt:
+    """170 million parameters; fewer layers and tokens at a smaller scale, and only for tests also narrower."""
+    width = 768 if scale > 1 / 26 else 32
+    return Gpt(width, layers=max(round(13 * scale), 1), vocabulary=max(round(50304 * scale), 8))
 
 
 def _trained(model: nn.Module, device: torch.device) -> State:
@@ -137,9 +149,9 @@ def _tiny(count: int) -> dict[str, Callable[[torch.device, float], State]]:
 
 
 WORKLOADS: dict[str, Callable[[torch.device, float], State]] = {
-    "W1": lambda device, scale: _flat(24, round(GIB / 24 * scale), device),
+    "W1": lambda device, scale: _few(scale, device),
     "W2": lambda device, scale: _flat(max(round(2000 * scale), 2), 512 * KIB, device),
-    "W3": lambda device, scale: _trained(Gpt(max(round(768 * scale**0.5 / 8) * 8, 8)), device),
+    "W3": lambda device, scale: _trained(_gpt(scale), device),
     **_tiny(25_000),
     **_tiny(50_000),
     **_tiny(100_000),

@@ -7,7 +7,7 @@ from pathlib import Path
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.checkpointer import PendingSave
 from tools.bench.contestants.contract import ASYNCS, LOADS, Contestant
-from tools.bench.results import RETURNED, SAVE
+from tools.bench.results import LOST, RETURNED, SAVE, SLOWDOWN
 from tools.bench.workloads import State
 from tools.bench.world import World
 
@@ -27,6 +27,8 @@ class NxdCkpt(Contestant):
         super().__init__(name, state, directory, world)
         self._use_xser = use_xser
         self._checkpointer = Checkpointer(self.directory, durable=durable)
+        if use_xser:
+            self.measures, self.loads = self.measures - {SLOWDOWN, LOST}, (ONCE,)
         if not durable:  # a property of the Checkpointer, not of a save
             self.measures = frozenset({RETURNED})
 
