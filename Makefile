@@ -4,7 +4,7 @@
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
 #   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
-#   BENCH_ARGS="--gib 4"    size and place of what `make bench` converts and loads
+#   BENCH_ARGS="--quick"    further arguments for `make bench` (python -m tools.bench --help), or `make bench-reshard`
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,11 +14,12 @@ BENCH_ARGS ?=
 
 XLA_READY := $(VENV)/.nxd-ckpt-installed
 PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
+BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test lint test-xla test-plain soak bench demo
+.PHONY: test lint test-xla test-plain soak bench bench-reshard demo
 
 test: lint test-xla test-plain
 
@@ -35,9 +36,12 @@ test-plain: $(PLAIN_READY)
 soak: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
 
-bench: $(PLAIN_READY)
-	$(VENV_PLAIN)/bin/python -m tools.bench_convert $(BENCH_ARGS)
-	$(VENV_PLAIN)/bin/python -m tools.bench_load $(BENCH_ARGS)
+bench: $(BENCH_READY)
+	$(VENV)/bin/python -m tools.bench $(BENCH_ARGS)
+
+bench-reshard: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench.convert $(BENCH_ARGS)
+	$(VENV_PLAIN)/bin/python -m tools.bench.load $(BENCH_ARGS)
 
 demo: $(XLA_READY)
 	$(VENV)/bin/python examples/demo.py
@@ -46,6 +50,10 @@ demo: $(XLA_READY)
 $(XLA_READY): pyproject.toml setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[xla,dev]'
+	touch $@
+
+$(BENCH_READY): $(XLA_READY)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[xla,dev,bench]'
 	touch $@
 
 $(PLAIN_READY): pyproject.toml setup.py

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import launch
+from tools.bench.picture import svg
 from tools.bench.report import sections
-from tools.bench.results import Results, Row
-from tools.bench.scenarios import QUICK_COLD_ROUNDS, QUICK_ROUNDS, QUICK_SCALE, SCENARIOS, Scenario
+from tools.bench.results import EVERYONE, NOT_INSTALLED, Results, Row, from_json
+from tools.bench.scenarios import QUICK_OTHER_ROUNDS, QUICK_ROUNDS, QUICK_SCALE, SCENARIOS, Scenario
 from tools.bench.targets import TARGETS, judge
 
 PACKAGES = ("torch", "torch_xla", "safetensors", "ai2-olmo-core", "isal", "numpy")
@@ -26,10 +27,15 @@ PACKAGES = ("torch", "torch_xla", "safetensors", "ai2-olmo-core", "isal", "numpy
 
 def chosen(args: argparse.Namespace) -> list[Scenario]:
     """The scenarios to run, with rounds as asked for."""
-    found = [each for each in SCENARIOS if not args.only or any(word in each.name for word in args.only)]
+    if args.only:
+        found = [each for each in SCENARIOS if any(word in each.name for word in args.only)]
+    else:
+        found = [each for each in SCENARIOS if each.quick or not args.quick]
     if args.quick:
-        found = [replace(each, rounds=QUICK_ROUNDS, cold_rounds=QUICK_COLD_ROUNDS) for each in found]
-    return found if args.rounds is None else [replace(each, rounds=args.rounds) for each in found]
+        found = [replace(each, rounds=QUICK_ROUNDS, other_rounds=QUICK_OTHER_ROUNDS) for each in found]
+    if args.rounds is not None:
+        found = [replace(each, rounds=args.rounds, other_rounds=args.rounds) for each in found]
+    return found
 
 
 def about(args: argparse.Namespace, scale: float) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
         try:
             rows, size = launch.run(scenario, directory, scale)
         except launch.ScenarioFailed as error:
-            rows, size = [Row(scenario.name, "", "all", missing=str(error))], (0, 0)
+            rows, size = [Row(scenario.name, "", EVERYONE, missing=str(error))], (0, 0)
         results.rows += rows
         results.sizes[scenario.name] = size
         print(f"{scenario.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
@@ -61,43 +67,64 @@ def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
-    made.add_argument("--quick", action="store_true", help="an eighth of the bytes, 3 rounds: under two minutes")
+    made.add_argument("--quick", action="store_true", help="fewer scenarios, an eighth of the bytes, 3 rounds: under two minutes")
     made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
     made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
     made.add_argument("--rounds", type=int, help="that count, of every scenario")
     made.add_argument("--directory", help="where to write, on the disk to be measured (default: a temporary one)")
     made.add_argument("--json", metavar="FILE", help="every round of everything")
     made.add_argument("--markdown", metavar="FILE", help="the tables, for docs/performance.md")
+    made.add_argument("--picture", metavar="FILE", help="bars, as an SVG")
+    made.add_argument(
+        "--from-json", action="append", metavar="FILE", help="run nothing: report what earlier runs left there"
+    )
     made.add_argument("--list", action="store_true", help="only name the scenarios")
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    scenarios = chosen(args)
-    if args.list:
-        print("\n".join(each.name for each in scenarios))
-        return 0
-    if not scenarios:
-        print(f"no scenario's name has {args.only}; they are: " + ", ".join(each.name for each in SCENARIOS))
-        return 2
-    scale = args.scale if args.scale is not None else QUICK_SCALE if args.quick else 1.0
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that files are removed
-    with tempfile.TemporaryDirectory(prefix="nxd_ckpt_bench_", dir=args.directory) as name:
-        try:
-            launch.check_room(scenarios, Path(name), scale)
-        except launch.NoRoom as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        results = run(scenarios, Path(name), scale)
-    results.about = about(args, scale)
+def report(results: Results, args: argparse.Namespace) -> None:
+    """Print what was measured, and write the files that were asked for."""
     judged = [judge(target, results) for target in TARGETS if target.scenario in results.sizes]
     print("\n".join(sections(results, judged, markdown=False)))
     if args.json:
         Path(args.json).write_text(json.dumps(results.as_json(), indent=1) + "\n")
     if args.markdown:
         Path(args.markdown).write_text("\n".join(sections(results, judged, markdown=True)))
-    return int(any(row.missing and row.contestant == "all" for row in results.rows))
+    if args.picture:
+        Path(args.picture).write_text(svg(results))
+
+
+def measure(args: argparse.Namespace) -> Results:
+    """Run what was asked for, in a directory that is removed however this ends.
+
+    Raises:
+        NoRoom, NotADirectoryError, FileNotFoundError: it cannot be run here.
+    """
+    scale = args.scale if args.scale is not None else QUICK_SCALE if args.quick else 1.0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that files are removed
+    with tempfile.TemporaryDirectory(prefix="nxd_ckpt_bench_", dir=args.directory) as name:
+        launch.check_room(chosen(args), Path(name), scale)
+        results = run(chosen(args), Path(name), scale)
+    results.about = about(args, scale)
+    return results
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    if args.list or not chosen(args):
+        print("\n".join(each.name for each in (chosen(args) or SCENARIOS)))
+        return 0 if args.list else 2
+    try:
+        results = from_json([json.loads(Path(file).read_text()) for file in args.from_json or ()])
+        if not args.from_json:
+            results = measure(args)
+    except KeyboardInterrupt:
+        return 130
+    except (launch.NoRoom, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report(results, args)
+    return int(any(row.missing and not row.missing.startswith(NOT_INSTALLED) for row in results.rows))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,12 @@ PIECE = 8 * 2**20
 """Bytes of one read or write: large enough that the call itself costs nothing."""
 
 
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; not among mmap's constants."""
+
+
 class Ballast:
-    """Memory that is held between rounds and given back just before one.
+    """Memory that is held between turns and given back just before one.
 
     On a virtual machine, memory that was not touched for a while may have to come from the host first, which costs
     seconds a GiB: whoever happens to allocate first would pay for it.
@@ -26,7 +30,10 @@ class Ballast:
 
     def hold(self) -> None:
         if self._nbytes and self._held is None:
-            self._held = pages(self._nbytes)
+            # Huge pages: of those that were just freed, a GiB is taken back in 50 ms.
+            self._held = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._held.madvise(mmap.MADV_HUGEPAGE)
+            self._held.madvise(_MADV_POPULATE_WRITE)
 
     def free(self) -> None:
         if self._held is not None:

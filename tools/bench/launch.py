@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tools.bench.host import available_memory, free_space
-from tools.bench.results import Row
+from tools.bench.results import EVERYONE, NOT_INSTALLED, Row
 from tools.bench.scenarios import Scenario
 from tools.bench.spec import Spec
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NBYTES = {"W1": 2**30, "W2": 2000 * 2**19, "W3": 12 * 170_300_000}
 """Bytes of a workload at scale 1; of one that is not here next to nothing."""
 
-MEMORY = 5
-"""Of each process, in multiples of its state: the state, a floor's image, a staging arena, what a peer adds."""
+MEMORY = 7
+"""Of each process, in multiples of its state: state, ballast, a floor's image, staging of ours and of a peer's."""
 
 DISK = 1.2
 """Of each contestant, in multiples of the state: its latest save."""
@@ -40,7 +40,7 @@ class NoRoom(Exception):
 def check_room(scenarios: list[Scenario], directory: Path, scale: float) -> None:
     """Raises NoRoom if the largest scenario would not fit."""
     for scenario in scenarios:
-        nbytes = NBYTES.get(scenario.workload, 2**24) * scale
+        nbytes = NBYTES.get(scenario.workload, 2**24) * scenario.scale * scale
         memory = int(MEMORY * scenario.processes * nbytes)
         disk = int(DISK * (2 * len(scenario.contestants) + 1) * nbytes)
         for what, needed, found in (
@@ -61,7 +61,7 @@ def run(scenario: Scenario, directory: Path, scale: float) -> tuple[list[Row], t
         ScenarioFailed: see there.
     """
     if scenario.device == "xla" and importlib.util.find_spec("torch_xla") is None:
-        return [Row(scenario.name, "", "all", missing="not installed: torch_xla")], (0, 0)
+        return [Row(scenario.name, "", EVERYONE, missing=f"{NOT_INSTALLED}: torch_xla")], (0, 0)
     place = Path(tempfile.mkdtemp(prefix="scenario_", dir=directory))
     try:
         _run_ranks(scenario, place, scale)
@@ -95,4 +95,7 @@ def _start(scenario: Scenario, rank: int, place: Path, scale: float) -> subproce
         "PYTHONWARNINGS": "ignore",
     }
     command = [sys.executable, "-m", "tools.bench.worker", spec.dump()]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, cwd=ROOT)
+    # A session of its own: an interrupt is for this process alone, which then ends its ranks and removes their files.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, cwd=ROOT, start_new_session=True
+    )

@@ -39,7 +39,8 @@ def target_table(judged: Sequence[Judged]) -> Table:
         target, ratio = each.target, each.ratio
         measured = ["-", "", "0"]
         if ratio is not None:
-            measured = [f"{ratio.median:.2f} x", f"{ratio.least:.2f} - {ratio.greatest:.2f}", str(ratio.rounds)]
+            unit = "x" if target.microseconds is None else "us"
+            measured = [f"{ratio.median:.2f} {unit}", f"{ratio.least:.2f} - {ratio.greatest:.2f}", str(ratio.rounds)]
         against = " or ".join(target.against)
         table.append(
             [target.scenario, target.measure, target.contestant, against, target.wanted, *measured, each.verdict]

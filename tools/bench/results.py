@@ -29,6 +29,13 @@ MEASURES = {
 """What can be measured, in the order in which it is shown. All are seconds, except :data:`SLOWDOWN`."""
 
 
+NOT_INSTALLED = "not installed"
+"""How :attr:`Row.missing` begins where nothing is wrong but that a package is not there."""
+
+EVERYONE = "all"
+"""The contestant of a row that is about a whole scenario, which could not be run."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One measure of one contestant in one scenario.
@@ -97,6 +104,11 @@ def best(rows: Iterable[Row]) -> list[float]:
     return [min(values) for values in zip(*(row.values for row in rows), strict=False)]
 
 
-def rows_from_json(data: Mapping[str, Any]) -> list[Row]:
-    """The inverse of :meth:`Results.as_json`, of its rows."""
-    return [Row(**row) for row in data["rows"]]
+def from_json(runs: Iterable[Mapping[str, Any]]) -> Results:
+    """The inverse of :meth:`Results.as_json`, of several runs put together."""
+    results = Results()
+    for data in runs:
+        results.rows += [Row(**row) for row in data["rows"]]
+        results.sizes |= {name: (nbytes, tensors) for name, (nbytes, tensors) in data["sizes"].items()}
+        results.about = dict(data["about"])
+    return results

@@ -10,13 +10,19 @@ from dataclasses import dataclass, field
 
 from tools.bench import host
 from tools.bench.contestants.contract import Contestant
+from tools.bench.host import Ballast
 from tools.bench.results import ASYNC, COLD, LOST, RETURNED, SAVE, SLOWDOWN, STALL, WARM, Row
 from tools.bench.scenarios import Scenario
+from tools.bench.targets import TARGETS
 from tools.bench.training import TrainingLoop, slowdown
 from tools.bench.workloads import State
 from tools.bench.world import World
 
 LOADING = (WARM, COLD)
+
+
+BALLAST = 1.25
+"""In multiples of the state: what a copy of it, or the page cache of its files, needs at once."""
 
 
 class WrongValues(Exception):
@@ -32,6 +38,7 @@ class Turn:
     how: str = ""
     values: dict[str, list[float]] = field(default_factory=dict)
     peak: int | None = None
+    highest: int = 0
     missing: str = ""
 
     @property
@@ -50,6 +57,8 @@ class Rounds:
 
     def __init__(self, scenario: Scenario, contestants: list[Contestant], state: State, world: World) -> None:
         self._scenario, self._state, self._world = scenario, state, world
+        self._ballast = Ballast(int(BALLAST * state.nbytes))
+        self._always = {row for target in TARGETS if target.scenario == scenario.name for row in target.rows}
         self._turns = list(_turns(scenario, contestants))
         self._loop = TrainingLoop()
         self._retained: dict[str, int] = {}
@@ -59,21 +68,25 @@ class Rounds:
         """The round that does not count: the first save of each, watched for memory, and loads, checked for values."""
         expected = self._state.fingerprint()
         for turn in self._turns:
-            self._guarded(turn, lambda turn=turn: self._watched(turn, expected))  # type: ignore[misc]
-            turn.values.clear()
+            if turn.measure != COLD:  # but for the page cache it is the same as a warm one
+                self._guarded(turn, lambda turn=turn: self._watched(turn, expected))  # type: ignore[misc]
+                turn.values.clear()
         gc.freeze()
 
     def play(self, number: int) -> None:
         """Round ``number``, from 0 on: measure after measure, and who begins changes."""
         for measure in self._scenario.measures:
-            if measure == COLD and number >= self._scenario.cold_rounds:
-                continue
-            turns = [turn for turn in self._turns if turn.measure == measure and not turn.missing]
+            turns = [turn for turn in self._turns if turn.measure == measure and self._plays(turn, number)]
             for turn in _in_turn(turns, number):
                 self._guarded(turn, lambda turn=turn: self._take(turn))  # type: ignore[misc]
 
     def rows(self) -> list[Row]:
         return [row for turn in self._turns for row in turn.rows(self._scenario.name)]
+
+    def _plays(self, turn: Turn, number: int) -> bool:
+        measures = (ASYNC, STALL) if turn.measure == ASYNC else (turn.measure,)
+        always = any((measure, turn.name) in self._always for measure in measures)
+        return not turn.missing and ((always and turn.measure != COLD) or number < self._scenario.other_rounds)
 
     def _guarded(self, turn: Turn, act: Callable[[], None]) -> None:
         """What fails on one rank is out on all; the others go on."""
@@ -88,11 +101,15 @@ class Rounds:
 
     def _take(self, turn: Turn) -> None:
         self._prepare(turn)
+        if turn.measure in turn.contestant.fresh:
+            self._ballast.free()
         for measure, value in self._measure(turn).items():
             turn.values.setdefault(measure, []).append(value)
+        turn.highest = host.peak()
         if turn.measure not in LOADING:
             self._world.barrier()
             turn.contestant.tidy()
+        self._ballast.hold()
 
     def _prepare(self, turn: Turn) -> None:
         """Nothing of what was before is left to do: no dirty page, no garbage."""
@@ -132,13 +149,15 @@ class Rounds:
         if checked:
             self._prepare(turn)
             self._state.forget()
+        self._ballast.free()
         before = host.reset_peak()
         self._take(turn)
-        beyond = host.peak() - before
+        beyond = turn.highest - before
         if checked and self._state.fingerprint() != expected:
             raise WrongValues("what was loaded is not what was saved")
         if not loading:  # what it keeps from one save to the next counts at each
             beyond += self._retained.get(name, 0)
+            self._ballast.free()
             self._retained[name] = self._retained.get(name, 0) + host.resident() - before
         turn.peak = int(sum(self._world.gather(max(beyond, 0))))
 

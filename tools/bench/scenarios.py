@@ -22,8 +22,10 @@ class Scenario:
         processes: data-parallel replicas of the same state, joined by gloo.
         contestants: names of :data:`tools.bench.contestants.CONTESTANTS`.
         measures: what each is measured at, if it has it.
-        rounds: that count, after one that does not.
-        cold_rounds: of them, in how many the page cache is emptied: what takes long.
+        scale: bytes of the state, in multiples of the workload's.
+        rounds: that count, after one that does not, for what a target is about.
+        other_rounds: of them, those in which everything else takes its turn too.
+        quick: whether ``--quick`` runs it.
     """
 
     workload: str
@@ -31,8 +33,10 @@ class Scenario:
     processes: int
     contestants: tuple[str, ...]
     measures: tuple[str, ...]
+    scale: float = 1.0
     rounds: int = 7
-    cold_rounds: int = 3
+    other_rounds: int = 3
+    quick: bool = False
 
     @property
     def name(self) -> str:
@@ -40,21 +44,21 @@ class Scenario:
 
 
 SCENARIOS = (
-    Scenario("W1", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, RETURNED, ASYNC, SLOWDOWN, WARM, COLD)),
-    Scenario("W2", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, ASYNC, WARM, COLD)),
-    Scenario("W3", "cpu", 1, ("floor", "nxd_ckpt", *PEERS), (SAVE, ASYNC, WARM, COLD), cold_rounds=1),
+    Scenario("W1", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, RETURNED, ASYNC, SLOWDOWN, WARM, COLD), quick=True),
+    Scenario("W2", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, ASYNC, WARM, COLD), quick=True),
+    Scenario("W3", "cpu", 1, ("floor", "nxd_ckpt", *PEERS), (SAVE, ASYNC, WARM, COLD), other_rounds=1, quick=True),
     Scenario("W1", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
-    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
+    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM), quick=True),
     Scenario("W3", "xla", 1, ("floor", "nxd_ckpt", "torch DCP"), (ASYNC, WARM)),
-    Scenario("W1", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), rounds=3),
-    Scenario("W2", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), rounds=3),
-    Scenario("W3", "cpu", 2, ("nxd_ckpt", "torch DCP", "OLMo-core"), (SAVE, WARM)),
-    Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), rounds=3),
-    Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), rounds=3),
-    Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), rounds=3),
+    Scenario("W1", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
+    Scenario("W2", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
+    Scenario("W3", "cpu", 2, ("nxd_ckpt", "torch DCP", "OLMo-core"), (SAVE, WARM), scale=1 / 2, quick=True),
+    Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
+    Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
+    Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
     Scenario("25k tiny", "cpu", 1, TINY, (ASYNC,)),
     Scenario("50k tiny", "cpu", 1, TINY, (ASYNC,)),
-    Scenario("100k tiny", "cpu", 1, TINY, (ASYNC,)),
+    Scenario("100k tiny", "cpu", 1, TINY, (ASYNC,), quick=True),
     Scenario("25k tiny, module", "cpu", 1, TINY, (ASYNC,)),
     Scenario("50k tiny, module", "cpu", 1, TINY, (ASYNC,)),
     Scenario("100k tiny, module", "cpu", 1, TINY, (ASYNC,)),
@@ -62,4 +66,4 @@ SCENARIOS = (
 
 QUICK_SCALE = 1 / 8
 QUICK_ROUNDS = 3
-QUICK_COLD_ROUNDS = 1
+QUICK_OTHER_ROUNDS = 1

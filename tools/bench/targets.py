@@ -29,26 +29,36 @@ class Target:
         against: others; the best of them in each round.
         at_most: ours / theirs must not exceed it.
         at_least: theirs / ours must not fall below it: so many times faster.
+        microseconds: ours for each tensor of the state must not exceed it; no ratio.
     """
 
     scenario: str
     measure: str
     contestant: str
-    against: tuple[str, ...]
+    against: tuple[str, ...] = ()
     at_most: float | None = None
     at_least: float | None = None
+    microseconds: float | None = None
 
     @property
     def wanted(self) -> str:
         if self.at_least is not None:
             return f">= {self.at_least:g} x faster"
+        if self.microseconds is not None:
+            return f"<= {self.microseconds:g} us a tensor"
         return f"<= {self.at_most:g} x" if self.at_most is not None else "reported"
 
     def met(self, ratio: float) -> bool:
         """Whether a median ratio, as :func:`judge` gives it, will do."""
         if self.at_least is not None:
             return ratio >= self.at_least
-        return self.at_most is None or ratio <= self.at_most
+        limit = self.microseconds if self.microseconds is not None else self.at_most
+        return limit is None or ratio <= limit
+
+    @property
+    def rows(self) -> set[tuple[str, str]]:
+        """Measures and contestants that it is about."""
+        return {(self.measure, name) for name in (self.contestant, *self.against)}
 
 
 @dataclass(frozen=True)
@@ -71,12 +81,13 @@ def judge(target: Target, results: Results) -> Judged:
     """Round by round, ours over the best of theirs, or theirs over ours where the target is to be faster."""
     ours = results.find(target.scenario, target.measure, target.contestant)
     theirs = [row for name in target.against if (row := results.find(target.scenario, target.measure, name))]
-    if ours is None or not theirs:
+    if ours is None or not (theirs or target.microseconds):
         return Judged(target, None)
-    if target.at_least is not None:
-        found = ratios(best(theirs), ours.values)
-    else:
-        found = ratios(ours.values, best(theirs))
+    if target.microseconds is not None:
+        tensors = max(results.sizes[target.scenario][1], 1)
+        return Judged(target, spread([1e6 * value / tensors for value in ours.values]))
+    above, below = (best(theirs), ours.values) if target.at_least is not None else (ours.values, best(theirs))
+    found = ratios(above, below)
     return Judged(target, spread(found) if found else None)
 
 
@@ -116,6 +127,10 @@ def _load(workload: str, floor: float) -> list[Target]:
     ]
 
 
+def _tiny(workload: str) -> Target:
+    return Target(f"{workload} cpu 1p", STALL, NXD, microseconds=20)
+
+
 TARGETS: Sequence[Target] = (
     *_save("W1", 1.3, 2.5),
     *_against_buffers("W1"),
@@ -135,5 +150,6 @@ TARGETS: Sequence[Target] = (
     *_load("W3", 1.2),
     Target("W3 cpu 2p", SAVE, NXD, ("OLMo-core",), at_least=2.5),
     Target("W3 cpu 2p", WARM, ONCE, ("OLMo-core",), at_least=6),
+    *(_tiny(f"{thousands}k tiny{kind}") for kind in ("", ", module") for thousands in (25, 50, 100)),
 )
 

@@ -24,7 +24,7 @@ class TrainingLoop:
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        self._model(self._batch).square().mean().backward()  # type: ignore[no-untyped-call]
+        self._model(self._batch).square().mean().backward()
         self._optimizer.step()
 
     def seconds_a_step(self, until: Callable[[], bool]) -> tuple[float, int]:

@@ -13,8 +13,7 @@ import torch
 
 from tools.bench.contestants import make
 from tools.bench.contestants.contract import Contestant
-from tools.bench.host import Ballast
-from tools.bench.results import Row
+from tools.bench.results import NOT_INSTALLED, Row
 from tools.bench.rounds import Rounds
 from tools.bench.spec import Spec, parse
 from tools.bench.workloads import State, build
@@ -25,17 +24,14 @@ def run(spec: Spec) -> tuple[list[Row], State]:
     """All rounds of this rank; the rows, and the state that they are about."""
     directory, scenario = Path(spec.directory), spec.scenario
     world = World(spec.rank, scenario.processes, directory / "meeting")
-    state = build(scenario.workload, _device(scenario.device), spec.scale)
+    state = build(scenario.workload, _device(scenario.device), scenario.scale * spec.scale)
     state.settle()
     contestants, missing = _contestants(spec, state, world)
     rounds = Rounds(scenario, contestants, state, world)
-    ballast = Ballast(int(1.5 * state.nbytes))
     _say(spec, "warming up")
     rounds.warm_up()
     for number in range(scenario.rounds):
-        ballast.hold()
         _say(spec, f"round {number + 1} of {scenario.rounds}")
-        ballast.free()
         rounds.play(number)
     for contestant in contestants:
         contestant.close()
@@ -51,7 +47,7 @@ def _contestants(spec: Spec, state: State, world: World) -> tuple[list[Contestan
         try:
             made += make(name, state, Path(spec.directory), world)
         except ImportError as error:
-            missing.append(Row(spec.scenario.name, "", name, missing=f"not installed: {error}"))
+            missing.append(Row(spec.scenario.name, "", name, missing=f"{NOT_INSTALLED}: {error}"))
     return made, missing
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Protocol
+from types import MappingProxyType
+from typing import Protocol
 
 from tools.bench.results import ASYNC, COLD, LOST, RETURNED, SAVE, SLOWDOWN, STALL, WARM
 from tools.bench.workloads import State
@@ -35,13 +37,15 @@ class Contestant:
         measures: what it can be measured at.
         loads: ways to load; each is a row.
         restores: whether a load brings the live tensors back (a floor reads into memory of its own).
+        fresh: at what it needs memory that it does not have yet, the page cache's for what it writes included.
         notes: by measure, what a reader must know.
     """
 
     measures: frozenset[str] = SAVES | LOADS
     loads: tuple[str, ...] = ("",)
     restores = True
-    notes: ClassVar[dict[str, str]] = {}
+    fresh: frozenset[str] = SAVES | ASYNCS | LOADS
+    notes: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, name: str, state: State, directory: Path, world: World) -> None:
         self.name, self.state, self.world = name, state, world

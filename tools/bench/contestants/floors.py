@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,6 +50,8 @@ class Image:
 
 
 class _Floor(Contestant):
+    fresh: frozenset[str] = frozenset()
+
     def __init__(self, name: str, state: State, directory: Path, world: World, image: Image) -> None:
         super().__init__(name, state, directory, world)
         self.image = image
@@ -75,6 +76,7 @@ class BufferedWrite(_Floor):
     """Large writes through the page cache."""
 
     measures = SAVES
+    fresh = SAVES
 
     def save(self, durable: bool) -> None:
         _write(self.next_path(), self.image.view, 0, durable)
@@ -140,7 +142,7 @@ def copies(state: State, directory: Path, world: World) -> list[Contestant]:
 _FILES = {DIRECT: DirectWrite, BUFFERED: BufferedWrite, READ: Read}
 
 
-def _copies(state: State, directory: Path, world: World, image: Image) -> Sequence[Contestant]:
+def _copies(state: State, directory: Path, world: World, image: Image) -> list[Contestant]:
     if state.device.type == "cpu":
         return [Copy(COPY, state, directory, world, image)]
     return [DeviceToHost(name, state, directory, world) for name in (GROUPED, EACH)]

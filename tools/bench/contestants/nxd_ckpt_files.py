@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.checkpointer import PendingSave
-from tools.bench.contestants.contract import ASYNCS, LOADS, Contestant
+from tools.bench.contestants.contract import ASYNCS, LOADS, SAVES, Contestant, Pending
 from tools.bench.results import LOST, RETURNED, SAVE, SLOWDOWN
 from tools.bench.workloads import State
 from tools.bench.world import World
 
 TWICE, ONCE, UNPROVED = "verify=True", 'verify="reading"', "verify=False"
-VERIFY: dict[str, bool | str] = {TWICE: True, ONCE: "reading", UNPROVED: False}
+VERIFY: dict[str, Any] = {TWICE: True, ONCE: "reading", UNPROVED: False}
 
 
 class NxdCkpt(Contestant):
     """Plain files, or xser files. Digests are always written."""
 
     measures = ASYNCS | LOADS | {SAVE}
-    loads = (TWICE, ONCE, UNPROVED)
+    loads: tuple[str, ...] = (TWICE, ONCE, UNPROVED)
+    fresh = ASYNCS | SAVES
 
     def __init__(
         self, name: str, state: State, directory: Path, world: World, *, use_xser: bool = False, durable: bool = True
@@ -35,18 +36,18 @@ class NxdCkpt(Contestant):
     def save(self, durable: bool) -> None:
         self._save(async_save=False)
 
-    def save_async(self) -> PendingSave:
+    def save_async(self) -> Pending:
         return self._save(async_save=True)
 
     def load(self, how: str) -> None:
         state, options = self.state, {"verify": VERIFY[how]}
-        self._checkpointer.load(self.path.name, state.model, state.optimizer, **options)
+        self._checkpointer.load(self.path.name, model=state.model, optimizer=state.optimizer, **options)
         state.settle()
 
     def close(self) -> None:
         self._checkpointer.close()
 
-    def _save(self, async_save: bool) -> PendingSave:
+    def _save(self, async_save: bool) -> Pending:
         tag, state = self.next_path().name, self.state
         return self._checkpointer.save(
             tag, state.model, state.optimizer, async_save=async_save, use_xser=self._use_xser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
 
@@ -16,7 +17,7 @@ from tools.bench.world import World
 class OlmoCore(Contestant):
     """Takes a module and its optimizer, nothing else."""
 
-    notes = {SAVE: "fsync by the benchmark"}
+    notes = MappingProxyType({SAVE: "fsync by the benchmark"})
 
     def __init__(self, state: State, directory: Path, world: World) -> None:
         super().__init__("OLMo-core", state, directory, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,7 @@ from tools.bench.world import World
 class SafetensorsFile(Contestant):
     """What is loaded is copied into the live tensors."""
 
-    notes = {SAVE: "fsync by the benchmark"}
+    notes = MappingProxyType({SAVE: "fsync by the benchmark"})
 
     def __init__(self, state: State, directory: Path, world: World) -> None:
         super().__init__("safetensors", state, directory, world)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from tools.bench.contestants.contract import ASYNCS, LOADS, SAVES, Contestant, Pending
 from tools.bench.host import make_durable
@@ -41,22 +44,22 @@ class TorchDcp(Contestant):
     """As its documentation shows it."""
 
     measures = SAVES | ASYNCS | LOADS
-    notes = {SAVE: OWN_SYNC, ASYNC: OWN_SYNC}
+    notes = MappingProxyType({SAVE: OWN_SYNC, ASYNC: OWN_SYNC})
 
     def save(self, durable: bool) -> None:
         path = self.next_path()
-        dcp.save(self.state.host(), storage_writer=FileSystemWriter(path, sync_files=durable))
+        save(self.state.host(), storage_writer=FileSystemWriter(path, sync_files=durable))
         if durable and self.leads:
             make_durable(path)
 
     def save_async(self) -> Pending:
         path = self.next_path()
-        return self._pending(dcp.async_save(self.state.host(), checkpoint_id=path), path)
+        return self._pending(async_save(self.state.host(), checkpoint_id=path), path)
 
     def load(self, how: str) -> None:
         # Its reader wants CPU tensors to copy to; for others it would move each one there and back.
         host = self.state.host()
-        dcp.load(host, storage_reader=FileSystemReader(self.path))
+        load(host, storage_reader=FileSystemReader(self.path))
         if self.state.device.type != "cpu":
             self.state.fill(host)
             self.state.settle()
@@ -73,8 +76,6 @@ class CachedStaging(TorchDcp):
 
     def __init__(self, name: str, state: State, directory: Path, world: World) -> None:
         super().__init__(name, state, directory, world)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
         options = StagingOptions(
             use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
         )
@@ -83,7 +84,7 @@ class CachedStaging(TorchDcp):
     def save_async(self) -> Pending:
         path = self.next_path()
         return self._pending(
-            dcp.async_save(self.state.host(), checkpoint_id=path, async_stager=self._stager), path
+            async_save(self.state.host(), checkpoint_id=path, async_stager=self._stager), path
         )
 
     def close(self) -> None:
@@ -91,9 +92,5 @@ class CachedStaging(TorchDcp):
 
 
 def contestants(state: State, directory: Path, world: World) -> list[Contestant]:
-    made: list[Contestant] = [TorchDcp("torch DCP", state, directory, world)]
-    try:
-        made.append(CachedStaging("torch DCP, cached staging", state, directory, world))
-    except ImportError:  # before torch 2.9
-        pass
-    return made
+    kinds = {"torch DCP": TorchDcp, "torch DCP, cached staging": CachedStaging}
+    return [kind(name, state, directory, world) for name, kind in kinds.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -19,7 +20,7 @@ class TorchSave(Contestant):
     """What is loaded is copied into the live tensors."""
 
     loads = (READ, MAPPED)
-    notes = {SAVE: "fsync by the benchmark"}
+    notes = MappingProxyType({SAVE: "fsync by the benchmark"})
 
     def __init__(self, state: State, directory: Path, world: World) -> None:
         super().__init__("torch.save", state, directory, world)

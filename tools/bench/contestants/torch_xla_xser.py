@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import torch_xla.utils.serialization as xser
 
@@ -16,7 +17,7 @@ from tools.bench.world import World
 class TorchXlaXser(Contestant):
     """What is loaded is copied into the live tensors."""
 
-    notes = {SAVE: "fsync of each file and directory by the benchmark"}
+    notes = MappingProxyType({SAVE: "fsync of each file and directory by the benchmark"})
 
     def __init__(self, state: State, directory: Path, world: World) -> None:
         super().__init__("torch-xla xser", state, directory, world)
