@@ -67,7 +67,7 @@ def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
-    made.add_argument("--quick", action="store_true", help="fewer scenarios, an eighth of the bytes, 3 rounds: under two minutes")
+    made.add_argument("--quick", action="store_true", help="some scenarios, an eighth of the bytes: 2 minutes")
     made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
     made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
     made.add_argument("--rounds", type=int, help="that count, of every scenario")

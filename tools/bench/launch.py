@@ -68,7 +68,7 @@ def run(scenario: Scenario, directory: Path, scale: float) -> tuple[list[Row], t
         data = json.loads((place / "rows.json").read_text())
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return [Row(**row) for row in data["rows"]], tuple(data["size"])
+    return [Row.from_json(row) for row in data["rows"]], tuple(data["size"])
 
 
 def _run_ranks(scenario: Scenario, place: Path, scale: float) -> None:

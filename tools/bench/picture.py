@@ -43,8 +43,9 @@ PANELS = (
         "W3 cpu 1p",
         STALL,
         (
-            ("floor: memcpy", "copy to a reused buffer"),
+            ("floor: memcpy", "floor: copy to a reused buffer"),
             ("nxd_ckpt", "nxd_ckpt"),
+            ("torch DCP, cached staging", "torch DCP, staging kept"),
             ("torch DCP", "torch DCP async_save"),
         ),
     ),
@@ -53,7 +54,7 @@ PANELS = (
         "W3 cpu 1p",
         SAVE,
         (
-            ("floor: O_DIRECT write", "direct write"),
+            ("floor: O_DIRECT write", "floor: direct write"),
             ("nxd_ckpt", "nxd_ckpt, with digests"),
             ("safetensors", "safetensors + fsync"),
             ("torch.save", "torch.save + fsync"),
@@ -65,7 +66,7 @@ PANELS = (
         "W3 cpu 1p",
         WARM,
         (
-            ("floor: read, 1 thread", "read"),
+            ("floor: read, 1 thread", "floor: read"),
             ('nxd_ckpt, verify="reading"', "nxd_ckpt, digests compared"),
             ("torch.save, mmap=True", "torch.load(mmap=True) + copy"),
             ("torch.save", "torch.load + copy"),
@@ -117,11 +118,12 @@ def _panel(title: str, size: str, bars: Sequence[Bar], y: int) -> Iterator[str]:
     for number, bar in enumerate(bars):
         top = y + GAP - 6 + number * STEP
         width = max(round((WIDTH - LABELS - RIGHT) * bar.seconds / longest), 2)
-        text = "ours" if bar.kind == "ours" else ""
+        value = _shown(bar.seconds, longest)
+        text, number_text = ("ours", "ours") if bar.kind == "ours" else ("label", "quiet")
         yield f'<text class="{text}" x="{LABELS - 10}" y="{top + 13}" text-anchor="end">{escape(bar.label)}</text>'
         yield f'<rect class="{bar.kind}" x="{LABELS}" y="{top}" width="{width}" height="{BAR}" rx="3"/>'
-        yield f'<text class="{text or "quiet"}" x="{LABELS + width + 8}" y="{top + 13}">{_seconds(bar.seconds)}</text>'
+        yield f'<text class="{number_text}" x="{LABELS + width + 8}" y="{top + 13}">{value}</text>'
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.0f} ms"
+def _shown(seconds: float, longest: float) -> str:
+    return f"{seconds:.2f} s" if longest >= 1 else f"{1000 * seconds:.0f} ms"

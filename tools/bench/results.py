@@ -55,6 +55,10 @@ class Row:
     missing: str = ""
     note: str = ""
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Row:
+        return cls(**{**data, "values": tuple(data.get("values", ()))})
+
     @property
     def key(self) -> tuple[str, str, str]:
         return self.scenario, self.measure, self.contestant
@@ -108,7 +112,7 @@ def from_json(runs: Iterable[Mapping[str, Any]]) -> Results:
     """The inverse of :meth:`Results.as_json`, of several runs put together."""
     results = Results()
     for data in runs:
-        results.rows += [Row(**row) for row in data["rows"]]
+        results.rows += [Row.from_json(row) for row in data["rows"]]
         results.sizes |= {name: (nbytes, tensors) for name, (nbytes, tensors) in data["sizes"].items()}
         results.about = dict(data["about"])
     return results

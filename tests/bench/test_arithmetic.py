@@ -1,0 +1,104 @@
+"""The benchmark's arithmetic: medians, ratios of the same rounds, targets that are met, missed or not measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.bench.results import SAVE, STALL, WARM, Results, Row, Spread, best, from_json, ratios, spread
+from tools.bench.scenarios import SCENARIOS
+from tools.bench.targets import TARGETS, Judged, Target, judge
+
+pytestmark = pytest.mark.plain
+
+HERE = "W1 cpu 1p"
+
+
+def measured(**values: list[float]) -> Results:
+    """Saves of contestants, in the scenario ``HERE`` of 10 tensors."""
+    return Results([Row(HERE, SAVE, name, seconds) for name, seconds in values.items()], {HERE: (1000, 10)})
+
+
+def test_a_spread_is_the_median_and_the_extremes() -> None:
+    """Of an even number of rounds the median is the mean of the middle two."""
+    assert Spread(2.0, 1.0, 9.0, 3) == spread([9.0, 1.0, 2.0])
+    assert Spread(1.5, 1.0, 2.0, 2) == spread([2.0, 1.0])
+
+
+def test_no_rounds_have_no_median() -> None:
+    """It is an error, not a zero that would win every comparison."""
+    with pytest.raises(ValueError, match="no rounds"):
+        spread([])
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that was slow in one round was slow for both; rounds that only one has are left out."""
+    assert [2.0, 2.0] == ratios([2.0, 20.0], [1.0, 10.0, 7.0])
+
+
+def test_the_best_of_several_is_chosen_in_every_round() -> None:
+    """Of two floors the lower one counts, whichever it is."""
+    assert [1.0, 2.0] == best([Row(HERE, SAVE, "a", [1.0, 5.0, 9.0]), Row(HERE, SAVE, "b", [3.0, 2.0])])
+
+
+@pytest.mark.parametrize(
+    ("target", "ratio", "verdict"),
+    [
+        (Target(HERE, SAVE, "ours", ("floor",), at_most=1.5), 1.5, "met"),
+        (Target(HERE, SAVE, "ours", ("floor",), at_most=1.4), 1.5, "MISSED"),
+        (Target(HERE, SAVE, "ours", ("peer",), at_least=2), 2.0, "met"),
+        (Target(HERE, SAVE, "ours", ("peer",), at_least=2.1), 2.0, "MISSED"),
+        (Target(HERE, SAVE, "ours", ("peer", "floor"), at_most=1.5), 1.5, "met"),
+        (Target(HERE, SAVE, "ours", ("floor",)), 1.5, "reported"),
+        (Target(HERE, SAVE, "ours", microseconds=300_000), 300_000, "met"),
+        (Target(HERE, SAVE, "ours", microseconds=299_999), 300_000, "MISSED"),
+    ],
+)
+def test_a_target_is_judged_by_the_median_of_its_rounds(target: Target, ratio: float, verdict: str) -> None:
+    """At most is ours over theirs, at least theirs over ours, and of several others the best."""
+    results = measured(ours=[3.0, 3.0, 30.0], floor=[2.0, 2.0, 20.0], peer=[6.0, 6.0, 90.0])
+    judged = judge(target, results)
+    assert judged.ratio is not None
+    assert ratio == pytest.approx(judged.ratio.median)
+    assert verdict == judged.verdict
+
+
+@pytest.mark.parametrize("name", ["ours", "peer"])
+def test_a_target_without_both_sides_is_not_measured(name: str) -> None:
+    """Neither met nor missed: there is nothing to compare."""
+    judged = judge(Target(HERE, SAVE, "ours", ("peer",), at_least=2), measured(**{name: [1.0]}))
+    assert (None, "not measured") == (judged.ratio, judged.verdict)
+
+
+def test_a_missing_row_is_not_one_of_no_seconds() -> None:
+    """A peer that is not installed has no rounds: it is not found, and so not compared with."""
+    results = Results([Row(HERE, SAVE, "peer", missing="not installed")], {HERE: (1, 1)})
+    assert None is results.find(HERE, SAVE, "peer")
+
+
+def test_results_survive_json() -> None:
+    """What is written can be reported again, several runs together."""
+    results = measured(ours=[1.0, 2.0])
+    results.rows.append(Row("W2 cpu 1p", STALL, "peer", peak=7, missing="not installed: it", note="so"))
+    data = json.loads(json.dumps(results.as_json()))
+    again = from_json([data, {"rows": [], "sizes": {"W3": [5, 6]}, "about": {"cores": 2}}])
+    assert results.rows[1] == again.rows[1]
+    assert [1.0, 2.0] == list(again.rows[0].values)
+    assert {HERE: (1000, 10), "W3": (5, 6)} == again.sizes
+    assert {"cores": 2} == again.about
+
+
+def test_every_target_is_about_something_that_is_run() -> None:
+    """Each names a scenario, a measure that is taken there, and contestants that take part."""
+    there = {scenario.name for scenario in SCENARIOS}
+    assert set() == {target.scenario for target in TARGETS} - there
+    assert {SAVE, STALL, WARM} <= {target.measure for target in TARGETS}
+    assert len(TARGETS) == len(set(TARGETS))
+
+
+def test_what_a_target_wants_is_said_in_its_words() -> None:
+    """The table shows limits, also of a target that is only reported."""
+    wanted = [Target(HERE, SAVE, "a", ("b",), **limit).wanted for limit in ({"at_most": 1.2}, {"at_least": 3}, {})]
+    assert ["<= 1.2 x", ">= 3 x faster", "reported"] == wanted
+    assert "not measured" == Judged(TARGETS[0], None).verdict
