@@ -78,6 +78,8 @@ class Rounds:
         for measure in self._scenario.measures:
             turns = [turn for turn in self._turns if turn.measure == measure and self._plays(turn, number)]
             for turn in _in_turn(turns, number):
+                if measure in turn.contestant.fresh:
+                    self._ballast.hold()
                 self._guarded(turn, lambda turn=turn: self._take(turn))  # type: ignore[misc]
 
     def rows(self) -> list[Row]:
@@ -101,15 +103,13 @@ class Rounds:
 
     def _take(self, turn: Turn) -> None:
         self._prepare(turn)
-        if turn.measure in turn.contestant.fresh:
-            self._ballast.free()
+        self._ballast.free()
         for measure, value in self._measure(turn).items():
             turn.values.setdefault(measure, []).append(value)
         turn.highest = host.peak()
         if turn.measure not in LOADING:
             self._world.barrier()
             turn.contestant.tidy()
-        self._ballast.hold()
 
     def _prepare(self, turn: Turn) -> None:
         """Nothing of what was before is left to do: no dirty page, no garbage."""
@@ -149,7 +149,6 @@ class Rounds:
         if checked:
             self._prepare(turn)
             self._state.forget()
-        self._ballast.free()
         before = host.reset_peak()
         self._take(turn)
         beyond = turn.highest - before
@@ -157,7 +156,6 @@ class Rounds:
             raise WrongValues("what was loaded is not what was saved")
         if not loading:  # what it keeps from one save to the next counts at each
             beyond += self._retained.get(name, 0)
-            self._ballast.free()
             self._retained[name] = self._retained.get(name, 0) + host.resident() - before
         turn.peak = int(sum(self._world.gather(max(beyond, 0))))
 
