@@ -26,6 +26,7 @@ RESULTS = Results(
         Row(HERE, "", "OLMo-core", missing="not installed: No module named 'olmo_core'"),
     ],
     {HERE: (2**31, 7)},
+    {"cores": 2, "versions": {"torch": "2.9.1"}},
 )
 TARGET = Target(HERE, SAVE, "nxd_ckpt", ("floor: O_DIRECT write",), at_most=1.3)
 
@@ -54,6 +55,11 @@ def test_loads_compare_with_the_one_that_reads_once() -> None:
 def test_a_slowdown_is_no_time() -> None:
     """It has neither seconds nor a rate."""
     assert ["1.25 x", "1.25 - 1.25", ""] == cells(shown(True), SLOWDOWN, "nxd_ckpt")[2:5]
+
+
+def test_what_the_numbers_depend_on_comes_first() -> None:
+    """The machine, and the versions of what was compared."""
+    assert "cores 2, torch 2.9.1." == shown(True).splitlines()[0]
 
 
 @pytest.mark.parametrize("markdown", [False, True])

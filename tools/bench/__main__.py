@@ -19,7 +19,7 @@ from tools.bench import launch
 from tools.bench.picture import svg
 from tools.bench.report import sections
 from tools.bench.results import EVERYONE, NOT_INSTALLED, Results, Row, from_json
-from tools.bench.scenarios import QUICK_OTHER_ROUNDS, QUICK_ROUNDS, QUICK_SCALE, SCENARIOS, Scenario
+from tools.bench.scenarios import QUICK_ROUNDS, QUICK_SCALE, SCENARIOS, Scenario
 from tools.bench.targets import TARGETS, judge
 
 PACKAGES = ("torch", "torch_xla", "safetensors", "ai2-olmo-core", "isal", "numpy")
@@ -32,9 +32,9 @@ def chosen(args: argparse.Namespace) -> list[Scenario]:
     else:
         found = [each for each in SCENARIOS if each.quick or not args.quick]
     if args.quick:
-        found = [replace(each, rounds=QUICK_ROUNDS, other_rounds=QUICK_OTHER_ROUNDS) for each in found]
+        found = [replace(each, rounds=QUICK_ROUNDS) for each in found]
     if args.rounds is not None:
-        found = [replace(each, rounds=args.rounds, other_rounds=args.rounds) for each in found]
+        found = [replace(each, rounds=args.rounds) for each in found]
     return found
 
 
@@ -46,8 +46,8 @@ def about(args: argparse.Namespace, scale: float) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "kernel": platform.release()}
-    return {**machine, "python": platform.python_version(), "versions": versions, "scale": scale, "quick": args.quick}
+    machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "Linux": platform.release()}
+    return {**machine, "Python": platform.python_version(), "versions": versions, "scale": scale}
 
 
 def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="some scenarios, an eighth of the bytes: 2 minutes")
     made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
     made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
-    made.add_argument("--rounds", type=int, help="that count, of every scenario")
+    made.add_argument("--rounds", type=int, help="that count, for what a target is about")
     made.add_argument("--directory", help="where to write, on the disk to be measured (default: a temporary one)")
     made.add_argument("--json", metavar="FILE", help="every round of everything")
     made.add_argument("--markdown", metavar="FILE", help="the tables, for docs/performance.md")

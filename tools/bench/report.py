@@ -65,10 +65,19 @@ def sections(results: Results, judged: Sequence[Judged], markdown: bool) -> Iter
     """The whole report, part by part."""
     layout = as_markdown if markdown else as_text
     mark = "### " if markdown else "== "
+    yield _about(results) + "\n"
     yield f"{mark}Targets\n\n{layout(target_table(judged))}"
     for scenario, (nbytes, tensors) in results.sizes.items():
         size = f"{nbytes / 2**30:.2f} GiB in {tensors:,} tensors a process"
         yield f"{mark}{scenario}: {size}\n\n{layout(result_table(results, scenario))}"
+
+
+def _about(results: Results) -> str:
+    """The machine and the versions, in a sentence."""
+    about = dict(results.about)
+    versions = about.pop("versions", {})
+    facts = {**about, **versions}
+    return ", ".join(f"{name} {fact}" for name, fact in facts.items()) + "."
 
 
 def _result(results: Results, row: Row, nbytes: int) -> list[str]:

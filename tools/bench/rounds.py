@@ -21,6 +21,9 @@ from tools.bench.world import World
 LOADING = (WARM, COLD)
 
 
+COLD_ROUNDS = 3
+"""Of a cold load that a target is about: they take long, and are only reported."""
+
 BALLAST = 1.25
 """In multiples of the state: what a copy of it, or the page cache of its files, needs at once."""
 
@@ -88,7 +91,10 @@ class Rounds:
     def _plays(self, turn: Turn, number: int) -> bool:
         measures = (ASYNC, STALL) if turn.measure == ASYNC else (turn.measure,)
         always = any((measure, turn.name) in self._always for measure in measures)
-        return not turn.missing and ((always and turn.measure != COLD) or number < self._scenario.other_rounds)
+        enough = self._scenario.other_rounds
+        if always:
+            enough = COLD_ROUNDS if turn.measure == COLD else self._scenario.rounds
+        return not turn.missing and number < enough
 
     def _guarded(self, turn: Turn, act: Callable[[], None]) -> None:
         """What fails on one rank is out on all; the others go on."""

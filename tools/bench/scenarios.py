@@ -35,7 +35,7 @@ class Scenario:
     measures: tuple[str, ...]
     scale: float = 1.0
     rounds: int = 7
-    other_rounds: int = 3
+    other_rounds: int = 1
     quick: bool = False
 
     @property
@@ -45,21 +45,20 @@ class Scenario:
 
 SCENARIOS = (
     Scenario("W1", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, RETURNED, ASYNC, SLOWDOWN, WARM, COLD), quick=True),
-    Scenario("W2", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, ASYNC, WARM, COLD), other_rounds=1, quick=True),
-    Scenario("W3", "cpu", 1, ("floor", "nxd_ckpt", *PEERS), (SAVE, ASYNC, WARM, COLD), other_rounds=1, quick=True),
-    Scenario("W1", "xla", 1, XLA, (SAVE, ASYNC, WARM), other_rounds=1),
-    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM), other_rounds=1, quick=True),
-    Scenario("W3", "xla", 1, ("floor", "nxd_ckpt", "torch DCP"), (ASYNC, WARM), other_rounds=1),
-    Scenario("W1", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
-    Scenario("W2", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
+    Scenario("W2", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, ASYNC, WARM, COLD), quick=True),
+    Scenario("W3", "cpu", 1, ("floor", "nxd_ckpt", *PEERS), (SAVE, ASYNC, WARM, COLD), quick=True),
+    Scenario("W1", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
+    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM), quick=True),
+    Scenario("W3", "xla", 1, ("floor", "nxd_ckpt", "torch DCP"), (ASYNC, WARM)),
+    Scenario("W1", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
+    Scenario("W2", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W3", "cpu", 2, ("nxd_ckpt", "torch DCP", "OLMo-core"), (SAVE, WARM), scale=1 / 2, quick=True),
-    Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
-    Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
-    Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), scale=1 / 4, rounds=3),
+    Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
+    Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
+    Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     *(Scenario(f"{count} tiny", "cpu", 1, TINY, (ASYNC,), quick=count == "100k") for count in ("25k", "50k", "100k")),
     *(Scenario(f"{count} tiny, module", "cpu", 1, TINY, (ASYNC,)) for count in ("25k", "50k", "100k")),
 )
 
 QUICK_SCALE = 1 / 8
 QUICK_ROUNDS = 3
-QUICK_OTHER_ROUNDS = 1
