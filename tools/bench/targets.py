@@ -122,7 +122,6 @@ def _load(workload: str, floor: float) -> list[Target]:
         Target(scenario, WARM, ONCE, DCP, at_least=6),
         Target(scenario, WARM, ONCE, ("torch.save, mmap=True",), at_least=1),
         Target(scenario, WARM, TWICE, READS),
-        Target(scenario, COLD, ONCE, READS),
         Target(scenario, WARM, ONCE, (UNPROVED,), at_most=1.15),
     ]
 
@@ -148,6 +147,8 @@ TARGETS: Sequence[Target] = (
     *_load("W1", 1.2),
     *_load("W2", 1.5),
     *_load("W3", 1.2),
+    Target("W1 cpu 1p", COLD, ONCE, READS),
+    Target("W2 cpu 1p", COLD, ONCE, READS),
     Target("W3 cpu 2p", SAVE, NXD, ("OLMo-core",), at_least=2.5),
     Target("W3 cpu 2p", WARM, ONCE, ("OLMo-core",), at_least=6),
     *(_tiny(f"{thousands}k tiny{kind}") for kind in ("", ", module") for thousands in (25, 50, 100)),

@@ -11,7 +11,7 @@ from torch import nn
 from tools.bench.contestants.contract import Pending
 
 ALONE = 0.3
-"""Seconds of training before each save: what a step takes without one."""
+"""Seconds of training before and after each save: the faster of them is what a step takes without one."""
 
 
 class TrainingLoop:
@@ -27,6 +27,11 @@ class TrainingLoop:
         self._model(self._batch).square().mean().backward()
         self._optimizer.step()
 
+    def alone(self) -> float:
+        """Seconds of a step while nothing else is done."""
+        deadline = time.perf_counter() + ALONE
+        return self.seconds_a_step(lambda: time.perf_counter() >= deadline)[0]
+
     def seconds_a_step(self, until: Callable[[], bool]) -> tuple[float, int]:
         """The mean of at least one step, and how many there were until ``until()``."""
         started, steps = time.perf_counter(), 0
@@ -38,11 +43,11 @@ class TrainingLoop:
 
 def slowdown(loop: TrainingLoop, save_async: Callable[[], Pending]) -> tuple[float, float]:
     """A step while a save is in flight in multiples of one alone; and the seconds that the save cost in all."""
-    deadline = time.perf_counter() + ALONE
-    alone, _ = loop.seconds_a_step(lambda: time.perf_counter() >= deadline)
+    before = loop.alone()
     started = time.perf_counter()
     pending = save_async()
     stall = time.perf_counter() - started
     during, steps = loop.seconds_a_step(lambda: pending.done)
     pending.wait()
+    alone = min(before, loop.alone())
     return during / alone, stall + steps * (during - alone)
