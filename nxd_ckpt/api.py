@@ -125,7 +125,8 @@ def load_checkpoint(
     ``topology``, one process without a process group loads what that rank would.
 
     Raises:
-        CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed.
+        CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
+            proved first (``verify`` other than True): then the error of a load that had begun says so.
     """
     directory = _directory(path, checkpoint_dir_str)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.

@@ -184,10 +184,11 @@ class Checkpointer:
         """Load what is given from ``tag``, by default the latest complete one; return the user content or None.
 
         ``options`` are the fields of :class:`LoadOptions`. Everything is validated on all ranks before anything is
-        changed on any. Empty dicts are filled.
+        changed on any (digests too, unless ``verify`` says otherwise). Empty dicts are filled.
 
         Raises:
-            CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed.
+            CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
+                ``verify="reading"`` or ``verify=False`` find too late.
         """
         self._await_arena()
         chosen = _options(LoadOptions, {"strict": strict, **options})

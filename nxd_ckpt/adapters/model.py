@@ -61,10 +61,6 @@ class ModelAdapter:
         ties, tensors = self._ties, self._tensors
         tree = frozen(self._live)
 
-        def specify() -> dict[str, ParameterSpec]:
-            named = {name: tensor for name, tensor in tensors.items() if not _is_extra_state(name)}
-            return {name: replace(spec_of(tensor, tp), tie=ties.get(name)) for name, tensor in named.items()}
-
         def describe() -> dict[Path, StateTensor]:
             described = {}
             for path, _ in iter_tensors(tree, torch.Tensor):
@@ -74,8 +70,15 @@ class ModelAdapter:
                 described[path] = StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
             return described
 
-        state = ModelState(tree, describe, (tp, [traits_of(tensor) for tensor in tensors.values()], ties), specify)
+        grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties
+        state = ModelState(tree, describe, grounds, lambda: self.parameters(tp))
         return state
+
+    def parameters(self, tp: int) -> dict[str, ParameterSpec]:
+        """The parameters and buffers that this rank holds, by name. Raises as :meth:`capture`."""
+        ties = self._ties
+        specs = {name: spec_of(tensor, tp) for name, tensor in self._tensors.items() if not _is_extra_state(name)}
+        return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
 
     def parameter_names(self) -> dict[int, str]:
         """Names by the id of the live parameter; of tied names, the first."""

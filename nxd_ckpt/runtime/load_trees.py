@@ -6,10 +6,8 @@ another order, the trees are put together by name (:mod:`nxd_ckpt.runtime.crossi
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -89,29 +87,7 @@ def open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, 
         IncompatibleState: the tag and the live objects do not fit.
         PartNotFound: a tensor is in no file.
     """
-    with _uncollected():
-        return _open_trees(opened, topology, model, optimizer, options)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Within, Python does not look for garbage in cycles.
-
-    Trees of 100,000 tensors are a million objects and no garbage. The collector goes over all that live each time their
-    number has grown by a quarter: a third of the time that planning takes. The caller waits meanwhile, and so does what
-    it would make.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> LoadTrees:
-    opened.opens_all = not options.verify
+    opened.opens_all = not options.verifies_first
     live = None if model is None else open_model(model)
     adapter = None
     if optimizer is not None:
@@ -308,7 +284,7 @@ class _Source:
 
     @cached_property
     def _specs(self) -> Mapping[str, ParameterSpec]:
-        return {} if self._model is None else self._model.capture(self._topology.tp).parameters
+        return {} if self._model is None else self._model.parameters(self._topology.tp)
 
     @property
     def _target(self) -> Target:

@@ -114,9 +114,10 @@ class _Prepared:
         """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share."""
         if not self._options.verifies_first:
             return
-        for name, leaf in self._trees.leaves():
-            if self._shares is None or self._shares.is_proved_here(leaf):
-                self.reader.prove(leaf, name)
+        with _garbage_left():
+            for name, leaf in self._trees.leaves():
+                if self._shares is None or self._shares.is_proved_here(leaf):
+                    self.reader.prove(leaf, name)
         self.reader.finish()
 
     def join(self, agreement: Agreement, timeout: float) -> None:
@@ -155,11 +156,13 @@ class _Prepared:
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
-            for name in self._trees.names:
-                self._assign(model, name, self._trees.model_tree[name])
+            with _garbage_left():
+                for name in self._trees.names:
+                    self._assign(model, name, self._trees.model_tree[name])
             self._delivery.finish()
         if optimizer is not None:
-            optimizer.load(self._trees.optimizer_tree, self._delivery)
+            with _garbage_left():
+                optimizer.load(self._trees.optimizer_tree, self._delivery)
             self._delivery.finish()
         if isinstance(self._scheduler, dict):
             self._scheduler.clear()
