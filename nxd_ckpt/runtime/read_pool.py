@@ -29,11 +29,11 @@ class ReadPool:
     """Runs tasks on ``threads`` threads, the caller's included; None is one for each core. Close it."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self._others = min(len(os.sched_getaffinity(0)) if threads is None else threads, _MOST) - 1
+        self._others = min(_cores() if threads is None else threads, _MOST) - 1
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, Task]] = deque()
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}  # tasks, and the threads that they run on
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
         self._own = threading.local()
@@ -50,8 +50,8 @@ class ReadPool:
         # A single task is for the caller, which waits for it next.
         if len(self._queue) > 1 and len(self._threads) < self._others:
             thread = threading.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
+            self._threads.append(thread)  # first: an interrupt may come out of start()
             thread.start()
-            self._threads.append(thread)
 
     def wait_for(self, count: int) -> None:
         """Return once the first ``count`` tasks are done, and help with them. Raises what the first that failed did."""
@@ -67,7 +67,10 @@ class ReadPool:
             self._closed = True
             self._queue.clear()
             self._changed.notify_all()
-        for thread in self._threads:
+            # By tasks, since a thread whose start was interrupted cannot be joined; it will find nothing to do.
+            while any(thread != threading.get_ident() for thread in self._running.values()):
+                self._changed.wait()
+        for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join()
 
     def __enter__(self) -> ReadPool:
@@ -100,7 +103,7 @@ class ReadPool:
 
     def _started(self) -> tuple[int, Task]:
         number, task = self._queue.popleft()
-        self._running.add(number)
+        self._running[number] = threading.get_ident()
         return number, task
 
     def _run(self, number: int, task: Task) -> None:
@@ -113,7 +116,7 @@ class ReadPool:
                     self._failed = number, error
         finally:
             with self._changed:
-                self._running.discard(number)
+                del self._running[number]
                 self._changed.notify_all()
 
     def _scratch(self) -> memoryview:
@@ -121,3 +124,8 @@ class ReadPool:
             self._own.memory = memoryview(bytearray(PIECE))
         memory: memoryview = self._own.memory
         return memory
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
