@@ -65,7 +65,8 @@ def sections(results: Results, judged: Sequence[Judged], markdown: bool) -> Iter
     """The whole report, part by part."""
     layout = as_markdown if markdown else as_text
     mark = "### " if markdown else "== "
-    yield _about(results) + "\n"
+    if results.about:
+        yield _about(results) + "\n"
     yield f"{mark}Targets\n\n{layout(target_table(judged))}"
     for scenario, (nbytes, tensors) in results.sizes.items():
         size = f"{nbytes / 2**30:.2f} GiB in {tensors:,} tensors a process"
