@@ -4,7 +4,7 @@
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
 #   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
-#   BENCH_ARGS="--quick"    further arguments for `make bench` (python -m tools.bench --help), or `make bench-reshard`
+#   BENCH_ARGS="--quick"    further arguments for `make bench` (python -m tools.bench --help) and its kin
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +19,7 @@ BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test lint test-xla test-plain soak bench bench-reshard demo
+.PHONY: test lint test-xla test-plain soak bench bench-reshard bench-scale demo
 
 test: lint test-xla test-plain
 
@@ -42,6 +42,9 @@ bench: $(BENCH_READY)
 bench-reshard: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.convert $(BENCH_ARGS)
 	$(VENV_PLAIN)/bin/python -m tools.bench.load $(BENCH_ARGS)
+
+bench-scale: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench.scale $(BENCH_ARGS)
 
 demo: $(XLA_READY)
 	$(VENV)/bin/python examples/demo.py

@@ -1,4 +1,4 @@
-"""What many tensors and many ranks cost: ``python -m tools.bench_scale``.
+"""What many tensors and many ranks cost: ``python -m tools.bench.scale``.
 
 One rank saves and loads 25,000, 50,000 and 100,000 tensors of 32 bytes; rank 0 collects, judges and commits what 256,
 1,024 and 4,096 ranks voted, whose votes are written to disk by this process. Microseconds for each tensor, and for each
