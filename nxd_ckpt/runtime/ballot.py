@@ -122,9 +122,10 @@ class _Patience:
 
 
 class _Backoff:
-    """Pauses that grow from 2 ms to a quarter of a second; longer where looking takes its time.
+    """Pauses of a 25th of the time waited so far, from 2 ms to a quarter of a second; longer where looking takes its time.
 
-    Listing thousands of votes does: a rank that did nothing else would slow down the training beside it.
+    So what was waited for is seen soon after it came, next to how long it took. Listing thousands of votes takes long:
+    a rank that did nothing else would slow down the training beside it.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class _Backoff:
         self.reset()
 
     def reset(self) -> None:
-        self._seconds = 0.002
+        self._since = time.monotonic()
 
     def timed(self, look: Callable[[], ResultT]) -> ResultT:
         started = time.monotonic()
@@ -142,8 +143,8 @@ class _Backoff:
             self._busy = time.monotonic() - started
 
     def pause(self) -> None:
-        time.sleep(max(self._seconds, 8 * self._busy))
-        self._seconds = min(self._seconds * 1.5, 0.25)
+        waited = time.monotonic() - self._since
+        time.sleep(max(min(max(waited / 25, 0.002), 0.25), 8 * self._busy))
 
 
 def _listed(storage: Storage, folder: str) -> set[str]:
