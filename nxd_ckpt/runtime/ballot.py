@@ -122,7 +122,7 @@ class _Patience:
 
 
 class _Backoff:
-    """Pauses of a 25th of the time waited so far, from 2 ms to a quarter of a second; longer where looking takes its time.
+    """Pauses of a 25th of the time waited so far, from 2 ms to a quarter of a second; longer where looking takes long.
 
     So what was waited for is seen soon after it came, next to how long it took. Listing thousands of votes takes long:
     a rank that did nothing else would slow down the training beside it.
