@@ -140,6 +140,7 @@ class Checkpointer:
                 rank_content=rank_content,
             )
             plan = self._planner.plan(state)
+            self._writers()  # a thread that cannot start: as well
             plan_waves(plan.files, self._staging().arena.cap)  # one tensor too large: said before anything is written
             return plan
 

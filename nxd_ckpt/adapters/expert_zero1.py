@@ -48,7 +48,7 @@ class ExpertZero1Optimizer:
             owned = path[0] in offsets and isinstance(path[1], int)
             return describe_path(path, tensor, self._slot(path[1], offsets[path[0]]) if owned else None)
 
-        return state_of(tree, describe, (self._ordinary.grounds(), self._experts.grounds()))
+        return state_of(tree, describe, (offsets, self._ordinary.grounds(), self._experts.grounds()))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=True)

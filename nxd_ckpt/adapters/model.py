@@ -131,6 +131,11 @@ class ModelAdapter:
         """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
         return None if _is_extra_state(name) else memory_for(self._live.get(name))
 
+    def is_on_host(self, name: str) -> bool:
+        """Whether it is a live tensor on the CPU."""
+        live = self._live.get(name)
+        return isinstance(live, torch.Tensor) and live.device.type == "cpu"
+
     @cached_property
     def _ties(self) -> dict[str, str]:
         for name, tensor in self._tensors.items():

@@ -12,7 +12,7 @@ from nxd_ckpt.adapters.optimizer_names import if_known, parameter_names
 from nxd_ckpt.adapters.optimizer_state import Read, Slot, describe_path, materialise
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import State, StateTensor, state_of
-from nxd_ckpt.adapters.zero1 import MASTERS
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
@@ -48,8 +48,9 @@ class DictOptimizer:
         return None
 
     def capture(self) -> State:
-        grounds = self.kind, self._topology.sizes, self._names, None if self._model is None else self._model.grounds
-        return state_of(self._state, self._describe, grounds)
+        told = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
+        model = None if self._model is None else self._model.grounds
+        return state_of(self._state, self._describe, (self.kind, self._topology.sizes, self._names, told, model))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if self._state and ("base_state" in saved) != ("base_state" in self._state):

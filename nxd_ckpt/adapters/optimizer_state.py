@@ -174,7 +174,10 @@ def overwrite(live: torch.Tensor, leaf: Any, read: Read) -> None:
     """Make ``live``, in place, what was saved; without memory on the way where it is on the CPU."""
     memory = memory_for(live)
     if memory is None:
-        read.then(leaf, partial(copy_in, live))
+        if live.device.type == "cpu":
+            copy_in(live, read(leaf))  # at once: it may share memory with what comes next
+        else:
+            read.then(leaf, partial(copy_in, live))
     else:
         read.into(leaf, memory)
 

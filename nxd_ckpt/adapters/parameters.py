@@ -61,7 +61,7 @@ def traits_of(tensor: torch.Tensor) -> Hashable:
 def memory_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same memory seen the same way; on XLA for the same object only."""
     if tensor.device.type == "cpu" and tensor.numel() > 0:
-        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return id(tensor)
 
 

@@ -102,7 +102,7 @@ class OptimizerForm:
 
 
 def state_of(
-    tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor], grounds: Any = None
+    tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor], grounds: Any
 ) -> State:
     """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``."""
     copied = frozen(tree)

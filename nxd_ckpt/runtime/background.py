@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
-from nxd_ckpt.runtime.priority import yield_to_others
+from nxd_ckpt.runtime.priority import yield_disk_to_others, yield_processor_to_others
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -33,9 +33,13 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        yield_to_others()
+        yield_disk_to_others()
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception:  # a defect of ours: without this thread every later save would hang
+                logger.exception("nxd_ckpt: unexpected error in the background thread")
+            del task  # it holds what was saved
 
 
 class Helpers(Executor):
@@ -47,11 +51,16 @@ class Helpers(Executor):
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for number in range(count):
+            thread = threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -65,7 +74,8 @@ class Helpers(Executor):
             thread.join()
 
     def _run(self) -> None:
-        yield_to_others()
+        yield_disk_to_others()
+        yield_processor_to_others()
         while (task := self._tasks.get()) is not None:
             _complete(*task)
             del task  # it looks into memory that is to be used again

@@ -122,7 +122,7 @@ class _Patience:
 
 
 class _Backoff:
-    """Pauses of a 25th of the time waited so far, from 2 ms to a quarter of a second; longer where looking takes long.
+    """Pauses of a 25th of the time waited so far, 2 ms to a quarter of a second; up to 2 s where looking takes long.
 
     So what was waited for is seen soon after it came, next to how long it took. Listing thousands of votes takes long:
     a rank that did nothing else would slow down the training beside it.
@@ -144,7 +144,7 @@ class _Backoff:
 
     def pause(self) -> None:
         waited = time.monotonic() - self._since
-        time.sleep(max(min(max(waited / 25, 0.002), 0.25), 8 * self._busy))
+        time.sleep(max(min(max(waited / 25, 0.002), 0.25), min(8 * self._busy, 2.0)))
 
 
 def _listed(storage: Storage, folder: str) -> set[str]:

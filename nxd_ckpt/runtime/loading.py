@@ -24,9 +24,7 @@ from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
-    DigestMismatch,
     IncompatibleState,
-    MalformedFile,
     OptimizerMismatch,
     PartNotFound,
     RanksDisagree,
@@ -148,10 +146,10 @@ class _Prepared:
         with self._broadcast or nullcontext():
             try:
                 self._fill()
-            except (DigestMismatch, MalformedFile) as error:
-                raise type(error)(
-                    f"{error}. The live state is partly overwritten: load another tag before training on"
-                ) from error
+            except (CheckpointError, OSError) as error:
+                kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+                now = "The live state is partly overwritten: load another tag before training on"
+                raise kind(f"{error}. {now}") from error
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
@@ -197,10 +195,14 @@ class _Prepared:
 
     def _assign(self, model: ModelAdapter, name: str, leaf: Any) -> None:
         if not isinstance(leaf, (TensorStub, Assembly)):
-            model.assign(name, map_tensors(leaf, self._delivery, (TensorStub, Assembly)))  # extra state
+            # Extra state: a module may look at its parameters when it is given that.
+            self._delivery.finish()
+            model.assign(name, map_tensors(leaf, self._delivery, (TensorStub, Assembly)))
             return
         destination = model.destination(name)
-        if destination is None:
+        if destination is None and model.is_on_host(name):
+            model.assign(name, self._delivery(leaf))  # at once: it may share memory with what comes next
+        elif destination is None:
             self._delivery.then(leaf, partial(model.assign, name))
         else:
             self._delivery.into(leaf, destination)

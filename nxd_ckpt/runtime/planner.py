@@ -15,7 +15,7 @@ import torch
 
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.formats.tensors import Assembly, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage
 from nxd_ckpt.runtime.plan import PlannedFile, SavePlan, SaveState, plan_objects, plan_save
 from nxd_ckpt.runtime.structure import Structure, structure_of
@@ -85,17 +85,12 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
 
 def _pickling(planned: PlannedFile, tree: Any) -> Callable[[ZipImage], ZipImage]:
     """How to pickle ``tree`` into the file, later: what is true of its tensors now is noted down for that."""
-    leaves: dict[int, Assembly] = {}
+    tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
+    leaves = {number: Assembly(*form_of(tensor), ()) for number, tensor in tensors.items()}
+    now, contents = map_tensors(tree, lambda tensor: leaves[id(tensor)], torch.Tensor), planned.contents
     storages: dict[int, int] = {}
-    places = iter(planned.tensors)
-
-    def noted(tensor: torch.Tensor) -> Assembly:
-        leaf = leaves.setdefault(id(tensor), Assembly(*form_of(tensor), ()))
-        if planned.image.storages:  # else a file of references, in which no tensor lies
-            storages[id(leaf)] = next(places).storage
-        return leaf
-
-    now = map_tensors(tree, noted, torch.Tensor)
-    contents = planned.contents
+    if planned.image.storages:  # else a file of references, in which no tensor lies
+        for (_, tensor), place in zip(iter_tensors(tree, torch.Tensor), planned.tensors, strict=True):
+            storages[id(leaves[id(tensor)])] = place.storage
     assert contents is not None
     return lambda image: image.pickled_anew(contents(now), lambda leaf: storages[id(leaf)])

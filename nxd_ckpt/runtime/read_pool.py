@@ -51,7 +51,11 @@ class ReadPool:
         if len(self._queue) > 1 and len(self._threads) < self._others:
             thread = threading.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
             self._threads.append(thread)  # first: an interrupt may come out of start()
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more; the caller's own thread does it all in the end
+                self._threads.pop()
+                self._others = len(self._threads)
 
     def wait_for(self, count: int) -> None:
         """Return once the first ``count`` tasks are done, and help with them. Raises what the first that failed did."""

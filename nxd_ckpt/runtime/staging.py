@@ -151,6 +151,7 @@ class _Places:
     tensors: list[torch.Tensor]
 
 
+@torch.inference_mode(False)  # it is kept, and a tensor made in that mode could not be written to outside of it
 def _place(view: memoryview, storage: Storage, tensor: torch.Tensor) -> torch.Tensor:
     if storage.nbytes == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

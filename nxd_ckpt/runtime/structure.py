@@ -12,14 +12,17 @@ import torch
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 """Types of what cannot change after it was looked at."""
 
+_KEYS = frozenset({int, bool, str, bytes, type(None)})
+"""Types of keys that are equal only if they are the same, given their types: 0.0 and -0.0 are not."""
+
 
 @dataclass(frozen=True)
 class Structure:
     """A tree taken apart.
 
-    ``nodes`` are its containers with their keys and the types of its leaves, depth first; ``forms`` dtype, shape and
-    device of each tensor; ``repeats`` for each the number of the first tensor that is the same object. What is left:
-    the ``tensors`` themselves, and ``values``, all others.
+    ``nodes`` are its containers with their keys and the types of its leaves, depth first; ``forms`` dtype, shape,
+    device and kind of each tensor; ``repeats`` for each the number of the first tensor that is the same object. What
+    is left: the ``tensors`` themselves, and ``values``, all others.
     """
 
     nodes: list[Any]
@@ -44,7 +47,7 @@ def structure_of(tree: Any) -> Structure | None:
     first: dict[int, int] = {}
     return Structure(
         walk.nodes,
-        [(tensor.dtype, tensor.shape, tensor.device) for tensor in walk.tensors],
+        [(tensor.dtype, tensor.shape, tensor.device, tensor.layout, type(tensor)) for tensor in walk.tensors],
         [first.setdefault(id(tensor), number) for number, tensor in enumerate(walk.tensors)],
         walk.tensors,
         pickle.dumps(walk.values),
@@ -72,6 +75,8 @@ class _Walk:
             self.values.append(node)
         elif kind is dict or kind is OrderedDict:
             self._enter(node)
+            if not _KEYS.issuperset(map(type, node)):
+                raise _CannotTell
             self.nodes.append((kind, tuple(node), tuple(map(type, node))))
             for child in node.values():
                 self.visit(child)

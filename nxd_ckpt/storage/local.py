@@ -154,7 +154,11 @@ class _LocalReader:
     def _read(self, offset: int, buffers: list[memoryview]) -> None:
         left = sum(map(len, buffers))
         while left:
-            count = os.preadv(self._fd, buffers, offset)
+            try:
+                count = os.preadv(self._fd, buffers, offset)
+            except OSError as error:
+                error.filename = str(self._path)  # many files are being read: which one it was, only we know
+                raise
             if count == 0:
                 raise EOFError(f"{self._path}: {left} bytes missing at byte {offset}")
             left, offset = left - count, offset + count
@@ -166,13 +170,15 @@ _HOLE = memoryview(bytearray(8 * 2**10))
 """Memory for what is read along, of the length from which on a read of its own is cheaper. Nobody looks into it."""
 _BUFFERS = 1000
 """Buffers that a system call fills, at most; Linux takes 1,024."""
+_BYTES = 2**30
+"""Bytes that a system call reads, about; some systems refuse more than twice as many."""
 
 
 def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
     """(offset, buffers to be filled one after the other) of every system call."""
     begin, end, buffers = 0, 0, list[memoryview]()
     for offset, buffer in ranges:
-        if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS:
+        if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS and offset - begin < _BYTES:
             if offset > end:
                 buffers.append(_HOLE[: offset - end])
         else:

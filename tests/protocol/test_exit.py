@@ -92,7 +92,8 @@ def test_after_an_exception_other_ranks_get_a_short_grace_only(tmp_path: Path) -
     assert 1 == ended.returncode
     assert "LookupError: no batch" in ended.stderr
     assert time.monotonic() - started < 50
-    assert ["rank_00000.vote.json"] == [file.name for file in (tmp_path / ".nxd_ckpt" / "votes" / "a-1").rglob("*.json")]
+    ballot = tmp_path / ".nxd_ckpt" / "votes" / "a-1"
+    assert ["rank_00000.vote.json"] == [file.name for file in ballot.rglob("*.json")]
     assert [] == visible_tags(tmp_path)
 
 

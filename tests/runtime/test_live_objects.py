@@ -1,0 +1,101 @@
+"""What live objects see of a save or a load, in orders and modes that threads and reused memory must not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+class Summed(torch.nn.Module):
+    """Sums its weights when it is given its extra state, as a module that repacks them would."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((300, 1000), value))
+        self.seen: float | None = None
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = float(self.weight.sum())
+
+
+@pytest.mark.parametrize("verify", [True, "reading", False])
+def test_extra_state_comes_after_the_weights(tmp_path: Path, verify: Any) -> None:
+    """As with torch's own load_state_dict."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("one", Summed(1.0))
+        live = Summed(0.0)
+        checkpointer.load("one", live, verify=verify)
+        filled: dict[str, Any] = {}
+        checkpointer.load("one", filled, verify=verify)
+    assert 300_000 == live.seen
+    assert ["weight", "_extra_state"] == list(filled)
+
+
+def test_the_later_of_two_names_of_one_memory_wins(tmp_path: Path) -> None:
+    """Also where the first cannot be read into in place."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("one", {"transposed": torch.full((8, 8), 1.0), "plain": torch.full((8, 8), 2.0)})
+        memory = torch.zeros(8, 8)
+        checkpointer.load("one", {"transposed": memory.t(), "plain": memory})
+    assert torch.equal(torch.full((8, 8), 2.0), memory)
+
+
+def test_saves_in_and_out_of_inference_mode(tmp_path: Path) -> None:
+    """A save in an evaluation loop leaves nothing behind that later saves could not write to."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, inside in enumerate([True, False, True, False]):
+            with torch.inference_mode(inside):
+                checkpointer.save(f"step_{step}", {"weight": torch.full((3,), float(step))}, async_save=True)
+        checkpointer.wait()
+        for step in range(4):
+            loaded: dict[str, torch.Tensor] = {}
+            checkpointer.load(f"step_{step}", loaded)
+            assert [float(step)] * 3 == loaded["weight"].tolist()
+
+
+def test_what_cannot_be_tidied_up_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected error after a save was settled is logged; the next save works."""
+    broken = False
+
+    def refuse(operation: Operation) -> None:
+        if broken and operation.name == "list" and operation.key.endswith("staging"):
+            raise RuntimeError("the client broke")
+
+    checkpointer = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), refuse))
+    with checkpointer:
+        checkpointer.save("zero", {"weight": torch.ones(3)})
+        broken = True
+        checkpointer.save("one", {"weight": torch.ones(3)})
+        checkpointer.save("two", {"weight": torch.ones(3)}, async_save=True).wait(30)
+        broken = False
+    assert "the client broke" in caplog.text
+
+
+def test_an_error_while_state_is_being_changed_says_so(tmp_path: Path) -> None:
+    """Whatever the error: with the system's own words, and that the state is not what it was."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("one", {"weight": torch.ones(2**21)})
+    reads = 0
+
+    def fail(operation: Operation) -> None:
+        nonlocal reads
+        reads += operation.nbytes >= 2**22
+        if reads > 2:  # two pieces are proved, then read again
+            raise OSError(5, "Input/output error")
+
+    storage = HookedStorage(LocalStorage(tmp_path), fail)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*partly overwritten"):
+        Checkpointer(tmp_path, storage=storage).load("one", {"weight": torch.zeros(2**21)})

@@ -1,0 +1,162 @@
+"""Threads that write: many small files at once, an error in one of them, the end of a job."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Topology, open_checkpoint
+from nxd_ckpt.errors import SaveFailed
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.verify import verify_checkpoint
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+COUNT = 150
+FOLDER = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
+
+
+def weights(start: float) -> dict[str, torch.Tensor]:
+    """Many small tensors, none equal to another."""
+    return {f"w{number}": torch.full((number % 7, 5), start + number) for number in range(COUNT)}
+
+
+def our_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("nxd_ckpt"))
+
+
+def test_every_file_is_written(tmp_path: Path) -> None:
+    """By several threads, each file by one, in every save; none is left after the close."""
+    seen: dict[str, set[str]] = {}
+    started = our_threads()
+
+    def note(operation: Operation) -> None:
+        if operation.name in ("create", "write_at", "close") and "tensor_" in operation.key:
+            seen.setdefault(operation.key, set()).add(threading.current_thread().name)
+
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path, durable=False), note)) as saver:
+        for number in range(3):
+            saver.save(f"{number}", weights(1000.0 * number), use_xser=True, async_save=True)
+    assert started == our_threads()
+    assert 3 * COUNT == len(seen)
+    assert {1} == {len(threads) for threads in seen.values()}
+    assert 1 < len(set.union(*seen.values()))
+    for number in range(3):
+        assert () == verify_checkpoint(tmp_path, f"{number}").problems
+        found = open_checkpoint(tmp_path, f"{number}").model_state()
+        assert all(torch.equal(value, found[name]) for name, value in weights(1000.0 * number).items())
+
+
+@pytest.mark.parametrize("operation", ["create", "write_at", "close"])
+@pytest.mark.parametrize("number", [0, 77, COUNT - 1])
+def test_an_error_names_its_file(tmp_path: Path, operation: str, number: int) -> None:
+    """The save fails with it, nothing becomes visible, and the next one succeeds."""
+    hook = failing(operation, f"*-1/{FOLDER}/tensor_{number}.pt", OSError(errno.EIO, "Input/output error"))
+    storage = HookedStorage(LocalStorage(tmp_path, durable=False), hook)
+    with Checkpointer(tmp_path, storage=storage) as saver:
+        with pytest.raises(SaveFailed, match=rf"writing {FOLDER}/tensor_{number}\.pt: OSError: .*Input/output error"):
+            saver.save("failed", weights(0.0), use_xser=True)
+        saver.save("good", weights(1.0), use_xser=True)
+    assert ["good"] == [entry.name for entry in tmp_path.iterdir() if entry.name != ".nxd_ckpt"]
+    assert () == verify_checkpoint(tmp_path, "good").problems
+    assert [] == our_threads()
+
+
+def test_a_failed_save_writes_nothing_more(tmp_path: Path) -> None:
+    """By the time that it is reported, no thread still looks into memory that the next save uses."""
+    after: list[str] = []
+    reported = threading.Event()
+    broken = failing("write_at", f"*-1/{FOLDER}/*", OSError(errno.EIO, "Input/output error"), after=20)
+
+    def hook(operation: Operation) -> None:
+        if reported.is_set() and operation.name in ("create", "write_at", "close") and "tensor_" in operation.key:
+            after.append(operation.key)
+        broken(operation)
+
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path, durable=False), hook)) as saver:
+        pending = saver.save("failed", weights(0.0), use_xser=True, async_save=True)
+        pending.wait_decided()
+        reported.set()
+        with pytest.raises(SaveFailed):
+            saver.wait()
+    assert [] == after
+
+
+def test_no_thread_is_left_after_an_exception(tmp_path: Path) -> None:
+    """The with statement finishes what is in flight, and ends the threads."""
+
+    def fail_while_saving() -> None:
+        with Checkpointer(tmp_path, durable=False) as saver:
+            saver.save("t", weights(0.0), use_xser=True, async_save=True)
+            raise LookupError("no batch")
+
+    with pytest.raises(LookupError):
+        fail_while_saving()
+    assert [] == our_threads()
+    assert () == verify_checkpoint(tmp_path, "t").problems
+
+
+def test_large_and_small_files_at_once(tmp_path: Path) -> None:
+    """Those that are digested ahead share the threads with those that are written whole, in waves too."""
+    sizes = [10, 3_000_000, 20, 1_500_000, 0, 30, 2_000_000, *range(40)]
+    model = {f"w{number}": torch.rand(size) for number, size in enumerate(sizes)}
+    with Checkpointer(tmp_path, durable=False, memory_cap=9 * 2**20) as saver:
+        for tag in ("first", "second"):
+            saver.save(tag, model, use_xser=True, async_save=True)
+    for tag in ("first", "second"):
+        assert () == verify_checkpoint(tmp_path, tag).problems
+        found = open_checkpoint(tmp_path, tag).model_state()
+        assert all(torch.equal(value, found[name]) for name, value in model.items())
+
+
+def test_two_ranks_share_the_files(tmp_path: Path) -> None:
+    """Each writes its own part with its own threads, in one process here."""
+    model = weights(5.0)
+    given: dict[str, Any] = {"run_id": "run", "durable": False, "timeout": 20.0}
+    savers = [Checkpointer(tmp_path, topology=Topology(dp=2, rank=rank), **given) for rank in range(2)]
+    for tag in ("first", "second"):
+        for save in [saver.save(tag, model, use_xser=True, async_save=True) for saver in savers]:
+            save.wait()
+    for saver in savers:
+        saver.close()
+    assert [] == our_threads()
+    found = open_checkpoint(tmp_path, "second").model_state()
+    assert all(torch.equal(value, found[name]) for name, value in model.items())
+
+
+PROGRAM = """
+import sys, torch
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, delaying
+
+path = sys.argv[1]
+storage = HookedStorage(LocalStorage(path), delaying("close", "*-2/model/*", 0.02))
+saver = Checkpointer(path, storage=storage)
+optimizer = {"state": {}, "param_groups": [{"params": [], "lr": 1}]}
+for lr, tag in ((1, "first"), (300, "second")):
+    optimizer["param_groups"][0]["lr"] = lr
+    model = {f"w{number}": torch.full((3,), float(number + lr)) for number in range(100)}
+    pending = saver.save(tag, model, optimizer, use_xser=True, async_save=True)
+print(pending.done)
+"""
+
+
+def test_the_interpreter_exits_with_many_files_in_flight(tmp_path: Path) -> None:
+    """Of a second save, whose pickle is still to be made: all of it is finished."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (0, "False\n", "") == (ended.returncode, ended.stdout, ended.stderr)
+    assert () == verify_checkpoint(tmp_path, "second").problems
+    saved = open_checkpoint(tmp_path, "second")
+    assert 300 == saved.optimizer_state()["param_groups"][0]["lr"]
+    found = saved.model_state()
+    assert [number + 300.0 for number in range(100)] == [found[f"w{number}"][2].item() for number in range(100)]
