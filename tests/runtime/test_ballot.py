@@ -138,3 +138,36 @@ def test_a_damaged_vote_is_named(storage: LocalStorage, damaged: bytes) -> None:
     storage.write(rank_file(ATTEMPT, 0, "vote"), damaged)
     with pytest.raises(MalformedFile, match=r"rank_00000\.vote\.json"):
         ballot.collect(storage, ATTEMPT, 1, LONG)
+
+
+class SlowClock:
+    """Time that passes only while somebody sleeps, or while the directory is listed: ``listing`` seconds each time."""
+
+    def __init__(self, listing: float) -> None:
+        self.now, self.listing, self.slept = 0.0, listing, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def looked(self, operation: Operation) -> None:
+        if operation.name == "list":
+            self.now += self.listing
+
+
+def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a listing took: a rank looks again soon, and its own patience ends when it should."""
+    clock = SlowClock(listing=100.0)
+    monkeypatch.setattr(ballot, "time", clock)
+    storage = HookedStorage(LocalStorage(tmp_path), clock.looked)
+    storage.make_dir(votes_dir("run-1"))
+    with pytest.raises(SaveFailed, match="no vote from rank 0"):
+        ballot.collect(storage, "run-1", 1, timeout=600.0)
+    assert max(clock.slept) <= 2.0
+    assert clock.now < 600 + 2 * 100 + 2
