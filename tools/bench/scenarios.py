@@ -60,5 +60,8 @@ SCENARIOS = (
     *(Scenario(f"{count} tiny, module", "cpu", 1, TINY, (ASYNC,)) for count in ("25k", "50k", "100k")),
 )
 
-QUICK_SCALE = 1 / 8
-QUICK_ROUNDS = 3
+SCALE, ROUNDS = 1 / 2, 5
+"""Of an ordinary run, which is to end within 10 minutes."""
+
+QUICK_SCALE, QUICK_ROUNDS = 1 / 8, 3
+"""Of one with ``--quick``."""
