@@ -41,6 +41,8 @@ from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 
+_PARTLY = "The live state is partly overwritten: load another tag before training on"
+
 _MEASURED = 64 * 2**20
 """Bytes that are read to learn how fast reading is."""
 
@@ -146,10 +148,11 @@ class _Prepared:
         with self._broadcast or nullcontext():
             try:
                 self._fill()
-            except (CheckpointError, OSError) as error:
-                kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-                now = "The live state is partly overwritten: load another tag before training on"
-                raise kind(f"{error}. {now}") from error
+            except CheckpointError as error:
+                raise type(error)(f"{error}. {_PARTLY}") from error
+            except OSError as error:
+                logger.error("%s: %s. %s", self._opened.where, error, _PARTLY)
+                raise
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
