@@ -175,9 +175,11 @@ class Pieces(HookedStorage):
             return
         with self._lock:
             self.seen += 1
-            due = self.seen == 2
+            due, after = self.seen == 2, self.seen > 2
         if due:
             self._at(self.local.path(operation.key))
+        if after:
+            time.sleep(0.02)  # else they might all be read before the thread of the second has its turn again
 
 
 def fail(error: BaseException) -> Callable[[Path], None]:

@@ -130,7 +130,11 @@ class Campaign:
         self.fallen: list[tuple[int, str]] = []
 
     def rehearse(self, *, overwrite: bool) -> list[tuple[int, str, Moment]]:
-        """A run that nobody kills: (rank, phase, moment) of every effect of its second save."""
+        """A run that nobody kills: (rank, phase, moment) of every effect of its second save.
+
+        But for the creation of files: several threads do that, and which file is the first, with which the writing
+        begins, differs from run to run.
+        """
         tag = self._start(overwrite=overwrite)
         Job(WORLD, run, self.path, self._diaries, self._number, tag, -1, None, 0.0, False).values()
         self._check(tag)
@@ -139,7 +143,7 @@ class Campaign:
             moments = Diary.read(self._diaries / f"{self._number}.{rank}")
             phases = [phase_of(rank, moments[:position]) for position in range(len(moments))]
             found += [(rank, phase, moment) for phase, moment in zip(phases, moments, strict=True)]
-        return [(rank, phase, moment) for rank, phase, moment in found if moment.name not in _POLLS]
+        return [(rank, phase, moment) for rank, phase, moment in found if moment.name not in (*_POLLS, "create")]
 
     def lasts(self) -> list[float]:
         """Seconds from begin to ``done`` of a second save that :meth:`kill_after` interrupts, by rank."""
