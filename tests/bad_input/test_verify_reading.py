@@ -65,9 +65,10 @@ def copy(request: pytest.FixtureRequest, kept: dict[str, Path], tmp_path: Path) 
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Whatever happens in a load, no thread and no open file is left of it."""
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
-    assert before == (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    assert set() == set(threading.enumerate()) - before
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def flip(path: Path, offset: int) -> None:

@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,22 @@ def weights(start: float) -> dict[str, torch.Tensor]:
     return {f"w{number}": torch.full((number % 7, 5), start + number) for number in range(COUNT)}
 
 
-def our_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("nxd_ckpt"))
+@pytest.fixture
+def no_new_threads() -> Iterator[None]:
+    """No thread of ours is left of the test. What other tests left in this process may go on, or end."""
+    before = our_threads()
+    yield
+    assert set() == our_threads() - before
 
 
+def our_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("nxd_ckpt")}
+
+
+@pytest.mark.usefixtures("no_new_threads")
 def test_every_file_is_written(tmp_path: Path) -> None:
     """By several threads, each file by one, in every save; none is left after the close."""
     seen: dict[str, set[str]] = {}
-    started = our_threads()
 
     def note(operation: Operation) -> None:
         if operation.name in ("create", "write_at", "close") and "tensor_" in operation.key:
@@ -45,7 +54,6 @@ def test_every_file_is_written(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path, durable=False), note)) as saver:
         for number in range(3):
             saver.save(f"{number}", weights(1000.0 * number), use_xser=True, async_save=True)
-    assert started == our_threads()
     assert 3 * COUNT == len(seen)
     assert {1} == {len(threads) for threads in seen.values()}
     assert 1 < len(set.union(*seen.values()))
@@ -55,6 +63,7 @@ def test_every_file_is_written(tmp_path: Path) -> None:
         assert all(torch.equal(value, found[name]) for name, value in weights(1000.0 * number).items())
 
 
+@pytest.mark.usefixtures("no_new_threads")
 @pytest.mark.parametrize("operation", ["create", "write_at", "close"])
 @pytest.mark.parametrize("number", [0, 77, COUNT - 1])
 def test_an_error_names_its_file(tmp_path: Path, operation: str, number: int) -> None:
@@ -67,7 +76,6 @@ def test_an_error_names_its_file(tmp_path: Path, operation: str, number: int) ->
         saver.save("good", weights(1.0), use_xser=True)
     assert ["good"] == [entry.name for entry in tmp_path.iterdir() if entry.name != ".nxd_ckpt"]
     assert () == verify_checkpoint(tmp_path, "good").problems
-    assert [] == our_threads()
 
 
 def test_a_failed_save_writes_nothing_more(tmp_path: Path) -> None:
@@ -90,6 +98,7 @@ def test_a_failed_save_writes_nothing_more(tmp_path: Path) -> None:
     assert [] == after
 
 
+@pytest.mark.usefixtures("no_new_threads")
 def test_no_thread_is_left_after_an_exception(tmp_path: Path) -> None:
     """The with statement finishes what is in flight, and ends the threads."""
 
@@ -100,7 +109,6 @@ def test_no_thread_is_left_after_an_exception(tmp_path: Path) -> None:
 
     with pytest.raises(LookupError):
         fail_while_saving()
-    assert [] == our_threads()
     assert () == verify_checkpoint(tmp_path, "t").problems
 
 
@@ -117,6 +125,7 @@ def test_large_and_small_files_at_once(tmp_path: Path) -> None:
         assert all(torch.equal(value, found[name]) for name, value in model.items())
 
 
+@pytest.mark.usefixtures("no_new_threads")
 def test_two_ranks_share_the_files(tmp_path: Path) -> None:
     """Each writes its own part with its own threads, in one process here."""
     model = weights(5.0)
@@ -127,7 +136,6 @@ def test_two_ranks_share_the_files(tmp_path: Path) -> None:
             save.wait()
     for saver in savers:
         saver.close()
-    assert [] == our_threads()
     found = open_checkpoint(tmp_path, "second").model_state()
     assert all(torch.equal(value, found[name]) for name, value in model.items())
 
