@@ -5,11 +5,14 @@ Internal to the launcher, which keeps the far end of the pipe ``LIFELINE`` open 
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -43,7 +46,41 @@ def end_with_launcher(lifeline: int) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-if __name__ == "__main__":
-    end_with_launcher(int(sys.argv[1]))
+def leave(code: int) -> None:
+    """End the process as Python does, up to and with the exit hooks, and no further.
+
+    What comes after them is the destruction of C++ objects: threads of gloo or XLA that still run abort the process
+    then, now and again, and the script's own exit code is lost.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads; executors end here. multiprocessing calls it too
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def exit_code(script: Callable[[], None]) -> int:
+    """Run ``script``; the code that Python would end with, after what it would print."""
+    try:
+        script()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def main(lifeline: int, command: list[str]) -> None:
+    end_with_launcher(lifeline)
     install()
-    run(sys.argv[2:])
+    leave(exit_code(lambda: run(command)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
