@@ -56,9 +56,10 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
     """
     mine = Lease.of_this_process(run_id)
     while not storage.link_new(LEASE, _encode(mine)):
-        holder = read(storage)
-        if holder is None:
+        found = _found(storage)
+        if found is None:
             continue  # released in between
+        holder = _decode(found)
         if holder.pid == mine.pid and holder.host == mine.host and holder.born == mine.born:
             if holder.run_id == run_id:
                 return mine
@@ -71,17 +72,16 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
                 f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
                 f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
             )
-        _take_from(storage, holder, run_id)
+        if storage.exchange(LEASE, found, _encode(mine)):
+            break
     storage.sync_dir(os.path.dirname(LEASE))
     return mine
 
 
 def read(storage: Storage) -> Lease | None:
     """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
-    try:
-        return _decode(storage.read(LEASE))
-    except FileNotFoundError:
-        return None
+    found = _found(storage)
+    return None if found is None else _decode(found)
 
 
 def release(storage: Storage, lease: Lease) -> None:
@@ -149,17 +149,11 @@ def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
     return False
 
 
-def _take_from(storage: Storage, dead: Lease, run_id: str) -> None:
-    """Move a dead job's lease away; if someone else was faster and it is theirs that moved, put it back."""
-    aside = f"{LEASE}.{run_id}"
+def _found(storage: Storage) -> bytes | None:
     try:
-        storage.rename(LEASE, aside)
+        return storage.read(LEASE)
     except FileNotFoundError:
-        return
-    moved = storage.read(aside)
-    storage.remove(aside)
-    if _decode(moved).run_id != dead.run_id:
-        storage.link_new(LEASE, moved)
+        return None
 
 
 def _encode(lease: Lease) -> bytes:

@@ -6,9 +6,14 @@ retries, latency and faults are wrappers around it. What a caller may rely on:
 1. After :meth:`Storage.write` or :meth:`Writer.close` returned, the bytes are complete and, on a durable storage,
    on the disk. The *name* is only durable after :meth:`Storage.sync_dir` of the directory that holds it.
 2. :meth:`Storage.write` replaces at once: a reader sees the old bytes or the new ones, never a mixture.
-3. :meth:`Storage.rename` is atomic and moves a whole directory.
-4. A missing key raises FileNotFoundError; reading past the end raises EOFError.
-5. A :class:`Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile.
+3. Where :attr:`Storage.renames` is true, :meth:`Storage.rename` is atomic and moves a whole directory.
+4. A missing key raises FileNotFoundError; reading past the end raises EOFError; every other failure is an OSError that
+   names the url and the key, never credentials.
+5. A :class:`Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile;
+   where that cannot be, it raises OSError and never mixes two files.
+
+An object store (``renames`` is false) has keys and nothing else. There ``make_dir``, ``sync_dir`` and ``set_time`` do
+nothing, a directory is there while a key lies below it, and a key can be seen by all from the moment its writer closes.
 """
 
 from __future__ import annotations
@@ -28,13 +33,19 @@ class Writer(Protocol):
     """One file being written: any order of offsets, each byte once."""
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Put ``data`` at byte ``offset``."""
+        """Put ``data`` at byte ``offset``. It may be looked into until :meth:`settle` or :meth:`close` returns."""
+
+    def settle(self) -> None:
+        """Return once nothing looks into memory that was handed over; raises what failed on the way."""
 
     def close(self) -> None:
-        """Complete the file; on a durable storage its bytes are on the disk after this."""
+        """Complete the file; on a durable storage its bytes are on the disk after this.
+
+        Raises FileExistsError where the key was taken meanwhile and the storage can tell.
+        """
 
     def abort(self) -> None:
-        """Give up; the file is left incomplete or removed, and never raises."""
+        """Give up; the file is left incomplete or removed. Never raises; nothing looks into memory afterwards."""
 
 
 class Reader(Protocol):
@@ -51,6 +62,8 @@ class Storage(Protocol):
     """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch."""
 
     url: str
+    renames: bool
+    """Whether directories can be renamed at once, as file systems do and object stores do not."""
 
     def read(self, key: str) -> bytes: ...
 
@@ -73,10 +86,16 @@ class Storage(Protocol):
         """Write a small file whole, creating directories on the way."""
 
     def create(self, key: str, nbytes: int) -> Writer:
-        """A new file that will have ``nbytes`` bytes, creating directories on the way."""
+        """A new file that will have ``nbytes`` bytes, under a free key, creating directories on the way."""
 
     def link_new(self, key: str, data: bytes) -> bool:
-        """Write a small file only if the key is free; False if it exists. The one test-and-set there is."""
+        """Write a small file only if the key is free; False if it exists."""
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        """Replace a small file only if it holds ``expected``; False if it holds something else or is gone.
+
+        Of several that try at once, one succeeds.
+        """
 
     def make_dir(self, key: str) -> None:
         """Create a directory, durably, with those above it; an existing one is fine."""
@@ -89,6 +108,9 @@ class Storage(Protocol):
 
     def remove(self, key: str) -> None:
         """Remove a file or a whole directory; absent is fine."""
+
+    def discard_unfinished(self, key: str) -> None:
+        """Free what writers left in the directory ``key`` that died before they closed. None may be alive."""
 
     def time(self, key: str) -> float: ...
 

@@ -19,6 +19,8 @@ from nxd_ckpt.storage.base import Entry, Reader, Writer
 class LocalStorage:
     """Keys below ``root``. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
 
+    renames = True
+
     def __init__(self, root: str | os.PathLike[str], durable: bool = True) -> None:
         self.root = Path(root).absolute()
         self.durable = durable
@@ -72,6 +74,21 @@ class LocalStorage:
             temporary.unlink(missing_ok=True)
         return True
 
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        # Taken aside, by one of those who try; if it is not what was expected after all, it goes back.
+        path = self.path(key)
+        aside = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return False
+        try:
+            found = aside.read_bytes()
+        finally:
+            aside.unlink(missing_ok=True)
+        as_expected = found == expected
+        return self.link_new(key, data if as_expected else found) and as_expected
+
     def create(self, key: str, nbytes: int) -> Writer:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +121,9 @@ class LocalStorage:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+    def discard_unfinished(self, key: str) -> None:
+        """Nothing: what is unfinished lies among the files, and goes with them."""
 
     def time(self, key: str) -> float:
         return self.path(key).stat().st_mtime
@@ -234,6 +254,9 @@ class _LocalWriter:
             self._direct = -1
             return 0
         return length
+
+    def settle(self) -> None:
+        """Nothing: every write is done when it returns."""
 
     def close(self) -> None:
         """Raises OSError where the file did not get its full length: a full disk may say so only here."""

@@ -39,7 +39,7 @@ class HookedStorage:
 
     def __init__(self, inner: Storage, hook: Hook) -> None:
         self.inner, self.hook = inner, hook
-        self.url = inner.url
+        self.url, self.renames = inner.url, inner.renames
 
     def read(self, key: str) -> bytes:
         self.hook(Operation("read", key))
@@ -81,6 +81,10 @@ class HookedStorage:
         self.hook(Operation("link_new", key))
         return self.inner.link_new(key, data)
 
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        self.hook(Operation("exchange", key))
+        return self.inner.exchange(key, expected, data)
+
     def make_dir(self, key: str) -> None:
         self.hook(Operation("make_dir", key))
         self.inner.make_dir(key)
@@ -96,6 +100,10 @@ class HookedStorage:
     def remove(self, key: str) -> None:
         self.hook(Operation("remove", key))
         self.inner.remove(key)
+
+    def discard_unfinished(self, key: str) -> None:
+        self.hook(Operation("discard_unfinished", key))
+        self.inner.discard_unfinished(key)
 
     def time(self, key: str) -> float:
         self.hook(Operation("time", key))
@@ -125,6 +133,10 @@ class _HookedWriter:
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         self._hook(Operation("write_at", self._key))
         self._inner.write_at(offset, data)
+
+    def settle(self) -> None:
+        self._hook(Operation("settle", self._key))
+        self._inner.settle()
 
     def close(self) -> None:
         self._hook(Operation("close", self._key))
