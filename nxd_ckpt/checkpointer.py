@@ -7,10 +7,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,13 @@ DEFAULT_TIMEOUT = 600.0
 
 _GRACE = 5.0
 """Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
+
+
+class _Planned(NamedTuple):
+    """What one save of this rank writes, and in which waves it is staged."""
+
+    plan: SavePlan
+    waves: Sequence[Wave]
 
 
 class Checkpointer:
@@ -123,10 +130,10 @@ class Checkpointer:
         started = time.monotonic()
         self._await_arena()
         pending = PendingSave(str(tag))
-        plan: SavePlan | None = None
+        planned: _Planned | None = None
         error: BaseException | None = None
 
-        def prepared() -> SavePlan:
+        def prepared() -> _Planned:
             validate_tag(tag)
             chosen = _options(SaveOptions, options)
             chosen.validate()
@@ -140,28 +147,27 @@ class Checkpointer:
                 rank_content=rank_content,
             )
             plan = self._planner.plan(state)
-            self._writers()  # a thread that cannot start: as well
-            plan_waves(plan.files, self._staging().arena.cap)  # one tensor too large: said before anything is written
-            return plan
+            self._writers()  # a thread that cannot start, or one tensor too large: said before anything is written
+            return _Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
 
         if self._session is None:
             with self._rejoining():
-                plan = self._open(prepared, str(tag))
-        if plan is None:
+                planned = self._open(prepared, str(tag))
+        if planned is None:
             try:
-                plan = prepared()
+                planned = prepared()
             except BaseException as problem:
                 error = problem
-        saving = self._saving(str(tag), plan, error, options)
+        saving = self._saving(str(tag), planned.plan if planned is not None else None, error, options)
         self._submit(lambda: prepare(saving))
-        if plan is not None:
-            error = self._stage(saving, plan)
+        if planned is not None:
+            error = self._stage(saving, planned)
         saving.timings["stage_seconds"] = time.monotonic() - started
         pending.mark_staged()
         # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
         # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
         interrupted = error is not None and not isinstance(error, Exception)
-        raise_now = error is not None and (plan is None or not async_save or interrupted)
+        raise_now = error is not None and (planned is None or not async_save or interrupted)
         pending.reported = raise_now
         with self._lock:
             self._pending.append(pending)
@@ -227,22 +233,22 @@ class Checkpointer:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         self._shut(grace)
 
-    def _open(self, prepared: Callable[[], SavePlan], tag: str) -> SavePlan | None:
+    def _open(self, prepared: Callable[[], _Planned], tag: str) -> _Planned | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
 
         Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
         an error in making it becomes a vote, as in any later save.
         """
         agreement = self._joined()
-        plan: SavePlan | None = None
+        planned: _Planned | None = None
         if agreement is not None:
-            agreed = plan = on_all(agreement, prepared)
-            words = agreement.gather(agreed.agreed(tag, self.topology))
+            agreed = planned = on_all(agreement, prepared)
+            words = agreement.gather(agreed.plan.agreed(tag, self.topology))
             decided_by_rank0(agreement, lambda: _must_agree(words))
         self._versions = versions()  # reads files: not on a later save's way
         self._session = open_session(self.storage, self.topology, agreement, self._run_id, self._timeout)
         close_at_exit(self)
-        return plan
+        return planned
 
     def _joined(self) -> Agreement | None:
         """The agreement of this job's ranks. Made once; None for a single process that acts as one rank of many."""
@@ -278,15 +284,14 @@ class Checkpointer:
         saving.versions = self._versions
         return saving
 
-    def _stage(self, saving: Saving, plan: SavePlan) -> BaseException | None:
+    def _stage(self, saving: Saving, planned: _Planned) -> BaseException | None:
         """Copy the state into the arena and hand it over, in as many waves as it takes; the error of this rank."""
         try:
             stager = self._staging()
             torch_xla.sync()
-            waves = plan_waves(plan.files, stager.arena.cap)
-            for number, wave in enumerate(waves):
-                views = stager.stage(plan.files, wave)
-                self._hand_over(saving, wave, views, wait=number < len(waves) - 1)
+            for number, wave in enumerate(planned.waves):
+                views = stager.stage(planned.plan.files, wave)
+                self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
             saving.error = saving.error or problem
             return problem

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.formats import zip_container
-from nxd_ckpt.formats.crc32 import combine, crc32
+from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.pickling import pickle_tree
 from nxd_ckpt.formats.zip_container import Record
 
@@ -98,14 +98,6 @@ def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipIma
     records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
     storages = [Storage(record.name.removeprefix(_ARCHIVE), record.offset, record.nbytes) for record in records]
     return _image(pickled, records, storages, [tensor for tensor, _ in tensors])
-
-
-def file_crc32(image: ZipImage, crcs: Sequence[int], tail: bytes) -> int:
-    """CRC-32 of the whole file, from those of its tensors' bytes in the order of ``image.storages``, and its tail."""
-    whole = 0
-    for index, (storage, crc) in enumerate(zip(image.storages, crcs, strict=True)):
-        whole = combine(crc32(image.header(index, crc)[1], whole), crc, storage.nbytes)
-    return crc32(tail, whole)
 
 
 def _image(pickled: bytes, records: Sequence[Record], storages: Sequence[Storage], tensors: Sequence[Any]) -> ZipImage:

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.formats import crc32, torch_zip_writer
+from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.torch_zip_writer import Storage as Place
 from nxd_ckpt.runtime.plan import PlannedFile, SavePlan
 from nxd_ckpt.runtime.staging import Span, Wave
@@ -40,10 +40,29 @@ Blocks = list[list[int]]
 
 @dataclass
 class _OpenFile:
-    """A file that goes in several waves."""
+    """A file that is being written: its storages in order, each with the header before it once it is digested."""
 
+    planned: PlannedFile
     writer: Writer
     blocks: Blocks
+    crcs: list[int] = field(default_factory=list)
+    crc32: int = 0
+
+    def header(self) -> tuple[int, bytes]:
+        """(offset, bytes) of the next header; the blocks of its storage are all known."""
+        index = len(self.crcs)
+        nbytes = self.planned.image.storages[index].nbytes
+        crc = crc32.combine_blocks(self.blocks[index], nbytes)
+        offset, header = self.planned.image.header(index, crc)
+        self.crcs.append(crc)
+        self.crc32 = crc32.combine(crc32.crc32(header, self.crc32), crc, nbytes)
+        return offset, header
+
+    def tail(self) -> bytes:
+        """What follows the last storage."""
+        tail = self.planned.image.tail(self.crcs)
+        self.crc32 = crc32.crc32(tail, self.crc32)
+        return tail
 
 
 @dataclass(frozen=True)
@@ -94,53 +113,59 @@ class FileWriter:
 
     def _write_whole(self, number: int, view: memoryview, ahead: Executor | None = None) -> None:
         """``view`` is the file's tensors and their headers, the latter not filled in yet."""
-        planned = self._files[number] = self._files[number].settled()
-        with _naming(planned.key):
-            writer = self._create(planned)
+        with _naming(self._files[number].key):
+            handle = self._create(number)
             try:
-                blocks = self._write_tensors(planned, writer, view, ahead)
-                self._finish(number, writer, blocks)
+                self._write_tensors(handle, view, ahead)
+                self._complete(number, handle)
             except BaseException:
-                writer.abort()
+                handle.writer.abort()
                 raise
 
-    def _write_tensors(self, planned: PlannedFile, writer: Writer, view: memoryview, ahead: Executor | None) -> Blocks:
-        image, done = planned.image, 0
-        blocks: Blocks = []
-        with closing(_digested(view, _stretches(image.storages), ahead)) as stretches:
+    def _write_tensors(self, handle: _OpenFile, view: memoryview, ahead: Executor | None) -> None:
+        storages, done = handle.planned.image.storages, 0
+        with closing(_digested(view, _stretches(storages), ahead)) as stretches:
             for stretch in stretches:
                 for crcs in stretch:
-                    index = len(blocks)
-                    whole = crc32.combine_blocks(crcs, image.storages[index].nbytes)
-                    offset, header = image.header(index, whole)
+                    handle.blocks.append(crcs)
+                    offset, header = handle.header()
                     view[offset : offset + len(header)] = header
-                    blocks.append(crcs)
-                end = image.storages[len(blocks) - 1].end
-                ready = end if len(blocks) == len(image.storages) else end // _CHUNK * _CHUNK
+                number = len(handle.blocks)
+                end = storages[number - 1].end
+                ready = end if number == len(storages) else end // _CHUNK * _CHUNK
                 if ready > done:
-                    self._put(writer, done, view[done:ready])
+                    self._put(handle.writer, done, view[done:ready])
                     done = ready
-        return blocks
 
     def _write_part(self, span: Span, view: memoryview) -> None:
         assert span.storage is not None
         with _naming(self._files[span.file].key):
             if span.file not in self._open:
-                planned = self._files[span.file] = self._files[span.file].settled()
-                self._open[span.file] = _OpenFile(self._create(planned), [[] for _ in planned.image.storages])
+                self._open[span.file] = self._create(span.file)
             handle = self._open[span.file]
-            handle.blocks[span.storage] += crc32.block_crcs(view)
+            self._open_storage(handle, span.storage)
+            handle.blocks[-1] += crc32.block_crcs(view)
             self._put(handle.writer, span.start, view)
+            handle.writer.settle()  # the next wave comes into the same memory
+
+    def _open_storage(self, handle: _OpenFile, index: int) -> None:
+        """Put the headers of the storages before number ``index``: empty ones are in no span."""
+        while len(handle.blocks) <= index:
+            if handle.blocks:
+                self._put_header(handle)
+            handle.blocks.append([])
+
+    def _put_header(self, handle: _OpenFile) -> None:
+        offset, header = handle.header()
+        self._put(handle.writer, offset, memoryview(header))
 
     def finish(self) -> None:
         """Complete the files that went in several waves, then make all their names durable."""
         for number, handle in list(self._open.items()):
-            planned = self._files[number]
-            with _naming(planned.key):
-                for index, crc in enumerate(_whole(planned, handle.blocks)):
-                    offset, header = planned.image.header(index, crc)
-                    self._put(handle.writer, offset, memoryview(header))
-                self._finish(number, handle.writer, handle.blocks)
+            with _naming(handle.planned.key):
+                self._open_storage(handle, len(handle.planned.image.storages) - 1)
+                self._put_header(handle)
+                self._complete(number, handle)
             del self._open[number]
         # Parents too: the first to write below a directory created it, and its own name must last as well.
         folders = {str(parent) for planned in self._files for parent in PurePosixPath(planned.key).parents}
@@ -186,17 +211,17 @@ class FileWriter:
         """What was written, as it was planned, whatever the waves and threads."""
         return [self._written[number] for number in range(len(self._files))]
 
-    def _create(self, planned: PlannedFile) -> Writer:
-        return self._storage.create(f"{self._folder}/{planned.key}", planned.image.nbytes)
+    def _create(self, number: int) -> _OpenFile:
+        planned = self._files[number] = self._files[number].settled()
+        writer = self._storage.create(f"{self._folder}/{planned.key}", planned.image.nbytes)
+        return _OpenFile(planned, writer, [])
 
-    def _finish(self, number: int, writer: Writer, blocks: Blocks) -> None:
-        planned = self._files[number]
-        crcs = _whole(planned, blocks)
-        tail = planned.image.tail(crcs)
-        self._put(writer, planned.image.tensor_nbytes, memoryview(tail))
-        writer.close()
-        entry = FileEntry(planned.image.nbytes, torch_zip_writer.file_crc32(planned.image, crcs, tail))
-        self._written[number] = _Written(planned, blocks, entry)
+    def _complete(self, number: int, handle: _OpenFile) -> None:
+        """Put what follows the tensors, and close the file."""
+        image = handle.planned.image
+        self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
+        handle.writer.close()
+        self._written[number] = _Written(handle.planned, handle.blocks, FileEntry(image.nbytes, handle.crc32))
 
     def _put(self, writer: Writer, offset: int, view: memoryview) -> None:
         for start in range(0, len(view), _CHUNK):
@@ -205,13 +230,6 @@ class FileWriter:
             with self._lock:
                 self.nbytes += len(part)
                 self._progress(self.nbytes)
-
-
-def _whole(planned: PlannedFile, blocks: Blocks) -> list[int]:
-    """The CRC-32 of each storage."""
-    return [
-        crc32.combine_blocks(crcs, place.nbytes) for place, crcs in zip(planned.image.storages, blocks, strict=True)
-    ]
 
 
 _Stretches = Generator[Blocks, None, None]

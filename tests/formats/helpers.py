@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import byte_view, dtype_name, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
-from nxd_ckpt.formats.torch_zip_writer import ZipImage, file_crc32
+from nxd_ckpt.formats.torch_zip_writer import ZipImage
 
 
 def pread_of(data: bytes) -> Callable[[int, int], bytes]:
@@ -44,7 +44,6 @@ def rendered(image: ZipImage) -> bytes:
         place = slice(offset, offset + len(part))
         data[place], written[place] = part, bytes(byte + 1 for byte in written[place])
     assert written == b"\x01" * image.nbytes
-    assert file_crc32(image, crcs, image.tail(crcs)) == crc32(bytes(data))
     return bytes(data)
 
 
