@@ -282,7 +282,7 @@ class _LocalWriter:
 
 
 _ALIGNMENT = 4096
-_DIRECT_FROM = 2**20
+_DIRECT_FROM = 256 * 2**10
 """Bytes from which on a write bypasses the page cache."""
 
 
