@@ -7,7 +7,7 @@ carries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ PreadInto = Callable[[int, memoryview], None]
 _SMALL_FILE = 256 * 2**10
 
 
-def read_directory(pread: Pread, size: int, file: str) -> dict[str, Record]:
+def read_directory(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> dict[str, Record]:
     """The records of a torch zip file of ``size`` bytes, by name within the archive ("data.pkl", "data/0").
 
-    ``file`` names it in errors. Raises MalformedFile.
+    ``file`` names it in errors, ``begins`` is for read_records. Raises MalformedFile.
     """
-    records = read_records(pread, size, file)
+    records = read_records(pread, size, file, begins)
     archives = {record.name.partition("/")[0] for record in records}
     directory = {record.name.partition("/")[2]: record for record in records}
     if len(archives) != 1 or "data.pkl" not in directory:
@@ -50,17 +50,18 @@ def read_tree(
     *,
     trust_pickle: bool = False,
     leaf: Leaf = lambda stub: stub,
+    begins: Sequence[int] = (),
 ) -> Any:
     """What the file holds, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
 
-    ``file`` is the key that stubs carry. With ``trust_pickle=True`` any class is unpickled; objects that
-    hold tensors inside, where no tree walk finds them, then need a ``leaf`` that reads
-    (:func:`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle, UnsafePickle,
-    UnsupportedState for big-endian files.
+    ``file`` is the key that stubs carry, ``begins`` where tensors are known to begin (see read_records). With
+    ``trust_pickle=True`` any class is unpickled; objects that hold tensors inside, where no tree walk finds
+    them, then need a ``leaf`` that reads (:func:`read_tensor`). Raises MalformedFile, DigestMismatch for a
+    changed pickle, UnsafePickle, UnsupportedState for big-endian files.
     """
     if size <= _SMALL_FILE:
         pread = remembering(pread, 0, pread(0, size))
-    directory = read_directory(pread, size, file)
+    directory = read_directory(pread, size, file, begins)
     if "byteorder" in directory and _contents(pread, directory["byteorder"], file) != b"little":
         raise UnsupportedState(f"{file}: written on a big-endian machine: save it again on a little-endian one")
     storages = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from nxd_ckpt.errors import MalformedFile
@@ -32,8 +33,11 @@ TAIL = 64 * 2**10
 ENCRYPTED, DIGEST_FOLLOWS = 0x1, 0x8
 
 
-def read_records(pread: Pread, size: int, file: str) -> list[Record]:
+def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> list[Record]:
     """Every record of the archive, by position. Few reads: the end, the directory, the headers in batches.
+
+    ``begins`` are offsets, ascending, at which the data of records is known to begin: their headers, which would say
+    no more, are not read. That is for callers who prove the data itself.
 
     Proven: the directory ends the file, and every record is stored plainly, lies before the directory, agrees
     with its own header and overlaps no other. Raises MalformedFile, naming ``file`` and what is wrong.
@@ -45,15 +49,26 @@ def read_records(pread: Pread, size: int, file: str) -> list[Record]:
         raise malformed(file, f"its directory of {nbytes} bytes at {offset} does not end where it should, at {end}")
     raw = _exactly(pread, offset, nbytes, file)
     entries = sorted(_parse_entries(raw, count, file))
+    known = dict(_where_known(entries, offset, begins))
+    unknown = [entry for entry in entries if entry[0] not in known]
+    windows = _headers(pread, unknown, offset, file)
     records, before = [], 0
-    for entry, (window, at) in zip(entries, _headers(pread, entries, offset, file), strict=True):
-        record = _located(entry, window, at, file)
-        end = record.end
-        if record.header_offset < before or end > offset:
+    for entry in entries:
+        record = known.get(entry[0]) or _located(entry, *next(windows), file)
+        if record.header_offset < before or record.end > offset:
             raise malformed(file, f"record {record.name!r} overlaps another, or the directory")
         records.append(record)
-        before = end
+        before = record.end
     return records
+
+
+def _where_known(entries: Sequence[_Entry], limit: int, begins: Sequence[int]) -> Iterator[tuple[int, Record]]:
+    """(offset of its header, record) of each entry between whose header and the next one data is known to begin."""
+    ends = [*(start for start, *_ in entries[1:]), limit]
+    for (start, name, raw_name, nbytes, crc32), end in zip(entries, ends, strict=False):
+        at = bisect_left(begins, start + LOCAL.size + len(raw_name))
+        if at < len(begins) and begins[at] + nbytes <= end:
+            yield start, Record(name, start, begins[at], nbytes, crc32 if crc32 or not nbytes else None)
 
 
 def remembering(pread: Pread, begin: int, data: bytes) -> Pread:

@@ -6,11 +6,11 @@ kind of tree. Files are listed once: a tag does not change while it is being rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,16 @@ from nxd_ckpt.formats.torch_zip import PreadInto
 from nxd_ckpt.formats.unpickle import Leaf
 from nxd_ckpt.layout import names
 from nxd_ckpt.storage.base import Storage
+
+
+class Known(Protocol):
+    """What is known of files before they are opened."""
+
+    def tensor(self, file: str) -> TensorStub | None:
+        """What an xser tensor's file holds; None if it is to be opened for that."""
+
+    def begins(self, file: str) -> Sequence[int]:
+        """Offsets in the file at which tensors begin, ascending, as far as known."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,11 @@ class TagFiles:
         self.tag = tag
         self.trust_pickle = trust_pickle
         self._listings: dict[str, Mapping[str, bool]] = {}
-        self._known: Callable[[str], TensorStub | None] = lambda _: None
+        self._known: Known | None = None
 
     @contextmanager
-    def knowing(self, known: Callable[[str], TensorStub | None]) -> Iterator[None]:
-        """Within, an xser tensor's file is opened only where ``known(file)`` does not say what it holds."""
+    def knowing(self, known: Known) -> Iterator[None]:
+        """Within, nothing is read from files that is ``known`` already."""
         before, self._known = self._known, known
         try:
             yield
@@ -160,7 +170,8 @@ class TagFiles:
             shape = tuple(about["shape"]) if "shape" in about else None
             if not self.has(tensor_file):
                 return MissingTensor(".".join(map(str, path)), tensor_file, dtype, shape)
-            stub = self._known(tensor_file) or self.tree(tensor_file)
+            known = None if self._known is None else self._known.tensor(tensor_file)
+            stub = known or self.tree(tensor_file)
             if not isinstance(stub, TensorStub):
                 raise MalformedFile(
                     f"{self.key(tensor_file)}: expected one tensor, found {type(stub).__name__}"
@@ -188,7 +199,12 @@ class TagFiles:
 
             size = self.storage.size(self.key(file)) if nbytes is None else nbytes
             return torch_zip.read_tree(
-                pread, size, file, trust_pickle=self.trust_pickle, leaf=absolute if start else leaf
+                pread,
+                size,
+                file,
+                trust_pickle=self.trust_pickle,
+                leaf=absolute if start else leaf,
+                begins=() if self._known is None or start else self._known.begins(file),
             )
 
     def _read(self, stub: TensorStub) -> torch.Tensor:

@@ -158,8 +158,7 @@ class _Prepared:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
             with _garbage_left():
-                for name in self._trees.names:
-                    self._assign(model, name, self._trees.model_tree[name])
+                self._fill_model(model)
             self._delivery.finish()
         if optimizer is not None:
             with _garbage_left():
@@ -196,13 +195,20 @@ class _Prepared:
             )
         return content
 
-    def _assign(self, model: ModelAdapter, name: str, leaf: Any) -> None:
-        if not isinstance(leaf, (TensorStub, Assembly)):
-            # Extra state: a module may look at its parameters when it is given that.
+    def _fill_model(self, model: ModelAdapter) -> None:
+        tree = self._trees.model_tree
+        # All before the first is read: beside threads that read, asking a tensor anything takes ten times as long.
+        destinations = {name: model.destination(name) for name in self._trees.names}
+        for name in self._trees.names:
+            if isinstance(tree[name], (TensorStub, Assembly)):
+                self._assign(model, name, tree[name], destinations[name])
+                continue
+            # Extra state: a module may look at its parameters when it is given that, and may replace them.
             self._delivery.finish()
-            model.assign(name, map_tensors(leaf, self._delivery, (TensorStub, Assembly)))
-            return
-        destination = model.destination(name)
+            model.assign(name, map_tensors(tree[name], self._delivery, (TensorStub, Assembly)))
+            destinations = {name: model.destination(name) for name in self._trees.names}
+
+    def _assign(self, model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tensor | None) -> None:
         if destination is None and model.is_on_host(name):
             model.assign(name, self._delivery(leaf))  # at once: it may share memory with what comes next
         elif destination is None:

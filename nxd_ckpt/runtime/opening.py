@@ -168,15 +168,7 @@ class OpenTag:
         if self.manifest is None:
             return read()
 
-        def known(file: str) -> TensorStub | None:
-            found = None if self.opens_all else written.tensor(file)
-            if found is None:
-                return None
-            stub, nbytes = found
-            self._prove_size(file, nbytes)
-            return stub
-
-        with self._layout.files.knowing(known):
+        with self._layout.files.knowing(_Known(written, None if self.opens_all else self._prove_size)):
             tree = read()
         prove_tensors(self.where, tree, written, left_out=left_out)
         self._entries |= written.entries
@@ -278,6 +270,27 @@ class OpenTag:
 
 
 _SMALL = 4 * 2**20
+
+
+class _Known:
+    """What indexes say of files, told to who would read it from them.
+
+    Without ``prove_size`` every file is opened all the same; one of another size is not what the indexes speak of.
+    """
+
+    def __init__(self, written: Written, prove_size: Callable[[str, int], None] | None) -> None:
+        self._written, self._prove_size = written, prove_size
+
+    def tensor(self, file: str) -> TensorStub | None:
+        found = None if self._prove_size is None else self._written.tensor(file)
+        if found is None or self._prove_size is None:
+            return None
+        stub, nbytes = found
+        self._prove_size(file, nbytes)
+        return stub
+
+    def begins(self, file: str) -> Sequence[int]:
+        return self._written.begins(file)
 
 
 def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:

@@ -55,6 +55,10 @@ class Written:
         record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
         return TensorStub(file, entry.offset, dtype, shape, contiguous_stride(shape), record), about.nbytes
 
+    def begins(self, file: str) -> list[int]:
+        """The offsets at which its tensors begin, ascending."""
+        return sorted({entry.offset for entry in self._files[file][1]}) if self.has(file) else []
+
 
 def prove_tensors(where: str, tree: Any, written: Written, *, left_out: bool = False) -> None:
     """Compare every leaf of ``tree`` with what was ``written``; reads no tensor.
