@@ -1,7 +1,7 @@
 """Plans of reading: which parts of which saved tensors make up what a rank wants. Everything is overlap of boxes.
 
 :func:`holders` asks who saved the wanted part (without listing all ranks), :func:`plan_reads` which rectangles go
-where, :func:`contiguous_runs` and :func:`spans` which bytes of a file those are.
+where, :func:`contiguous_runs` which bytes of a file those are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces, zero1_rows
 from nxd_ckpt.core.section import blocks_in
-from nxd_ckpt.errors import IncompatibleState, InvalidArgument
+from nxd_ckpt.errors import IncompatibleState
 
 HolderT = TypeVar("HolderT")
 
@@ -134,33 +134,6 @@ def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]
             run, index = divmod(run, box.size[dim])
             start += index * strides[dim]
         yield start, length
-
-
-def spans(runs: Iterable[tuple[int, int]], limit: int, gap: int = 0) -> Iterator[list[tuple[int, int]]]:
-    """Ascending runs, cut and grouped into spans that are read at once; in whatever unit the runs are counted.
-
-    A span goes from its first run's start to its last run's end, is at most ``limit`` long, and has holes of at most
-    ``gap`` between runs (which are read for nothing). A run that reaches beyond the limit is cut there.
-
-    Raises:
-        InvalidArgument: ``limit`` below 1 or ``gap`` below 0.
-    """
-    if limit < 1 or gap < 0:
-        raise InvalidArgument(f"spans: limit must be at least 1 and gap at least 0, found {limit} and {gap}")
-    span: list[tuple[int, int]] = []
-    origin = stop = 0
-    for start, length in runs:
-        end = start + length
-        while start < end:
-            if span and (start - stop > gap or start - origin >= limit):
-                yield span
-                span = []
-            origin = origin if span else start
-            stop = min(end, origin + limit)
-            span.append((start, stop - start))
-            start = stop
-    if span:
-        yield span
 
 
 def _ep_ranks(partition: Partition, local_shape: tuple[int, ...], wanted: Box, ep: int) -> Iterable[int]:

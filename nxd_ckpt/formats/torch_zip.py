@@ -119,19 +119,6 @@ def read_into(pread_into: PreadInto, stub: TensorStub, out: memoryview | torch.T
     memory[:] = byte_view(tight)
 
 
-def verify(pread_into: PreadInto, stub: TensorStub) -> None:
-    """Read the storage record that the tensor is a view of, in blocks of bounded memory, and prove its CRC-32.
-
-    A record without one proves nothing, but must be there. Raises DigestMismatch.
-    """
-    storage = stub.storage
-    found = 0
-    for offset, block in _blocks(storage.offset, storage.offset, memoryview(b""), storage.offset + storage.nbytes):
-        pread_into(offset, block)
-        found = crc32(block, found)
-    _check(found, storage.crc32, stub.file, storage.record)
-
-
 def _read_span(pread_into: PreadInto, stub: TensorStub, memory: memoryview, verify: bool) -> None:
     """Fill ``memory`` from the tensor's first byte on, proving the storage that it lies in."""
     storage = stub.storage

@@ -141,11 +141,6 @@ class TagFiles:
         with self.named(file), closing(self.storage.open(self.key(file))) as reader:
             reader.read_ranges(ranges)
 
-    def verify(self, stub: TensorStub) -> None:
-        """Prove the tensor's bytes without keeping them. Raises as :meth:`read`."""
-        with self.named(stub.file):
-            torch_zip.verify(self._pread_into(stub.file), stub)
-
     def joined(self, file: str, shared: str | None = None) -> Any:
         """:meth:`tree` with every xser reference followed; a file may hold tensors inline as well.
 

@@ -1,4 +1,4 @@
-"""Which elements of a file a box is: runs, and the spans in which they are read."""
+"""Which elements of a file a box is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.plan import contiguous_runs, spans
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.core.plan import contiguous_runs
 from tests.core.cuts import numbered, part_of
 
 pytestmark = pytest.mark.plain
@@ -62,36 +61,3 @@ def test_runs_are_as_long_as_possible(case: tuple[Box, tuple[int, ...]]) -> None
 def test_runs_by_example(box: Box, shape: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
     """Whole tensors and whole rows are one run; columns are one a row."""
     assert expected == list(contiguous_runs(box, shape))
-
-
-ASCENDING = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8)
-
-
-@given(steps=ASCENDING, limit=st.integers(1, 12), gap=st.integers(0, 4))
-def test_spans_hold_the_runs_within_the_limit(steps: list[tuple[int, int]], limit: int, gap: int) -> None:
-    """Nothing is lost, doubled or reordered; no span is too long or has too large a hole; none ends too early."""
-    runs, end = [], 0
-    for hole, length in steps:
-        runs.append((end + hole, length))
-        end += hole + length
-    found = list(spans(runs, limit, gap))
-    assert elements(runs) == elements([run for span in found for run in span])
-    for span in found:
-        assert sum(span[-1]) - span[0][0] <= limit
-        assert all(after - start - length <= gap for (start, length), (after, _) in pairwise(span))
-    for span, later in pairwise(found):
-        assert later[0][0] - sum(span[-1]) > gap or later[0][0] - span[0][0] >= limit
-
-
-def test_spans_by_example() -> None:
-    """Runs of two, five apart: read as one over a gap of three, up to eight long; a long run is cut."""
-    assert [[(0, 2), (5, 2)], [(10, 2)]] == list(spans([(0, 2), (5, 2), (10, 2)], limit=8, gap=3))
-    assert [[(0, 2)], [(5, 2)]] == list(spans([(0, 2), (5, 2)], limit=8, gap=2))
-    assert [[(3, 4)], [(7, 4)], [(11, 2)]] == list(spans([(3, 10)], limit=4))
-
-
-@pytest.mark.parametrize(("limit", "gap"), [(0, 0), (4, -1)])
-def test_spans_of_nothing_are_refused(limit: int, gap: int) -> None:
-    """A limit of zero would read nothing for ever."""
-    with pytest.raises(InvalidArgument, match="limit must be at least 1 and gap at least 0"):
-        list(spans([(0, 1)], limit, gap))
