@@ -1,0 +1,232 @@
+"""A storage in this process's memory, for tests: an object store by default, that is keys and nothing else.
+
+It is as awkward as the contract allows, so that what holds here holds elsewhere: a writer looks into the memory that it
+was given as late as it may, a key that was taken since is refused when the writer closes, times are whole seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from nxd_ckpt.storage.base import Entry, Reader, Writer
+
+
+@dataclass
+class _Store:
+    """What all storages of one name share. ``writers`` are those that neither closed nor aborted."""
+
+    files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+    writers: list[_MemoryWriter] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_stores: dict[str, _Store] = {}
+
+
+class MemoryStorage:
+    """Keys in memory, shared by all storages of the same ``name`` in this process; without a name, a new store.
+
+    ``renames=True`` makes it a file system: empty directories, renames, and times that can be set.
+    """
+
+    def __init__(self, name: str | None = None, renames: bool = False) -> None:
+        self.name = name if name is not None else uuid.uuid4().hex[:12]
+        self.url, self.renames = f"memory://{self.name}", renames
+        self._store = _stores.setdefault(self.name, _Store())
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key there is, sorted."""
+        with self._store.lock:
+            return sorted(self._store.files)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The keys of writers that neither closed nor aborted, sorted."""
+        with self._store.lock:
+            return sorted(writer.key for writer in self._store.writers)
+
+    def read(self, key: str) -> bytes:
+        return self._file(key)[0]
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, buffer)])
+
+    def open(self, key: str) -> Reader:
+        return _MemoryReader(f"{self.url}/{key}", self.read(key))
+
+    def size(self, key: str) -> int:
+        return len(self.read(key))
+
+    def is_dir(self, key: str) -> bool:
+        with self._store.lock:
+            return key in self._store.folders or any(self._below(key))
+
+    def is_file(self, key: str) -> bool:
+        with self._store.lock:
+            return key in self._store.files
+
+    def list(self, key: str = "") -> list[Entry]:
+        prefix = f"{key}/" if key else ""
+        with self._store.lock:
+            files = [name[len(prefix) :].partition("/") for name in self._below(key)]
+            made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
+        return sorted({Entry(name, bool(slash)) for name, slash, _ in files} | {Entry(name, True) for name in made})
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._store.lock:
+            self._put(key, data)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        writer = _MemoryWriter(self, key, nbytes)
+        with self._store.lock:
+            self._store.writers.append(writer)
+        return writer
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        with self._store.lock:
+            if key in self._store.files:
+                return False
+            self._put(key, data)
+            return True
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        with self._store.lock:
+            if key not in self._store.files or self.read(key) != expected:
+                return False
+            self._put(key, data)
+            return True
+
+    def make_dir(self, key: str) -> None:
+        if self.renames and key:
+            parts = key.split("/")
+            with self._store.lock:
+                self._store.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+
+    def sync_dir(self, key: str) -> None:
+        """Nothing: it is all in memory."""
+
+    def rename(self, source: str, target: str) -> None:
+        if not self.renames:
+            raise OSError(f"cannot rename {self.url}/{source}: an object store renames nothing")
+        with self._store.lock:
+            if self.is_file(target) or self.is_dir(target):
+                raise FileExistsError(f"cannot rename {self.url}/{source} to {target}: it exists")
+            if not (self.is_file(source) or self.is_dir(source)):
+                raise FileNotFoundError(f"{self.url}/{source} does not exist")
+            for key in [source, *self._below(source)]:
+                if key in self._store.files:
+                    self._store.files[target + key[len(source) :]] = self._store.files.pop(key)
+            for folder in {name for name in self._store.folders if name == source or name.startswith(f"{source}/")}:
+                self._store.folders.remove(folder)
+                self._store.folders.add(target + folder[len(source) :])
+
+    def remove(self, key: str) -> None:
+        with self._store.lock:
+            for name in [key, *self._below(key)]:
+                self._store.files.pop(name, None)
+            self._store.folders = {
+                name for name in self._store.folders if name != key and not name.startswith(f"{key}/")
+            }
+
+    def discard_unfinished(self, key: str) -> None:
+        with self._store.lock:
+            self._store.writers = [one for one in self._store.writers if not one.key.startswith(f"{key}/")]
+
+    def time(self, key: str) -> float:
+        return self._file(key)[1]
+
+    def set_time(self, key: str, seconds: float) -> None:
+        if self.renames:
+            with self._store.lock:
+                self._store.files[key] = (self.read(key), seconds)
+
+    def complete(self, writer: _MemoryWriter, data: bytes) -> None:
+        """Put what a writer wrote under its key. Raises FileExistsError where that was taken since."""
+        with self._store.lock:
+            if writer not in self._store.writers:
+                raise OSError(f"{self.url}/{writer.key}: its upload was discarded")
+            self._store.writers.remove(writer)
+            if writer.key in self._store.files:
+                raise FileExistsError(f"{self.url}/{writer.key} was written by somebody else meanwhile")
+            self._put(writer.key, data)
+
+    def forget(self, writer: _MemoryWriter) -> None:
+        """Drop a writer that gives up."""
+        with self._store.lock:
+            if writer in self._store.writers:
+                self._store.writers.remove(writer)
+
+    def _below(self, key: str) -> Sequence[str]:
+        return [name for name in self._store.files if not key or name.startswith(f"{key}/")]
+
+    def _file(self, key: str) -> tuple[bytes, float]:
+        with self._store.lock:
+            if key not in self._store.files:
+                raise FileNotFoundError(f"{self.url}/{key} does not exist")
+            return self._store.files[key]
+
+    def _put(self, key: str, data: bytes) -> None:
+        now = time.time()
+        self._store.files[key] = (bytes(data), now if self.renames else float(int(now)))
+        self.make_dir(key.rpartition("/")[0])
+
+
+class _MemoryReader:
+    def __init__(self, where: str, data: bytes) -> None:
+        self._where, self._data = where, data
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, buffer in ranges:
+            view = memoryview(buffer).cast("B")
+            found = self._data[offset : offset + len(view)]
+            view[: len(found)] = found
+            if len(found) < len(view):
+                raise EOFError(f"{self._where}: {len(view) - len(found)} bytes missing at byte {offset + len(found)}")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _MemoryWriter:
+    """Copies what it was given as late as it may: a caller that reuses its memory too early writes something else."""
+
+    def __init__(self, storage: MemoryStorage, key: str, nbytes: int) -> None:
+        self.key = key
+        self._storage, self._data, self._written = storage, bytearray(nbytes), 0
+        self._pending: list[tuple[int, memoryview]] = []
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        self._pending.append((offset, memoryview(data).cast("B")))
+
+    def settle(self) -> None:
+        for offset, view in self._pending:
+            if offset + len(view) > len(self._data):
+                raise OSError(f"{self._where}: byte {offset + len(view)} written, {len(self._data)} expected")
+            self._data[offset : offset + len(view)] = view
+            self._written += len(view)
+        self._pending.clear()
+
+    def close(self) -> None:
+        try:
+            self.settle()
+            if self._written != len(self._data):
+                raise OSError(f"{self._where}: wrote {self._written} bytes, expected {len(self._data)}")
+            self._storage.complete(self, bytes(self._data))
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        self._pending.clear()
+        self._storage.forget(self)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._storage.url}/{self.key}"
