@@ -1,19 +1,84 @@
-"""Which storage a path names."""
+"""Which storage a path or URL names, and the arithmetic of URLs.
+
+``s3://bucket/prefix`` is :mod:`nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
+other scheme a file system of fsspec. Libraries are imported when a URL needs them.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 
 
-def open_storage(path: str | os.PathLike[str], durable: bool = True) -> Storage:
-    """The storage that a path names. Raises InvalidArgument for anything but a local directory."""
+def open_storage(
+    path: str | os.PathLike[str], durable: bool = True, storage_options: Mapping[str, Any] | None = None
+) -> Storage:
+    """The storage that a path or URL names.
+
+    ``storage_options`` go to the store's library, under the names that fsspec and s3fs use; a local directory has none.
+    ``durable=False`` skips every fsync of a local directory; a store has none to skip.
+
+    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, options that cannot be honoured.
+    """
     text = os.fspath(path)
     if not text:
         raise InvalidArgument("the checkpoint directory must not be empty; pass '.' for the current one")
-    if "://" in text:
-        raise InvalidArgument(f"{text}: only directories are supported, not URLs")
-    return LocalStorage(text, durable)
+    options = dict(storage_options or {})
+    scheme = _scheme(text)
+    if scheme in ("", "file", "local"):
+        if options:
+            raise InvalidArgument(f"{text}: a directory takes no storage_options, found {', '.join(sorted(options))}")
+        return LocalStorage(local_path(text), durable)
+    from nxd_ckpt.storage.fsspec_storage import open_fsspec
+
+    return open_fsspec(text, options)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` names a place in a store: a URL, and not one of the local file system."""
+    return _scheme(os.fspath(path)) not in ("", "file", "local")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """The path of a local directory, given as itself or as ``file://`` URL. Raises InvalidArgument for another host."""
+    text = os.fspath(path)
+    if not _scheme(text):
+        return text
+    rest = text.partition("://")[2]
+    host, slash, below = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise InvalidArgument(f"{text}: expected an absolute path of this host, as in file:///data/checkpoints")
+    return slash + below
+
+
+def join(place: str | os.PathLike[str], *names: str) -> str:
+    """``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
+    text = os.fspath(place)
+    return "/".join([text.rstrip("/"), *names]) if is_url(text) else os.path.join(text, *names)
+
+
+def directory_and_name(place: str | os.PathLike[str]) -> tuple[str, str]:
+    """``s3://bucket/run/step_300`` -> (``s3://bucket/run``, ``step_300``); the same for paths.
+
+    The name is empty where there is none: the root of a bucket or of a file system.
+    """
+    text = os.fspath(place)
+    if not is_url(text):
+        directory, name = os.path.split(local_path(text).rstrip("/") or "/")
+        return directory or ".", name
+    scheme, _, rest = text.partition("://")
+    root, _, below = rest.rstrip("/").partition("/")
+    directory, _, name = below.rpartition("/")
+    return f"{scheme}://" + "/".join(filter(None, (root, directory))), name
+
+
+def _scheme(text: str) -> str:
+    """The scheme in lower case; empty for a path. Of chained ones (``simplecache::gs://``) the first."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::.*://)", text)
+    return found[1].lower() if found else ""

@@ -1,0 +1,339 @@
+"""Any file system of fsspec (``gs://``, ``abfs://``, ``memory://``, ...), as a store without rename.
+
+How far the contract goes depends on the file system behind:
+
+- :meth:`FsspecStorage.link_new` is one conditional request where ``pipe_file`` takes ``mode="create"``, as for Google
+  Cloud Storage; elsewhere, and for :meth:`FsspecStorage.exchange` always, it is a look followed by a write, which is
+  safe among the threads of a process and, as jobs hold a lease, against all but two jobs that start together.
+- A file above :data:`_WHOLE` bytes streams; file systems that are no object stores show it while it grows.
+- A reader compares the file's properties (etag, generation, times) after each reading with those at its opening.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import re
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import IO, Any
+
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.base import Entry, Reader, Writer
+from nxd_ckpt.storage.ranges import Range, runs
+
+_WHOLE = 32 * 2**20
+"""Bytes up to which a file is kept in memory and written by one request when it is closed."""
+
+_looking = threading.Lock()
+"""Held between a look and the write that depends on it."""
+
+
+def open_fsspec(url: str, options: Mapping[str, Any]) -> FsspecStorage:
+    """The storage of an fsspec URL. Raises InvalidArgument where fsspec or the library behind it is missing."""
+    public = without_password(url)
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise InvalidArgument(f"{public}: needs fsspec: pip install 'nxd_ckpt[fsspec]'") from None
+    try:
+        fs, root = url_to_fs(url, **options)
+    except ImportError as error:  # fsspec names the package: "Please install gcsfs to access Google Storage"
+        raise InvalidArgument(f"{public}: {error}") from None
+    except (TypeError, ValueError) as error:  # an unknown scheme, or options that the file system does not know
+        raise InvalidArgument(f"{public}: {error}") from None
+    return FsspecStorage(fs, root, public)
+
+
+def without_password(url: str) -> str:
+    """``sftp://user:secret@host/dir`` -> ``sftp://user@host/dir``: fit for logs and errors."""
+    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", url)
+
+
+class FsspecStorage:
+    """Keys below ``root`` of the file system ``fs``."""
+
+    renames = False
+    concurrency = 16
+
+    def __init__(self, fs: Any, root: str, url: str) -> None:
+        self.fs, self.root, self.url = fs, root.rstrip("/"), url.rstrip("/")
+        put = getattr(fs, "_pipe_file", fs.pipe_file)
+        self._creates = "mode" in inspect.signature(put).parameters
+        self._in_memory = type(fs).__name__ == "MemoryFileSystem"
+        # All that have one of its files open share one position in it.
+        self._serial: Any = _memory if self._in_memory else contextlib.nullcontext()
+
+    def path(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root
+
+    def read(self, key: str) -> bytes:
+        with self._doing(key):
+            return bytes(self.fs.cat_file(self.path(key)))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
+
+    def open(self, key: str) -> Reader:
+        return _FsspecReader(self, key)
+
+    def read_at(self, key: str, begin: int, end: int) -> bytes:
+        with self._doing(key):
+            return bytes(self.fs.cat_file(self.path(key), start=begin, end=end))
+
+    def version(self, key: str) -> tuple[str, int]:
+        """What changes when the file does, and its size in bytes."""
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            return self.fs.ukey(self.path(key)), int(self.fs.size(self.path(key)))
+
+    def size(self, key: str) -> int:
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            return int(self.fs.size(self.path(key)))
+
+    def is_dir(self, key: str) -> bool:
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            return bool(self.fs.isdir(self.path(key)))
+
+    def is_file(self, key: str) -> bool:
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            return bool(self.fs.isfile(self.path(key)))
+
+    def list(self, key: str = "") -> list[Entry]:
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            try:
+                found = self.fs.ls(self.path(key) or "/", detail=True)
+            except FileNotFoundError:
+                return []
+            own = self.path(key).strip("/")
+            if any(info["name"].strip("/") == own and info["type"] != "directory" for info in found):
+                raise NotADirectoryError(f"{self.url}/{key}: a file, where a directory is expected")
+            below = ((info["name"].rstrip("/"), info["type"] == "directory") for info in found)
+            # Some stores list the directory's own marker as well.
+            return sorted(Entry(name.rpartition("/")[2], is_dir) for name, is_dir in below if name.strip("/") != own)
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._doing(key):
+            self._make_parent(key)
+            self.fs.pipe_file(self.path(key), bytes(data))
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        with self._doing(key):
+            self._make_parent(key)
+            return self._put_new(key, data)
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        with self._doing(key), _looking:
+            self.fs.invalidate_cache()
+            try:
+                found = bytes(self.fs.cat_file(self.path(key)))
+            except FileNotFoundError:
+                return False
+            if found == expected:
+                self.fs.pipe_file(self.path(key), bytes(data))
+            return found == expected
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        if self.is_file(key):
+            raise FileExistsError(f"{self.url}/{key}: exists")
+        with self._doing(key):
+            self._make_parent(key)
+        return _WholeWriter(self, key, nbytes) if nbytes <= _WHOLE else _StreamWriter(self, key, nbytes)
+
+    def make_dir(self, key: str) -> None:
+        """Nothing: a directory is there while a key lies below it."""
+
+    def sync_dir(self, key: str) -> None:
+        """Nothing: what was acknowledged is durable."""
+
+    def rename(self, source: str, target: str) -> None:
+        raise OSError(f"{self.url}: cannot rename {source}: an object store has no rename")
+
+    def remove(self, key: str) -> None:
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm(self.path(key), recursive=True)
+
+    def discard_unfinished(self, key: str) -> None:
+        """Nothing: fsspec does not say what is unfinished. Stores drop it by their own rules."""
+
+    def time(self, key: str) -> float:
+        with self._doing(key):
+            self.fs.invalidate_cache()
+            found: datetime.datetime = self.fs.modified(self.path(key))
+            return (found if found.tzinfo else found.replace(tzinfo=datetime.timezone.utc)).timestamp()
+
+    def set_time(self, key: str, seconds: float) -> None:
+        """Nothing: times belong to the store."""
+
+    def _put_new(self, key: str, data: bytes) -> bool:
+        with _looking:
+            if not self._creates or self._in_memory:
+                self.fs.invalidate_cache()
+                if self.fs.isfile(self.path(key)):
+                    return False
+            try:
+                self.fs.pipe_file(self.path(key), bytes(data), **({"mode": "create"} if self._creates else {}))
+            except FileExistsError:
+                return False
+        return True
+
+    def _make_parent(self, key: str) -> None:
+        """Object stores, which are the asynchronous ones, need none, and would make a bucket."""
+        if not self.fs.async_impl and not self._in_memory:
+            self.fs.makedirs(self.path(key).rpartition("/")[0], exist_ok=True)
+
+    @contextlib.contextmanager
+    def _doing(self, key: str) -> Iterator[None]:
+        """One operation on ``key``; whatever fails comes out as an OSError that names it."""
+        try:
+            with self._serial:
+                yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.url}/{key}: not found") from error
+        except NotADirectoryError:
+            raise
+        except Exception as error:
+            raise _as_os_error(error, f"{self.url}/{key}") from error
+
+
+class _FsspecReader:
+    def __init__(self, storage: FsspecStorage, key: str) -> None:
+        self._storage, self._key = storage, key
+        self._version, self._size = storage.version(key)
+
+    def read_ranges(self, ranges: Sequence[Range]) -> None:
+        for run in runs(ranges):
+            if run.end > self._size:
+                missing = run.end - max(self._size, run.begin)
+                raise EOFError(f"{self._storage.url}/{self._key}: {missing} bytes missing at byte {self._size}")
+            data = memoryview(self._storage.read_at(self._key, run.begin, run.end))
+            if len(data) != run.end - run.begin:
+                raise OSError(f"{self._storage.url}/{self._key}: shorter than when it was opened")
+            for offset, buffer in run.wanted:
+                buffer[:] = data[offset - run.begin : offset - run.begin + len(buffer)]
+        if self._storage.version(self._key)[0] != self._version:
+            raise OSError(f"{self._storage.url}/{self._key}: replaced by another file while it was being read")
+
+    def close(self) -> None:
+        """Nothing: every reading is a request of its own."""
+
+
+class _WholeWriter:
+    """A small file: kept until it is closed."""
+
+    def __init__(self, storage: FsspecStorage, key: str, nbytes: int) -> None:
+        self._storage, self._key, self._data = storage, key, bytearray(nbytes)
+        self._written = 0
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self._data[offset : offset + len(view)] = view
+        self._written += len(view)
+
+    def settle(self) -> None:
+        """Nothing: what was handed over is copied."""
+
+    def close(self) -> None:
+        _check_length(self._storage, self._key, self._written, len(self._data))
+        if not self._storage.link_new(self._key, bytes(self._data)):
+            raise FileExistsError(f"{self._storage.url}/{self._key}: taken by another writer")
+
+    def abort(self) -> None:
+        self._data = bytearray()
+
+
+class _StreamWriter:
+    """A large file: what comes in order goes straight on, what comes early waits in an unnamed temporary file."""
+
+    def __init__(self, storage: FsspecStorage, key: str, nbytes: int) -> None:
+        self._storage, self._key, self._nbytes = storage, key, nbytes
+        self._position = 0
+        self._early: dict[int, int] = {}
+        self._waiting: IO[bytes] | None = None
+        with storage._doing(key):
+            self._file = storage.fs.open(storage.path(key), "wb")
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        if offset != self._position:
+            self._put_aside(offset, view)
+            return
+        self._append(view)
+        while (length := self._early.pop(self._position, 0)) and self._waiting is not None:
+            self._waiting.seek(self._position)
+            while length:
+                piece = self._waiting.read(min(length, 2**20))
+                self._append(memoryview(piece))
+                length -= len(piece)
+
+    def settle(self) -> None:
+        """Nothing: what was handed over is copied or sent."""
+
+    def close(self) -> None:
+        _check_length(self._storage, self._key, self._position, self._nbytes)
+        with self._storage._doing(self._key):
+            self._file.close()
+        self._end()
+
+    def abort(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._file.closed:
+                return
+            if hasattr(self._file, "discard"):
+                self._file.discard()
+                self._file.closed = True  # else collecting it would complete it
+            if not self._storage.fs.async_impl:
+                self._storage.remove(self._key)
+        self._end()
+
+    def _append(self, view: memoryview) -> None:
+        with self._storage._doing(self._key):
+            self._file.write(view)
+        self._position += len(view)
+
+    def _put_aside(self, offset: int, view: memoryview) -> None:
+        if self._waiting is None:
+            self._waiting = tempfile.TemporaryFile()  # noqa: SIM115
+        self._waiting.seek(offset)
+        self._waiting.write(view)
+        self._early[offset] = len(view)
+
+    def _end(self) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+
+
+def _check_length(storage: FsspecStorage, key: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise OSError(f"{storage.url}/{key}: wrote {found} bytes, expected {expected}")
+
+
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+
+
+def _as_os_error(error: Exception, what: str) -> OSError:
+    """``error`` of whatever library, so that what may go away by itself is a ConnectionError or TimeoutError."""
+    text = f"{what}: {type(error).__name__}: {without_password(str(error))}"
+    status = getattr(error, "code", None) or getattr(error, "status", None) or getattr(error, "status_code", None)
+    if isinstance(error, ConnectionError | TimeoutError) or status in _TRANSIENT:
+        return ConnectionError(text)
+    if type(error).__module__.partition(".")[0] in ("aiohttp", "requests", "urllib3", "asyncio"):
+        return ConnectionError(text)
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return PermissionError(f"{text}; check the credentials and what they allow")
+    if isinstance(error, OSError) and type(error) in (FileExistsError, IsADirectoryError):
+        return type(error)(text)
+    return OSError(text)
+
+
+_memory = threading.RLock()
