@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.core.units import size
 
 NAME = "inspect"
 SUMMARY = "what one checkpoint holds"
@@ -71,7 +72,7 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     sizes = document["sizes"]
     total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
     for part, held in {**sizes, "total": total}.items():
-        yield part.replace("_", " "), f"{text.size(held['nbytes'])} in {text.count(held['files'], 'file')}"
+        yield part.replace("_", " "), f"{size(held['nbytes'])} in {text.count(held['files'], 'file')}"
 
 
 def _form(parts: dict[str, Any]) -> str:

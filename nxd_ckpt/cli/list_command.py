@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.core.units import size
 
 NAME = "list"
 SUMMARY = "the checkpoints in a directory"
@@ -54,7 +55,7 @@ def _row(tag: dict[str, Any]) -> tuple[str, ...]:
         text.age(tag["age_seconds"]) if known else "?",
         text.writer(tag["written_by"]),
         text.topology(tag["topology"]),
-        text.size(tag["nbytes"]),
+        size(tag["nbytes"]),
         text.parts(tag["parts"]),
     )
 

@@ -8,20 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
-def size(nbytes: int) -> str:
-    """``1.5 GiB``; below a KiB in bytes."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in _UNITS:
-        value /= 1024
-        if value < 1023.95 or unit == _UNITS[-1]:
-            break
-    return f"{value:.1f} {unit}"
 
 
 def age(seconds: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.core.units import size
 
 NAME = "verify"
 SUMMARY = "prove that a checkpoint is what was written"
@@ -50,15 +51,15 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     problems = text.count(len(document["problems"]), "problem")
     where = "/".join(filter(None, (document["directory"], document["tag"])))
     yield f"{where}: {'ok' if document['ok'] else problems}"
-    read = f"{text.count(document['files'], 'file')}, {text.size(document['nbytes'])}"
+    read = f"{text.count(document['files'], 'file')}, {size(document['nbytes'])}"
     proved = document["proved_nbytes"]
     if document["proved_by"] == "index":
-        yield f"  read {read}; {text.size(proved)} are what nxd_ckpt wrote, byte for byte"
+        yield f"  read {read}; {size(proved)} are what nxd_ckpt wrote, byte for byte"
         return
     undigested = document["undigested_nbytes"]
     around = document["nbytes"] - proved - undigested
-    yield f"  read {read}; {text.size(proved)} equal the CRC-32 in their file"
+    yield f"  read {read}; {size(proved)} equal the CRC-32 in their file"
     yield (
-        f"  not proved: {text.size(undigested)} of contents without a digest, {text.size(around)} of headers and "
+        f"  not proved: {size(undigested)} of contents without a digest, {size(around)} of headers and "
         f"padding{'' if document['ok'] else ', and what is damaged'}"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nxd_ckpt.core.partition import Partition
@@ -28,11 +29,16 @@ class LoadOptions:
         verify: True proves the digests of all tensors' bytes, on all ranks, before anything is changed on any.
             "reading" proves them as they arrive where they belong, which saves a pass: an error on one rank is raised
             on all then, but live state may be overwritten in part. False compares none; structure, sizes and indexes
-            are checked all the same.
+            are checked all the same. None is True where reading twice is cheap, which is on file systems and with
+            ``pre_download``, and "reading" on object stores, where True would download everything twice.
         share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;
             None does so where measuring says that it is faster than that each reads all. Of several ranks' answers,
             False goes before True, and True before None.
+        pre_download: first download the files that this rank needs, whole, to a local disk, and load from there. The
+            processes of a host share the copies; of each directory or URL those of the last tag are kept.
+        work_dir: the local directory for that; by default one of this user's below the system's temporary one.
         trust_pickle: unpickle objects of any class. Only for checkpoints from sources you trust like your own code.
+        progress: show a bar on rank 0's standard error for what takes longer than two seconds, if it is a terminal.
     """
 
     strict: bool = True
@@ -42,19 +48,31 @@ class LoadOptions:
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None
     partitions: Mapping[str, Partition] | None = None
     rank_content: dict[Any, Any] | None = None
-    verify: Verify = True
+    verify: Verify | None = None
     share_reads: bool | None = None
+    pre_download: bool = False
+    work_dir: str | os.PathLike[str] | None = None
     trust_pickle: bool = False
+    progress: bool = True
 
     @property
     def verifies_first(self) -> bool:
         """Whether everything is proved before anything changes."""
         return self.verify is True
 
+    def settled(self, reads_are_cheap: bool) -> LoadOptions:
+        """These options with what ``verify=None`` means: ``reads_are_cheap`` says that twice is no matter."""
+        if self.verify is not None:
+            return self
+        return replace(self, verify=True if reads_are_cheap or self.pre_download else "reading")
+
     def validate(self) -> None:
         """Raise InvalidArgument for what has no meaning."""
-        if self.verify not in (True, False, "reading") or not isinstance(self.verify, (bool, str)):
+        known = self.verify is None or isinstance(self.verify, (bool, str))
+        if not known or self.verify not in (None, True, False, "reading"):
             raise InvalidArgument(
                 f"verify={self.verify!r}: expected True (prove all digests before anything changes), 'reading' (as the "
-                "bytes arrive) or False (not at all)"
+                "bytes arrive), False (not at all) or None (one of the former two, by where the checkpoint is)"
             )
+        if self.work_dir is not None and not self.pre_download:
+            raise InvalidArgument("work_dir= is where pre_download=True keeps its copies: pass that too, or neither")

@@ -12,8 +12,8 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,20 +24,24 @@ from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
+    CorruptCheckpoint,
     IncompatibleState,
     OptimizerMismatch,
     PartNotFound,
     RanksDisagree,
 )
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors, torch_dtype
 from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.delivery import Delivery
+from nxd_ckpt.runtime.downloading import download, open_cache
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.reading import Leaf
 from nxd_ckpt.runtime.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.cached import CachedStorage
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -60,31 +64,53 @@ def load(
 ) -> Any:
     """Load what is not None, and return the user content or None. See Checkpointer.load."""
     agreement = agreement or Alone()
+    started = time.monotonic()
     asked = agreement.gather(tag)
     chosen: str = decided_by_rank0(agreement, lambda: choose_tag(storage, _same_on_all(asked)))
 
     def prepare() -> _Prepared:
         options.validate()
+        settled = options.settled(reads_are_cheap=storage.renames)
+        cache = None
+        if options.pre_download:
+            cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
         with _garbage_left():
-            opened = open_complete_tag(storage, chosen, trust_pickle=options.trust_pickle)
-            return _Prepared(opened, topology, model, optimizer, scheduler, options)
+            opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
+            return _Prepared(opened, topology, model, optimizer, scheduler, settled, cache)
 
-    prepared = on_all(agreement, prepare)
-    with prepared.reader:
-        prepared.share(agreement)
-        on_all(agreement, prepared.verify)
-        prepared.join(agreement, timeout)
-        on_all(agreement, prepared.apply)
+    with ExitStack() as caches:
+        prepared = on_all(agreement, prepare)
+        prepared.told = agreement.rank == 0
+        with prepared.reader:
+            prepared.share(agreement)
+            on_all(agreement, prepared.download)
+            on_all(agreement, prepared.verify)
+            prepared.join(agreement, timeout)
+            on_all(agreement, prepared.apply)
+    if prepared.told:
+        report("loaded", prepared.where, prepared.nbytes, started)
     return prepared.user_content
 
 
 class _Prepared:
-    """A load whose objects and trees fit. Once its bytes are proved too, :meth:`apply` only copies."""
+    """A load whose objects and trees fit. Once its bytes are proved too, :meth:`apply` only copies.
+
+    ``told`` says that this rank shows progress for all.
+    """
+
+    told = False
 
     def __init__(
-        self, opened: OpenTag, topology: Topology, model: Any, optimizer: Any, scheduler: Any, options: LoadOptions
+        self,
+        opened: OpenTag,
+        topology: Topology,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        options: LoadOptions,
+        cache: CachedStorage | None,
     ) -> None:
-        self._opened, self._topology, self._options = opened, topology, options
+        self._opened, self._topology, self._options, self._cache = opened, topology, options, cache
         self._scheduler = scheduler
         _demand(opened, model, optimizer, scheduler)
         self._trees = open_trees(opened, topology, model, optimizer, options)
@@ -107,18 +133,50 @@ class _Prepared:
             shares = Shares(self._topology, list(self._trees.replicated_leaves()))
             # What decides which leaves are proved, and in which order they are read.
             adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
-            terms = [self._options.verify, *adapters]
-            self._shares = shares if agree_on_shares(agreement, shares, terms) else None
+            terms = [self._options.verify, self._options.pre_download, *adapters]
+            agreed = agree_on_shares(agreement, shares, terms)
+            # Copies on a local disk are this host's own: nobody else has proved or can read them.
+            self._shares = shares if agreed and self._cache is None else None
+
+    def download(self) -> None:
+        """With ``pre_download``, bring the files that are needed."""
+        if self._cache is not None:
+            leaves = (leaf for _, leaf in self._trees.leaves())
+            download(self._cache, self._opened, leaves, told=self.told, progress=self._options.progress)
 
     def verify(self) -> None:
         """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share."""
         if not self._options.verifies_first:
             return
-        with _garbage_left():
-            for name, leaf in self._trees.leaves():
-                if self._shares is None or self._shares.is_proved_here(leaf):
+        leaves = self._trees.leaves()
+        mine = [one for one in leaves if self._shares is None or self._shares.is_proved_here(one[1])]
+        try:
+            with self._watched("verify", (leaf for _, leaf in mine)), _garbage_left():
+                for name, leaf in mine:
                     self.reader.prove(leaf, name)
-        self.reader.finish()
+                self.reader.finish()
+        except CorruptCheckpoint as error:
+            if self._cache is None:
+                raise
+            self._cache.discard()
+            raise type(error)(f"{error}. The local copies were removed: load again to download them anew") from error
+
+    @property
+    def where(self) -> str:
+        return self._opened.where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that this rank loads."""
+        return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
+
+    def _watched(self, what: str, leaves: Iterable[Leaf]) -> AbstractContextManager[None]:
+        """A bar of these leaves, on the rank that tells."""
+        if not (self.told and self._options.progress):
+            return nullcontext()
+        done = self.reader.done
+        before = done.nbytes
+        return watched(what, sum(map(nbytes_of, leaves)), lambda: done.nbytes - before, True)
 
     def join(self, agreement: Agreement, timeout: float) -> None:
         """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
@@ -147,7 +205,8 @@ class _Prepared:
         """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
         with self._broadcast or nullcontext():
             try:
-                self._fill()
+                with self._watched("load", (leaf for _, leaf in self._trees.leaves())):
+                    self._fill()
             except CheckpointError as error:
                 raise type(error)(f"{error}. {_PARTLY}") from error
             except OSError as error:
@@ -244,6 +303,11 @@ def _garbage_left() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def nbytes_of(leaf: Leaf) -> int:
+    """Bytes of a tensor in memory."""
+    return math.prod(leaf.shape) * itemsize(leaf.dtype)
 
 
 def _demand(opened: OpenTag, model: Any, optimizer: Any, scheduler: Any) -> None:

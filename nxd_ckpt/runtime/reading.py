@@ -23,6 +23,7 @@ from nxd_ckpt.formats.assembly import blocks_of, clear_padding, direct_run, read
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
+from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.proof import Digest, mismatch, naming
 from nxd_ckpt.runtime.read_pool import PIECE, ReadPool
 
@@ -36,11 +37,12 @@ class LeafReader:
     """Reads and proves leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
 
     Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
-    closed, or used as a context manager.
+    closed, or used as a context manager. ``done`` counts what was read.
     """
 
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
         self._files, self._entries = files, entries
+        self.done = Counter()
         self._open, self._pool = OpenFiles(files), ReadPool()
         self._proved: set[tuple[str, int]] = set()
         self._proved_blocks: set[tuple[str, int, int]] = set()
@@ -218,6 +220,7 @@ class LeafReader:
                 with naming(one.name):
                     self._open.read_ranges(file, [(one.offset, memory)])
             raise
+        self.done.add(at)
         for one, memory in zip(ranges, memories, strict=True):
             if one.expected is None and one.digest is None:
                 continue

@@ -1,0 +1,272 @@
+"""A storage whose files are read from copies on a local disk, once they were fetched.
+
+Processes of a host share the copies: whoever comes first downloads a file, under a lock that the system frees if that
+process dies, and the others wait for it or fetch another meanwhile. A file has its name only when it is complete.
+
+The copies of one tag, as it was saved at one time, lie in a folder of their own: ``work_dir/STORE/TAG-VERSION/``.
+Opening one removes all other folders of the same store that no process has open: of each store, one tag is kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
+from nxd_ckpt.storage.local import LocalStorage
+
+Progress = Callable[[int], None]
+
+_DOWNLOADS = 8
+"""Pieces that are downloaded at once, each with memory of its own."""
+_PIECE = 8 * 2**20
+_LOCK = ".lock"
+
+
+class CachedStorage:
+    """``inner``, but for what :meth:`fetch` has brought: that is read from copies below ``work_dir``.
+
+    To be closed, or used as a context manager; until then nobody removes the copies.
+
+    Args:
+        inner: where the tag is.
+        tag: the tag that is to be read.
+        version: what tells this tag from another one that was saved under its name.
+        work_dir: a local directory that only this user can write to; by default one below the system's temporary one.
+
+    Raises:
+        InvalidArgument: ``work_dir`` by default, and another user has taken its name.
+    """
+
+    def __init__(
+        self, inner: Storage, tag: str, version: bytes, work_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.inner = inner
+        self.url, self.renames = inner.url, inner.renames
+        store = Path(work_dir or _default_work_dir()).absolute() / sha256(inner.url.encode()).hexdigest()[:16]
+        name = f"{quote(tag, safe='')[:180]}-{sha256(version).hexdigest()[:16]}"
+        store.mkdir(parents=True, exist_ok=True)
+        self._open = _locked(store / f"{name}{_LOCK}", fcntl.LOCK_SH)
+        self._open.__enter__()
+        _remove_others(store, name)
+        self.folder = store / name
+        self._copies = LocalStorage(self.folder / "files", durable=False)
+        self._fetched: set[str] = set()
+
+    def fetch(self, keys: Iterable[str], progress: Progress) -> int:
+        """Bring these files, as far as no process has done so before; the bytes that this one downloaded.
+
+        ``progress`` is called from several threads with the bytes of each piece.
+
+        Raises:
+            OSError: what reading them, or a full disk, raises.
+        """
+        wanted = sorted(set(keys) - self._fetched)
+        with (
+            ThreadPoolExecutor(_DOWNLOADS, "nxd_ckpt-piece") as pieces,
+            ThreadPoolExecutor(_DOWNLOADS, "nxd_ckpt-fetch") as files,
+        ):
+            download = _Download(self.inner, self.folder, pieces, progress)
+            # First those that nobody is at; then the rest, by which time most of them are there.
+            busy = deque(key for key, done in zip(wanted, files.map(download.attempt, wanted), strict=True) if not done)
+            deque(files.map(download.bring, busy), 0)
+        self._fetched.update(wanted)
+        return sum(download.sizes)
+
+    def discard(self) -> None:
+        """Remove the copies that this process reads: they are not what they should be. The next one downloads anew."""
+        for key in self._fetched:
+            self._copies.remove(key)
+        self._fetched.clear()
+
+    def close(self) -> None:
+        """Read from ``inner`` again, and let others remove the copies."""
+        self._fetched.clear()
+        self._open.__exit__(None, None, None)
+
+    def __enter__(self) -> CachedStorage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _at(self, key: str) -> Storage:
+        return self._copies if key in self._fetched else self.inner
+
+    def read(self, key: str) -> bytes:
+        return self._at(key).read(key)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._at(key).read_into(key, offset, buffer)
+
+    def open(self, key: str) -> Reader:
+        return self._at(key).open(key)
+
+    def size(self, key: str) -> int:
+        return self._at(key).size(key)
+
+    def is_dir(self, key: str) -> bool:
+        return self.inner.is_dir(key)
+
+    def is_file(self, key: str) -> bool:
+        return key in self._fetched or self.inner.is_file(key)
+
+    def list(self, key: str = "") -> list[Entry]:
+        return self.inner.list(key)
+
+    def write(self, key: str, data: bytes) -> None:
+        self.inner.write(key, data)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        return self.inner.create(key, nbytes)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        return self.inner.link_new(key, data)
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        return self.inner.exchange(key, expected, data)
+
+    def make_dir(self, key: str) -> None:
+        self.inner.make_dir(key)
+
+    def sync_dir(self, key: str) -> None:
+        self.inner.sync_dir(key)
+
+    def rename(self, source: str, target: str) -> None:
+        self.inner.rename(source, target)
+
+    def remove(self, key: str) -> None:
+        self.inner.remove(key)
+
+    def discard_unfinished(self, key: str) -> None:
+        self.inner.discard_unfinished(key)
+
+    def time(self, key: str) -> float:
+        return self.inner.time(key)
+
+    def set_time(self, key: str, seconds: float) -> None:
+        self.inner.set_time(key, seconds)
+
+
+class _Download:
+    """Brings files of ``inner`` into ``folder``, each under a lock of its own, large ones in several pieces at once."""
+
+    def __init__(self, inner: Storage, folder: Path, pieces: ThreadPoolExecutor, progress: Progress) -> None:
+        self._inner, self._pieces, self._progress = inner, pieces, progress
+        self._files, self._locks, self._parts = (folder / name for name in ("files", "locks", "parts"))
+        for directory in (self._locks, self._parts):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.sizes: deque[int] = deque()  # of what was downloaded; appended to by several threads
+
+    def attempt(self, key: str) -> bool:
+        """Bring the file unless another process is at it; whether it is there."""
+        try:
+            self._bring(key, fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def bring(self, key: str) -> None:
+        """Bring the file, or wait for who is at it; if that one dies, this process takes over."""
+        self._bring(key, 0)
+
+    def _bring(self, key: str, flags: int) -> None:
+        path = self._files / key
+        if path.exists():
+            return
+        flat = quote(key, safe="")
+        name = flat if len(flat) < 200 else sha256(key.encode()).hexdigest()
+        with _locked(self._locks / name, fcntl.LOCK_EX | flags):
+            if path.exists():
+                return
+            part = self._parts / name  # what a dead process left of it is written over
+            self._fill(key, part)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, path)
+
+    def _fill(self, key: str, part: Path) -> None:
+        nbytes = self._inner.size(key)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            offsets = range(0, nbytes, _PIECE)
+            running = [self._pieces.submit(self._piece, key, fd, at, min(_PIECE, nbytes - at)) for at in offsets]
+            try:
+                for piece in running:
+                    piece.result()
+            finally:
+                for piece in running:
+                    piece.cancel()
+                for piece in running:
+                    with suppress(BaseException):
+                        piece.exception()  # nobody writes to a descriptor that is closed
+        finally:
+            os.close(fd)
+        self.sizes.append(nbytes)
+
+    def _piece(self, key: str, fd: int, offset: int, nbytes: int) -> None:
+        memory = memoryview(bytearray(nbytes))
+        self._inner.read_into(key, offset, memory)
+        done = 0
+        while done < nbytes:
+            done += os.pwrite(fd, memory[done:], offset + done)
+        self._progress(nbytes)
+
+
+@contextmanager
+def _locked(path: Path, operation: int) -> Iterator[None]:
+    """Hold flock(2) on the file ``path``, which is made if need be. Raises BlockingIOError with LOCK_NB."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, operation)
+            if _is_still(fd, path):
+                break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # it was removed between our opening and locking it: a lock on it excludes nobody
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_still(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_others(store: Path, name: str) -> None:
+    """Remove the folders of ``store`` but ``name``, if no process has them open."""
+    for lock in store.glob(f"*{_LOCK}"):
+        other = lock.name.removesuffix(_LOCK)
+        if other == name:
+            continue
+        with suppress(BlockingIOError, FileNotFoundError), _locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(store / other, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _default_work_dir() -> Path:
+    """Raises InvalidArgument where others could write to it."""
+    path = Path(tempfile.gettempdir()) / f"nxd_ckpt-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not path.is_dir() or path.is_symlink():
+        raise InvalidArgument(f"{path} belongs to another user, or others may write to it; pass work_dir=")
+    return path
