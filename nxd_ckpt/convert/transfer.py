@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import groupby
 
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
@@ -11,6 +15,7 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 
+_PIECE = 8 * 2**20
 Progress = Callable[[int], None]
 """Called with the bytes of each chunk that was copied."""
 
@@ -30,7 +35,7 @@ def bring(
         raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
     if expected is not None and expected.nbytes != nbytes:
         raise MalformedFile(f"{where} has {nbytes} bytes, expected {expected.nbytes}: truncated or replaced")
-    if expected is not None and _link(source, source_key, target, key):
+    if expected is not None and link(source, source_key, target, key):
         return expected
     found, _ = copy(source, source_key, target, key, {}, progress)
     if expected is not None and found != expected:
@@ -43,40 +48,36 @@ def bring(
 def copy(
     source: Storage, source_key: str, target: Storage, key: str, records: Mapping[int, int], progress: Progress
 ) -> tuple[FileEntry, dict[int, list[int]]]:
-    """Copy a file; its size and CRC-32, and the CRC-32s of the blocks of each record (offset: bytes), by its offset."""
+    """Copy a file; its size and CRC-32, and the CRC-32s of the blocks of each record (offset: bytes), by its offset.
+
+    While a piece is written, the next one is read: memory for two, of 8 MiB.
+    """
     nbytes = source.size(source_key)
-    memory = memoryview(bytearray(min(CRC_BLOCK, nbytes)))
-    whole, blocks = 0, {offset: list[int]() for offset in records}
+    digests = _Digests(nbytes, records)
     writer = target.create(key, nbytes)
     try:
-        for start, stop, record in _segments(nbytes, records):
-            part = memory[: stop - start]
-            source.read_into(source_key, start, part)
-            found = crc32.crc32(part)
-            whole = crc32.combine(whole, found, len(part))
-            if record is not None:
-                blocks[record].append(found)
-            writer.write_at(start, part)
-            progress(len(part))
+        for start, piece in _read(source, source_key, nbytes):
+            digests.take(piece)
+            writer.write_at(start, piece)
+            writer.settle()  # the memory will be read into again
+            progress(len(piece))
         writer.close()
     except BaseException:
         writer.abort()
         raise
-    return FileEntry(nbytes, whole), blocks
+    return FileEntry(nbytes, digests.whole), digests.blocks
 
 
-def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
-    """[start, stop) of the whole file, ascending: each a block of the record at the third number, or of no record."""
-    cursor = 0
-    for offset, size in [*sorted(records.items()), (nbytes, 0)]:
-        spans = ((cursor, offset, None), (offset, offset + size, offset))
-        for begin, end, record in spans:
-            for start in range(begin, end, CRC_BLOCK):
-                yield start, min(start + CRC_BLOCK, end), record
-        cursor = offset + size
+def digest(storage: Storage, key: str, progress: Progress) -> FileEntry:
+    """The size and CRC-32 of a file, by reading it."""
+    nbytes, found = storage.size(key), 0
+    for _, piece in _read(storage, key, nbytes):
+        found = crc32.crc32(piece, found)
+        progress(len(piece))
+    return FileEntry(nbytes, found)
 
 
-def _link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
+def link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
     """Make a hard link, and its bytes durable; False where that does not work, as between file systems."""
     if not isinstance(source, LocalStorage) or not isinstance(target, LocalStorage):
         return False
@@ -86,10 +87,73 @@ def _link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
         os.link(source.path(source_key).resolve(), path)
     except OSError:
         return False
-    if target.durable:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    sync(target, key)
     return True
+
+
+def sync(storage: Storage, key: str) -> None:
+    """Make the bytes of a file durable that another process may have left in the page cache."""
+    if not isinstance(storage, LocalStorage) or not storage.durable:
+        return
+    fd = os.open(storage.path(key), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read(storage: Storage, key: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """The file's pieces and where each begins; a piece is valid until the next one is asked for."""
+    # Anonymous maps begin on a page: from there local files are written without another copy.
+    memories = [memoryview(mmap.mmap(-1, min(_PIECE, nbytes))) for _ in range(0, min(nbytes, 2 * _PIECE), _PIECE)]
+    with closing(storage.open(key)) as reader, ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
+
+        def fill(number: int) -> memoryview:
+            start = number * _PIECE
+            piece = memories[number % 2][: nbytes - start]
+            reader.read_ranges([(start, piece)])
+            return piece
+
+        ahead = [thread.submit(fill, 0)] if nbytes else []
+        for number, start in enumerate(range(0, nbytes, _PIECE)):
+            piece = ahead.pop().result()
+            if start + _PIECE < nbytes:
+                ahead.append(thread.submit(fill, number + 1))
+            yield start, piece
+
+
+class _Digests:
+    """CRC-32s of a file that comes in pieces: of the whole, and of the blocks of each of its ``records``."""
+
+    def __init__(self, nbytes: int, records: Mapping[int, int]) -> None:
+        self.whole = 0
+        self.blocks = {offset: list[int]() for offset in records}
+        self._pieces = groupby(_segments(nbytes, records), lambda segment: segment[0] // _PIECE)
+
+    def take(self, piece: memoryview) -> None:
+        """The next piece."""
+        for start, stop, record in next(self._pieces)[1]:
+            found = crc32.crc32(piece[start % _PIECE : start % _PIECE + stop - start])
+            self.whole = crc32.combine(self.whole, found, stop - start)
+            if record is None:
+                continue
+            blocks = self.blocks[record]
+            if (start - record) % CRC_BLOCK:  # the block began in the piece before
+                blocks[-1] = crc32.combine(blocks[-1], found, stop - start)
+            else:
+                blocks.append(found)
+
+
+def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
+    """[start, stop) of the whole file, ascending: each of one piece, and of one block of the record at the third
+    number, or of no record."""
+    cursor = 0
+    for offset, size in [*sorted(records.items()), (nbytes, 0)]:
+        for begin, end, record in ((cursor, offset, None), (offset, offset + size, offset)):
+            start = begin
+            while start < end:
+                block = start + CRC_BLOCK - (start - begin) % CRC_BLOCK
+                stop = min(end, block, start + _PIECE - start % _PIECE)
+                yield start, stop, record
+                start = stop
+        cursor = offset + size
