@@ -6,7 +6,6 @@ the first task is raised: an error does not depend on which thread was faster.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,18 +17,15 @@ PIECE = CRC_BLOCK
 """Bytes of scratch memory of each thread, and of what a task reads: large enough that threads seldom meet, small enough
 that the bytes are still in the cache when their digest is computed; and a block of a tensor is proved at once."""
 
-_MOST = 8
-"""Threads, at most: a few keep any disk or network file system busy, and ranks of one host add up."""
-
 Task = Callable[[memoryview], None]
 """Called with :data:`PIECE` bytes of scratch memory that are the thread's own."""
 
 
 class ReadPool:
-    """Runs tasks on ``threads`` threads, the caller's included; None is one for each core. Close it."""
+    """Runs tasks on ``threads`` threads, the caller's included: the storage's ``concurrency``. Close it."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        self._others = min(_cores() if threads is None else threads, _MOST) - 1
+    def __init__(self, threads: int) -> None:
+        self._others = threads - 1
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, Task]] = deque()
@@ -128,8 +124,3 @@ class ReadPool:
             self._own.memory = memoryview(bytearray(PIECE))
         memory: memoryview = self._own.memory
         return memory
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,7 +43,7 @@ class LeafReader:
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
         self._files, self._entries = files, entries
         self.done = Counter()
-        self._open, self._pool = OpenFiles(files), ReadPool()
+        self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
         self._proved: set[tuple[str, int]] = set()
         self._proved_blocks: set[tuple[str, int, int]] = set()
         self._file, self._ranges, self._nbytes = "", list[_Range](), 0

@@ -65,6 +65,9 @@ class Storage(Protocol):
     renames: bool
     """Whether directories can be renamed at once, as file systems do and object stores do not."""
 
+    concurrency: int
+    """Reads at once that serve it well: one for each core of a local disk, more where each waits for a network."""
+
     def read(self, key: str) -> bytes: ...
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:

@@ -142,8 +142,6 @@ class FsspecStorage:
             return found == expected
 
     def create(self, key: str, nbytes: int) -> Writer:
-        if self.is_file(key):
-            raise FileExistsError(f"{self.url}/{key}: exists")
         with self._doing(key):
             self._make_parent(key)
         return _WholeWriter(self, key, nbytes) if nbytes <= _WHOLE else _StreamWriter(self, key, nbytes)
@@ -260,6 +258,8 @@ class _StreamWriter:
         self._position = 0
         self._early: dict[int, int] = {}
         self._waiting: IO[bytes] | None = None
+        if storage.is_file(key):
+            raise FileExistsError(f"{storage.url}/{key}: exists")
         with storage._doing(key):
             self._file = storage.fs.open(storage.path(key), "wb")
 

@@ -25,6 +25,7 @@ class LocalStorage:
         self.root = Path(root).absolute()
         self.durable = durable
         self.url = str(self.root)
+        self.concurrency = min(_cores(), 8)
 
     def path(self, key: str) -> Path:
         return self.root / key if key else self.root
@@ -279,6 +280,11 @@ class _LocalWriter:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct = -1
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _ALIGNMENT = 4096

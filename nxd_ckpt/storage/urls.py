@@ -35,9 +35,14 @@ def open_storage(
         if options:
             raise InvalidArgument(f"{text}: a directory takes no storage_options, found {', '.join(sorted(options))}")
         return LocalStorage(local_path(text), durable)
-    from nxd_ckpt.storage.fsspec_storage import open_fsspec
+    if scheme in ("s3", "s3a"):
+        from nxd_ckpt.storage.s3 import open_s3
 
-    return open_fsspec(text, options)
+        return open_s3(text, options)
+    from nxd_ckpt.storage.fsspec_storage import open_fsspec
+    from nxd_ckpt.storage.retrying import RetryingStorage
+
+    return RetryingStorage(open_fsspec(text, options))
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -39,7 +39,7 @@ class HookedStorage:
 
     def __init__(self, inner: Storage, hook: Hook) -> None:
         self.inner, self.hook = inner, hook
-        self.url, self.renames = inner.url, inner.renames
+        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
 
     def read(self, key: str) -> bytes:
         self.hook(Operation("read", key))
