@@ -1,0 +1,135 @@
+"""An S3 server on 127.0.0.1 for tests and trials: moto's, made as strict as S3 where it is not, with counters.
+
+::
+
+    with S3Server() as server:
+        server.make_bucket("bucket")
+        storage = open_storage("s3://bucket/run", storage_options=server.options)
+
+moto looks and then writes: here conditional requests go one at a time. It does not compare the CRC-32 of what arrives,
+and answers 500 for an upload that is gone: here it is refused as S3 does. Needs ``moto[s3]``, ``flask`` and
+``flask-cors``.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qs
+
+Environ = dict[str, Any]
+StartResponse = Callable[..., Any]
+
+
+class S3Server:
+    """Start it with ``with``. ``requests`` counts by method, ``received`` and ``sent`` the bytes of objects by key."""
+
+    def __init__(self) -> None:
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import WSGIRequestHandler, make_server
+
+        quiet = type("Quiet", (WSGIRequestHandler,), {"log": lambda *_: None})
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=quiet)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="s3-server", daemon=True)
+        self._one_at_a_time = threading.Lock()
+        self.address = ("127.0.0.1", self._server.server_port)
+        self.requests: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``storage_options`` for this server."""
+        return options_for(self.address)
+
+    def make_bucket(self, name: str) -> None:
+        self._client().create_bucket(Bucket=name)
+
+    def keys(self, bucket: str) -> list[str]:
+        """Names of the first 1,000 objects."""
+        return [item["Key"] for item in self._client().list_objects_v2(Bucket=bucket).get("Contents", ())]
+
+    def unfinished(self, bucket: str) -> list[str]:
+        """Names of the objects that have a multipart upload under way."""
+        return [item["Key"] for item in self._client().list_multipart_uploads(Bucket=bucket).get("Uploads", ())]
+
+    def __enter__(self) -> S3Server:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _client(self) -> Any:
+        import boto3
+
+        given = self.options
+        return boto3.client(
+            "s3",
+            aws_access_key_id=given["key"],
+            aws_secret_access_key=given["secret"],
+            endpoint_url=given["endpoint_url"],
+            **given["client_kwargs"],
+        )
+
+    def _serve(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        method, key = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        self.requests[method] += 1
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        environ["wsgi.input"] = io.BytesIO(body)
+        self.received[key] += len(body)
+        digest = environ.get("HTTP_X_AMZ_CHECKSUM_CRC32")
+        if digest and digest != base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode():
+            return _refuse(start_response, "400 Bad Request", "BadDigest")
+        with self._one_at_a_time:
+            upload = parse_qs(environ.get("QUERY_STRING", "")).get("uploadId")
+            if upload and not self._has_upload(key, upload[0]):
+                return _refuse(start_response, "404 Not Found", "NoSuchUpload")
+            reply = b"".join(self._app(environ, start_response))
+        self.sent[key] += len(reply) if method == "GET" else 0
+        return [reply]
+
+    @staticmethod
+    def _has_upload(key: str, upload_id: str) -> bool:
+        from moto.s3.models import s3_backends
+
+        bucket = key.strip("/").partition("/")[0]
+        return any(
+            upload_id in backends["aws"].buckets[bucket].multiparts
+            for backends in s3_backends.values()
+            if bucket in backends["aws"].buckets
+        )
+
+
+def options_for(address: tuple[str, int]) -> dict[str, Any]:
+    """``storage_options`` for a server, or a proxy before it, at (host, port)."""
+    return {
+        "key": "access",
+        "secret": "not-so-secret",
+        "endpoint_url": f"http://{address[0]}:{address[1]}",
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
+
+
+def error_body(code: str, **more: str) -> bytes:
+    """What S3 sends with an error."""
+    fields = "".join(f"<{name}>{value}</{name}>" for name, value in {"Code": code, "Message": code, **more}.items())
+    return f'<?xml version="1.0" encoding="UTF-8"?><Error>{fields}</Error>'.encode()
+
+
+def _refuse(start_response: StartResponse, status: str, code: str) -> Iterable[bytes]:
+    body = error_body(code)
+    start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    return [body]
