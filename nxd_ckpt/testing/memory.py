@@ -37,7 +37,7 @@ class MemoryStorage:
 
     def __init__(self, name: str | None = None, renames: bool = False) -> None:
         self.name = name if name is not None else uuid.uuid4().hex[:12]
-        self.url, self.renames = f"memory://{self.name}", renames
+        self.url, self.renames, self.concurrency = f"memory://{self.name}", renames, 2
         self._store = _stores.setdefault(self.name, _Store())
 
     @property
