@@ -52,6 +52,7 @@ def save_checkpoint(
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     memory_cap: int | None = None,
+    overwrite: bool | None = None,
 ) -> None:
     """Save a checkpoint; every rank calls this with the same arguments.
 
@@ -94,6 +95,7 @@ def save_checkpoint(
         param_names=param_names,
         partitions=partitions,
         trust_pickle=trust_pickle,
+        overwrite=overwrite,
     )
 
 

@@ -29,7 +29,7 @@ from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.loading import load
 from nxd_ckpt.runtime.plan import SavePlan
 from nxd_ckpt.runtime.planner import Planner
-from nxd_ckpt.runtime.saving import Saving, prepare
+from nxd_ckpt.runtime.saving import Saving
 from nxd_ckpt.runtime.session import Session, open_session
 from nxd_ckpt.runtime.staging import Stager, Wave, plan_waves
 from nxd_ckpt.runtime.writing import WRITERS
@@ -159,7 +159,7 @@ class Checkpointer:
             except BaseException as problem:
                 error = problem
         saving = self._saving(str(tag), planned.plan if planned is not None else None, error, options)
-        self._submit(lambda: prepare(saving))
+        self._submit(saving.begin)
         if planned is not None:
             error = self._stage(saving, planned)
         saving.timings["stage_seconds"] = time.monotonic() - started
@@ -278,6 +278,7 @@ class Checkpointer:
             plan,
             num_workers=None if use_xser else options.get("num_workers", 8),
             num_kept_ckpts=_kept(options.get("num_kept_ckpts")),
+            overwrite=options.get("overwrite"),
             error=error,
             threads=self._writers(),
         )
@@ -346,6 +347,8 @@ class Checkpointer:
         with self._lock:
             pending = list(self._pending)
         if grace is not None:
+            if self._session is not None:
+                self._session.leaves_at = time.monotonic() + grace
             for save in pending:
                 save.wait_voted()
         deadline = None if grace is None else time.monotonic() + grace
@@ -360,17 +363,17 @@ class Checkpointer:
             self._helpers = None
         if self._session is not None and not undecided:
             if self.topology.rank == 0:
-                self._clean_up(self._session.run_id)
+                self._clean_up(self._session)
             self._session.close()
             self._session = None
             forget(self)
         if self._stager is not None and not undecided:
             self._stager.release()
 
-    def _clean_up(self, run_id: str) -> None:
+    def _clean_up(self, session: Session) -> None:
         try:
-            clean_up(self.storage, run_id, self._counter + 1, self.topology.world_size)
-        except OSError as error:  # the directory must be given back all the same; the next job sweeps
+            clean_up(session, self._counter + 1)
+        except (OSError, CheckpointError) as error:  # the directory must be given back; the next job sweeps
             logger.warning("could not clean up %s: %s", self.storage.url, error)
 
 

@@ -17,11 +17,20 @@ from nxd_ckpt.convert.crew import Crew, joined
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, RanksDisagree, from_wire, to_wire
-from nxd_ckpt.runtime import ballot, journal, lease
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DirectoryInUse,
+    InvalidArgument,
+    PeerTimeout,
+    RanksDisagree,
+    from_wire,
+    to_wire,
+)
+from nxd_ckpt.runtime import ballot, intents, journal
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.commit import Commit, commit
 from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.runtime.publication import publication_of
 from nxd_ckpt.runtime.session import Session, open_session
 from nxd_ckpt.storage.urls import open_storage
 
@@ -56,7 +65,9 @@ def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
             nbytes = on_all(agreement, lambda: crew.survey(ranks))
             with _claimed(job, agreement, means.timeout, crew) as session, _bar(nbytes, means.progress) as show:
-                _Attempt(job, session, crew, ranks, show).run()
+                attempt = _Attempt(job, session, crew, ranks, show)
+                decided_by_rank0(agreement, attempt.begin)
+                attempt.run()
 
 
 def _must_agree(words: Sequence[str] | None) -> None:
@@ -90,10 +101,11 @@ def _clean_up(session: Session) -> None:
     try:
         if storage.is_file(JOURNAL):
             return  # a swap that could not be finished: whoever opens the directory next needs what is there
-        storage.remove(staging_dir(attempt))
+        session.require()
+        intents.clear(storage, staging_dir(attempt))
         storage.remove(votes_dir(attempt))
         journal.discard_trash(storage)
-    except OSError as error:
+    except (OSError, DirectoryInUse) as error:
         logger.warning("could not clean up %s: %s", storage.url, error)
 
 
@@ -120,9 +132,15 @@ class _Attempt:
     def __init__(self, job: Job, session: Session, crew: Crew, ranks: range, show: Callable[[int], None]) -> None:
         self._job, self._session, self._crew, self._show = job, session, crew, show
         self._storage, self._attempt = session.storage, session.attempt(1)
+        # Whether the result may be replaced was asked, and answered, before anything was read.
+        self._publication = publication_of(session, 1, job.target.name, overwrite=True)
         self._unwritten = list(ranks)
         self._failure_told = False
         self._looked = time.monotonic()
+
+    def begin(self) -> None:
+        """Process 0, before any of them writes."""
+        self._publication.begin(self._session)
 
     def run(self) -> None:
         """Write, then decide or learn the verdict. Raises this process's own error where it has one."""
@@ -143,8 +161,8 @@ class _Attempt:
 
     def _write(self) -> None:
         self._storage.make_dir(verdict_dir(self._attempt))
-        self._storage.make_dir(staging_dir(self._attempt))
-        for vote in self._crew.write(tuple(self._unwritten), self._attempt, self._tick):
+        self._storage.make_dir(self._publication.folder)
+        for vote in self._crew.write(tuple(self._unwritten), self._publication, self._tick):
             self._cast(vote)
             self._unwritten.remove(vote.rank)
         self._show(self._crew.written)
@@ -186,11 +204,9 @@ class _Attempt:
     def _commit(self) -> None:
         session, job = self._session, self._job
         votes = ballot.collect(self._storage, self._attempt, job.topology.world_size, session.timeout)
-        if session.lease is not None:
-            lease.require(self._storage, session.lease)
-        request = Commit(self._attempt, job.target.name, job.parts, versions=versions())
+        request = Commit(self._publication, job.parts, versions=versions())
         try:
-            commit(self._storage, job.topology, votes, request)
+            commit(session, job.topology, votes, request)
         except OSError as error:
             raise CheckpointError(f"could not complete {job.target.path}: {type(error).__name__}: {error}") from error
 

@@ -26,6 +26,7 @@ from nxd_ckpt.convert.sink import Sink
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, to_wire
 from nxd_ckpt.runtime.agreement import Agreement, Alone, agreement_for
+from nxd_ckpt.runtime.publication import Publication
 
 _TICK = 0.2
 """Seconds between two looks at how far the workers are."""
@@ -59,12 +60,12 @@ class Crew:
         found: list[int] = [_result(future) for _, future in self._run(calls, lambda: None)]
         return sum(found)
 
-    def write(self, ranks: Iterable[int], attempt: str, tick: Callable[[], None]) -> Iterator[Vote]:
+    def write(self, ranks: Iterable[int], publication: Publication, tick: Callable[[], None]) -> Iterator[Vote]:
         """Write these ranks; the vote of each as it is done. ``tick`` is called several times a second.
 
         For one that failed, first its vote comes, then its error is raised.
         """
-        calls = {rank: partial(_write, rank, attempt) for rank in ranks}
+        calls = {rank: partial(_write, rank, publication) for rank in ranks}
         for rank, future in self._run(calls, tick):
             try:
                 vote: Vote = _result(future)
@@ -129,9 +130,9 @@ def _survey(rank: int) -> int:
     return _sink().survey(rank)
 
 
-def _write(rank: int, attempt: str) -> Vote:
+def _write(rank: int, publication: Publication) -> Vote:
     # Bound here: several threads may write a rank's files, and each would find an ``_own`` of its own.
-    return _sink().write(rank, attempt, partial(_count, _own.written, _own.stop))
+    return _sink().write(rank, publication, partial(_count, _own.written, _own.stop))
 
 
 def _sink() -> Sink:

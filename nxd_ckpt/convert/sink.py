@@ -15,8 +15,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.opening import open_complete_tag
-from nxd_ckpt.runtime.paths import staging_dir
 from nxd_ckpt.runtime.plan import SavePlan, plan_save
+from nxd_ckpt.runtime.publication import Publication
 from nxd_ckpt.runtime.target import target_state
 from nxd_ckpt.runtime.writing import WRITERS, FileWriter, write_index
 from nxd_ckpt.storage.urls import open_storage
@@ -42,10 +42,10 @@ class Sink:
         """
         return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
-    def write(self, rank: int, attempt: str, progress: Progress) -> Vote:
-        """Write the rank's files and index into the attempt's staging directory, durably."""
+    def write(self, rank: int, publication: Publication, progress: Progress) -> Vote:
+        """Write the rank's files and index, durably."""
         started = time.monotonic()
-        topology, folder = self._job.topology.at(rank), staging_dir(attempt)
+        topology, folder = self._job.topology.at(rank), publication.folder
         plan = self._plan(topology)
         writer = self._write_files(plan, folder, progress)
         carried = self._carrying.bring(topology, folder, progress)
@@ -53,7 +53,7 @@ class Sink:
             rank,
             plan=plan.agreed(self._job.target.name, topology),
             replica=plan.replica,
-            index=self._write_index(writer, plan, carried, topology, folder),
+            index=self._write_index(writer, plan, carried, topology, publication),
             replicated=writer.replicated_digest(),
             nbytes=writer.nbytes + carried.nbytes,
             seconds=round(time.monotonic() - started, 6),
@@ -83,7 +83,7 @@ class Sink:
         return writer
 
     def _write_index(
-        self, writer: FileWriter, plan: SavePlan, carried: Carried, topology: Topology, folder: str
+        self, writer: FileWriter, plan: SavePlan, carried: Carried, topology: Topology, publication: Publication
     ) -> RankLine:
         written = writer.index(plan, topology.coordinates)
         index = replace(
@@ -92,4 +92,4 @@ class Sink:
             tensors=written.tensors + carried.tensors,
             parameters={**written.parameters, **carried.parameters},
         )
-        return RankLine(*write_index(self._storage, folder, names.index_file(topology.coordinates), index))
+        return RankLine(*write_index(self._storage, publication, names.index_file(topology.coordinates), index))

@@ -13,11 +13,67 @@ from typing import TypeVar
 
 from nxd_ckpt.core import votes as ballots
 from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
-from nxd_ckpt.runtime.paths import rank_file, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.errors import OutcomeUnknown, RanksDisagree, SaveFailed
+from nxd_ckpt.runtime.paths import begin_file, rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
 ResultT = TypeVar("ResultT")
+
+
+def open_ballot(storage: Storage, attempt: str, tag: str) -> None:
+    """Rank 0: tell the others that the attempt's files may be written into ``tag`` itself."""
+    storage.write(begin_file(attempt), tag.encode())
+    storage.sync_dir(verdict_dir(attempt))
+
+
+def await_opening(
+    storage: Storage, attempt: str, tag: str, timeout: float, leaving: Callable[[], bool]
+) -> Verdict | None:
+    """Return None once rank 0 opened the ballot, or its verdict where that came first: it refused, or a rank failed.
+
+    Raises:
+        RanksDisagree: rank 0 opened it for another tag.
+        SaveFailed: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds; or this rank is
+            ``leaving`` the job. Without its vote no tag becomes visible.
+    """
+    key = verdict_file(attempt)
+    found = _first_of([key, begin_file(attempt)], storage, attempt, timeout, leaving)
+    if found is None:
+        raise SaveFailed(
+            f"rank 0 did not begin it: for {timeout:.0f} s it made no progress, or this rank is about to end; see the "
+            "log of rank 0"
+        )
+    if found == key:
+        return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
+    opened_for = storage.read(found).decode()
+    if opened_for != tag:
+        raise RanksDisagree(
+            f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
+            "arguments, in the same order"
+        )
+    return None
+
+
+def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
+    """Whether no rank writes for the attempt any more: each is done with it, or failed."""
+    return _votes(_listed(storage, votes_dir(attempt))) == world_size
+
+
+def await_votes(
+    storage: Storage, attempt: str, world_size: int, timeout: float, on_progress: Callable[[], None]
+) -> bool:
+    """Wait until all ranks voted on an attempt, whatever they said.
+
+    ``on_progress`` is called now and then while some of them make progress; False ``timeout`` seconds after the last.
+    """
+    patience, backoff = _Patience(timeout, on_progress), _Backoff()
+    while True:
+        names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
+        if _votes(names) == world_size:
+            return True
+        if patience.is_over(_votes(names), partial(_progress, storage, attempt, names, range(world_size))):
+            return False
+        backoff.pause()
 
 
 def cast(storage: Storage, attempt: str, vote: Vote) -> None:
@@ -77,6 +133,23 @@ def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> V
             process lives does not count: it may be elsewhere.
     """
     key = verdict_file(attempt)
+    if _first_of([key], storage, attempt, timeout) is None:
+        raise OutcomeUnknown(
+            f"save of {tag!r}: rank 0 gave no verdict and made no progress for {timeout:.0f} s; it may have died, "
+            "or never have made this save. The tag may or may not have become visible: look for "
+            f"{storage.url}/{tag}/done"
+        )
+    return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
+
+
+def _first_of(
+    keys: Sequence[str],
+    storage: Storage,
+    attempt: str,
+    timeout: float,
+    leaving: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """The first of ``keys``, all in the verdict's directory, that is there; None once patience with rank 0 is over."""
     patience, backoff = _Patience(timeout), _Backoff()
 
     def look_closer() -> dict[str, bytes]:
@@ -84,14 +157,12 @@ def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> V
         return dict.fromkeys(names, b"") | _progress(storage, attempt, names, [0])
 
     while True:
-        if _name(key) in backoff.timed(lambda: _listed(storage, verdict_dir(attempt))):
-            return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
-        if patience.is_over(0, look_closer):
-            raise OutcomeUnknown(
-                f"save of {tag!r}: rank 0 gave no verdict and made no progress for {timeout:.0f} s; it may have died, "
-                "or never have made this save. The tag may or may not have become visible: look for "
-                f"{storage.url}/{tag}/done"
-            )
+        listed = backoff.timed(lambda: _listed(storage, verdict_dir(attempt)))
+        for key in keys:
+            if _name(key) in listed:
+                return key
+        if leaving() or patience.is_over(0, look_closer):
+            return None
         backoff.pause()
 
 
@@ -149,6 +220,10 @@ class _Backoff:
 
 def _listed(storage: Storage, folder: str) -> set[str]:
     return {entry.name for entry in storage.list(folder)}
+
+
+def _votes(names: Collection[str]) -> int:
+    return sum(name.endswith(".vote.json") for name in names)
 
 
 def _name(key: str) -> str:

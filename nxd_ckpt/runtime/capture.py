@@ -34,6 +34,8 @@ class SaveOptions:
         param_names: optimizer's parameter names, per group in order, where they cannot be known from a live model.
         partitions: how parameters are cut, where their attributes were lost.
         trust_pickle: allow user content that only an unsafe load can read back.
+        overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
+            successor is complete; not on object stores, where True removes it before the first byte is written.
     """
 
     num_workers: int | None = 8
@@ -45,12 +47,15 @@ class SaveOptions:
     param_names: Sequence[Sequence[str]] | None = None
     partitions: Mapping[str, Partition] | None = None
     trust_pickle: bool = False
+    overwrite: bool | None = None
 
     def validate(self) -> None:
         """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
         validate_num_kept(self.num_kept_ckpts)
         if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
+        if self.overwrite not in (None, True, False):
+            raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
         if self.use_zero1_dcp:
             raise UnsupportedState(
                 "use_zero1_dcp=True: writing the optimizer as a torch DCP directory is not supported (reading is); "

@@ -1,8 +1,8 @@
 """Rank 0's part of a save: judge the votes, complete the tag, make it visible, keep only so many.
 
 The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the
-manifest and ``done`` are durable inside the staging directory before the one rename that makes the tag visible; the
-rename is durable before the verdict tells anyone.
+manifest is durable before the publication makes the tag visible (see runtime.publication); that is durable before the
+verdict tells anyone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from nxd_ckpt.core.retention import tags_to_remove
 from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
-from nxd_ckpt.runtime import journal
+from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags
+from nxd_ckpt.runtime import ballot, intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
+from nxd_ckpt.runtime.publication import Publication
+from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -42,8 +44,7 @@ logger = logging.getLogger("nxd_ckpt")
 class Commit:
     """What rank 0 knows of an attempt that is about to be decided. ``parameters`` are those of its own index."""
 
-    attempt: str
-    tag: str
+    publication: Publication
     parts: Parts
     num_kept_ckpts: int | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -51,26 +52,25 @@ class Commit:
     parameters: Mapping[str, ParameterSpec] | None = None
 
 
-def commit(storage: Storage, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
-    """Make the tag visible, complete and durable; then apply retention.
+def commit(session: Session, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
+    """Make the tag visible, complete and durable; then apply retention. ``topology`` is that of the tag's ranks.
 
-    Raises SaveFailed or RanksDisagree (see core.votes.judge) before anything is visible.
+    Raises:
+        DirectoryInUse: another job took the directory over.
+        SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
     """
+    session.require()
     ballots.judge(votes, topology)
-    if not may_be_replaced(storage, request.tag):
-        raise SaveFailed(
-            f"{storage.url}/{request.tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
-            "move that directory away"
-        )
-    folder = staging_dir(request.attempt)
+    storage, publication = session.storage, request.publication
+    folder = publication.folder
     parameters = _parameters(storage, folder, topology, request.parameters)
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
     # Whole seconds: not every file system keeps the fraction of the marker's time.
     order_time = float(math.ceil(next_order_time(time.time(), list_tags(storage))))
     manifest = Manifest(
-        tag=request.tag,
-        attempt=request.attempt,
+        tag=publication.tag,
+        attempt=publication.attempt,
         order_time=order_time,
         topology=topology,
         parts=request.parts,
@@ -83,44 +83,40 @@ def commit(storage: Storage, topology: Topology, votes: Sequence[Vote], request:
         },
         versions=request.versions,
     )
-    storage.write(f"{folder}/{names.MARKER}", b"1")
-    storage.write(f"{folder}/{names.MANIFEST}", dump_manifest(manifest))
-    storage.write(f"{folder}/{names.DONE}", b"1")
-    storage.set_time(f"{folder}/{names.DONE}", order_time)
-    storage.sync_dir(folder)
-    journal.publish(storage, request.attempt, request.tag)
+    publication.put(storage, names.MANIFEST, dump_manifest(manifest))
+    publication.publish(session, order_time)
     _retain(storage, request)
 
 
-def clean_up(storage: Storage, run_id: str, counter: int, world_size: int) -> None:
+def clean_up(session: Session, counter: int) -> None:
     """Remove what this run's attempts left that no rank can still be writing to.
 
     That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
+
+    Raises DirectoryInUse where another job took over a storage on which it may be writing the same tags.
     """
-    everyone_is_past = _all_voted(storage, f"{run_id}-{counter}", world_size)
+    storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
+    if not storage.renames:
+        session.require()
+    everyone_is_past = ballot.all_voted(storage, session.attempt(counter), world_size)
     for entry in storage.list(STAGING):
         run, _, number = entry.name.rpartition("-")
         if run != run_id or not number.isdigit():
             continue
-        if (everyone_is_past and int(number) < counter) or _all_voted(storage, entry.name, world_size):
-            _remove(storage, staging_dir(entry.name))
+        if (everyone_is_past and int(number) < counter) or ballot.all_voted(storage, entry.name, world_size):
+            _clear(storage, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks read its verdict yet.
         for entry in storage.list(VOTES):
             run, _, number = entry.name.rpartition("-")
             if run == run_id and number.isdigit() and int(number) < counter:
-                _remove(storage, votes_dir(entry.name))
+                _clear(storage, votes_dir(entry.name))
     journal.discard_trash(storage)
 
 
-def _all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
-    votes = [entry for entry in storage.list(votes_dir(attempt)) if entry.name.endswith(".vote.json")]
-    return len(votes) == world_size
-
-
-def _remove(storage: Storage, key: str) -> None:
+def _clear(storage: Storage, key: str) -> None:
     try:
-        storage.remove(key)
+        intents.clear(storage, key)
     except OSError as error:
         logger.warning("could not remove %s/%s: %s", storage.url, key, error)
 
@@ -188,7 +184,7 @@ def _retain(storage: Storage, request: Commit) -> None:
     try:
         tags = [info for info in list_tags(storage) if is_checkpoint_of_ours_or_nxd(storage, info.tag)]
         for tag in tags_to_remove(tags, request.num_kept_ckpts):
-            if tag != request.tag:
-                journal.remove_tag(storage, tag, request.attempt)
+            if tag != request.publication.tag:
+                request.publication.retire(storage, tag)
     except (OSError, CheckpointError) as error:
         logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

@@ -20,6 +20,7 @@ import logging
 from contextlib import suppress
 
 from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.runtime import intents
 from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
 from nxd_ckpt.storage.base import Storage
 
@@ -107,7 +108,7 @@ def discard_trash(storage: Storage) -> None:
             return
         for entry in storage.list(TRASH):
             with suppress(OSError):
-                storage.remove(f"{TRASH}/{entry.name}")
+                intents.clear(storage, f"{TRASH}/{entry.name}")
 
 
 def _sync(storage: Storage) -> None:

@@ -129,12 +129,15 @@ class Heartbeat:
                 continue  # a full or absent disk shows in the save itself; the next beat may succeed
 
     def _beat(self) -> None:
-        holder = read(self._storage)
-        if holder is None:
-            self._storage.link_new(LEASE, _encode(self._lease))
-        elif holder.run_id == self._lease.run_id:
-            self._storage.write(LEASE, _encode(self._lease))
-        # else it was taken over: the next save says so.
+        found, renewed = _found(self._storage), _encode(self._lease)
+        if found is None:
+            self._storage.link_new(LEASE, renewed)
+        elif _decode(found).run_id != self._lease.run_id:
+            return  # it was taken over: the next save says so
+        elif self._storage.renames:
+            self._storage.write(LEASE, renewed)  # there an exchange leaves a moment without a lease
+        else:
+            self._storage.exchange(LEASE, found, renewed)  # a take-over since it was read is not undone
 
 
 def _lives(storage: Storage, holder: Lease, patience: float) -> bool:

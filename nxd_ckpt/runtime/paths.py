@@ -32,6 +32,11 @@ def verdict_file(attempt: str) -> str:
     return f"{verdict_dir(attempt)}/verdict.json"
 
 
+def begin_file(attempt: str) -> str:
+    """Rank 0 has made room for the attempt; beside the verdict, for the ranks that wait for either."""
+    return f"{verdict_dir(attempt)}/begin"
+
+
 def rank_file(attempt: str, rank: int, kind: str) -> str:
     """``kind`` is ``vote`` or ``progress``."""
     return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"

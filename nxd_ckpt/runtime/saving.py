@@ -10,12 +10,13 @@ from contextlib import ExitStack
 
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, SaveFailed, from_wire, in_words, to_wire
+from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, SaveFailed, from_wire, in_words, to_wire
 from nxd_ckpt.layout import names
-from nxd_ckpt.runtime import ballot, lease
+from nxd_ckpt.runtime import ballot
 from nxd_ckpt.runtime.commit import Commit, clean_up, commit
-from nxd_ckpt.runtime.paths import staging_dir, verdict_dir, votes_dir
+from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
 from nxd_ckpt.runtime.plan import SavePlan
+from nxd_ckpt.runtime.publication import publication_of
 from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.runtime.slots import writing_slot
 from nxd_ckpt.runtime.staging import Wave
@@ -36,11 +37,14 @@ class Saving:
         *,
         num_workers: int | None = None,
         num_kept_ckpts: int | None = None,
+        overwrite: bool | None = None,
         error: BaseException | None = None,
         threads: Executor,
     ) -> None:
         self.session, self.counter, self.tag, self.plan, self._threads = session, counter, tag, plan, threads
         self.attempt = session.attempt(counter)
+        self.publication = publication_of(session, counter, tag, overwrite)
+        self._patience = 1.5 * session.timeout + 5.0  # with rank 0, which is shorter with the others
         self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
         self.error = error
         self.timings: dict[str, float] = {}
@@ -55,6 +59,38 @@ class Saving:
     def nbytes(self) -> int:
         """Bytes that this rank wrote so far."""
         return self._writer.nbytes if self._writer is not None else 0
+
+    def begin(self) -> None:
+        """Make what even a rank that fails needs to vote; then wait until the attempt's files may be written."""
+        session = self.session
+        try:
+            session.storage.make_dir(verdict_dir(self.attempt))
+            if session.topology.rank == 0:
+                self._open_ballot()
+            elif self.publication.in_place and self.error is None:
+                self._await_opening()
+            if self.error is None:
+                session.storage.make_dir(self.publication.folder)
+        except Exception as error:
+            self.error = self.error or error
+
+    def _open_ballot(self) -> None:
+        if self.error is None:
+            self.publication.begin(self.session)
+            if self.publication.in_place:
+                ballot.open_ballot(self.session.storage, self.attempt, self.tag)
+
+    def _await_opening(self) -> None:
+        session, patience = self.session, self._patience
+        try:
+            verdict = ballot.await_opening(session.storage, self.attempt, self.tag, patience, session.is_leaving)
+        except RanksDisagree:
+            raise
+        except SaveFailed:
+            self._patience = min(self._patience, 5.0)  # it was silent for long enough
+            raise
+        if verdict is not None:
+            raise self._told(verdict)
 
     def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
         """Write one staged wave. A failure is kept for the vote and returned to no one else."""
@@ -90,11 +126,15 @@ class Saving:
         if verdict.error is not None and self.error is not None:
             raise self._failed(self.error) from self.error
         if verdict.error is not None:
-            # Rank 0 speaks for the rank that failed: its message names that one.
-            name, message = verdict.error
-            kind = type(from_wire(name, message, 0))
-            failed = kind if issubclass(kind, SaveFailed) else SaveFailed
-            raise failed(f"save of {self.tag!r} failed: {message}")
+            raise self._told(verdict)
+
+    def _told(self, verdict: Verdict) -> CheckpointError:
+        """What rank 0's verdict says. It speaks for the rank that failed: its message names that one."""
+        name, message = verdict.error or ("SaveFailed", "rank 0 decided it without this rank")
+        kind = type(from_wire(name, message, 0))
+        if issubclass(kind, OutcomeUnknown):
+            return kind(f"save of {self.tag!r}: {message}")
+        return (kind if issubclass(kind, SaveFailed) else SaveFailed)(f"save of {self.tag!r} failed: {message}")
 
     def _finish_files(self) -> RankLine | None:
         started = time.monotonic()
@@ -103,8 +143,7 @@ class Saving:
                 self._writer.finish()
                 at = self.session.topology.coordinates
                 index = self._writer.index(self.plan, at)
-                folder = staging_dir(self.attempt)
-                return RankLine(*write_index(self.session.storage, folder, names.index_file(at), index))
+                return RankLine(*write_index(self.session.storage, self.publication, names.index_file(at), index))
         except Exception as error:
             self.error = error
         finally:
@@ -138,8 +177,7 @@ class Saving:
     def _learn(self) -> Verdict:
         """The other ranks: await rank 0's verdict, for longer than its own patience with them."""
         try:
-            patience = 1.5 * self.session.timeout + 5.0
-            return ballot.await_verdict(self.session.storage, self.attempt, self.tag, patience)
+            return ballot.await_verdict(self.session.storage, self.attempt, self.tag, self._patience)
         except OutcomeUnknown:
             if self.error is not None:
                 return Verdict(to_wire(self.error), self.session.topology.rank)  # without its vote, no tag
@@ -152,19 +190,19 @@ class Saving:
         """Rank 0: collect, commit, announce. The verdict is announced whatever happens, and holds if that fails."""
         session = self.session
         try:
+            if isinstance(self.error, SaveFailed):
+                raise self.error  # it refused the attempt
             if self.error is not None:
                 raise SaveFailed(f"rank 0 failed: {in_words(to_wire(self.error))}")
             votes = ballot.collect(session.storage, self.attempt, session.topology.world_size, session.timeout)
             parts = self.plan.parts if self.plan is not None else None
             if parts is None:
                 raise SaveFailed("rank 0 staged nothing")
-            if session.lease is not None:
-                lease.require(session.storage, session.lease)
             own = self.plan.parameters if self.plan is not None else None
-            request = Commit(self.attempt, self.tag, parts, self.num_kept_ckpts, self.timings, self.versions, own)
-            commit(session.storage, session.topology, votes, request)
+            request = Commit(self.publication, parts, self.num_kept_ckpts, self.timings, self.versions, own)
+            commit(session, session.topology, votes, request)
             verdict = Verdict()
-        except SaveFailed as error:
+        except (SaveFailed, OutcomeUnknown) as error:
             verdict = Verdict(to_wire(error))
         except Exception as error:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
@@ -179,8 +217,8 @@ class Saving:
         session = self.session
         if session.topology.rank == 0:
             try:
-                clean_up(session.storage, session.run_id, self.counter, session.topology.world_size)
-            except OSError as error:
+                clean_up(session, self.counter)
+            except (OSError, CheckpointError) as error:
                 logger.warning("after the save of %r in %s: %s", self.tag, session.storage.url, error)
 
     def _failed(self, error: BaseException) -> CheckpointError:
@@ -190,7 +228,7 @@ class Saving:
         return SaveFailed(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
 
     def _file_writer(self, plan: SavePlan) -> FileWriter:
-        return FileWriter(self.session.storage, staging_dir(self.attempt), plan.files, self._progress, self._threads)
+        return FileWriter(self.session.storage, self.publication.folder, plan.files, self._progress, self._threads)
 
     def _progress(self, nbytes: int) -> None:
         """Show rank 0, and who waits for the slot, that a slow write is moving."""
@@ -202,13 +240,3 @@ class Saving:
 
     def _count(self, name: str, started: float) -> None:
         self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started
-
-
-def prepare(saving: Saving) -> None:
-    """Create the attempt's directories, so that even a rank that fails can vote."""
-    storage = saving.session.storage
-    try:
-        storage.make_dir(verdict_dir(saving.attempt))
-        storage.make_dir(staging_dir(saving.attempt))
-    except OSError as error:
-        saving.error = saving.error or error

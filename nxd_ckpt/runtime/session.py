@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument
 from nxd_ckpt.layout.names import HIDDEN
-from nxd_ckpt.runtime import journal, lease
+from nxd_ckpt.runtime import intents, journal, lease
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES
@@ -23,8 +26,14 @@ logger = logging.getLogger("nxd_ckpt")
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
+_IN_PLACE = ".in_place"
+"""Ends the name of rank 0's probe where tags are written in place (see runtime.publication): all ranks must know."""
+
 _SEEN_WITHIN = 30.0
 """Seconds that a shared file system may take to show a new file to another host (NFS attribute caches: up to 30)."""
+
+_CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What mounted object stores answer to renaming a directory. (EMFILE: gcsfuse, if files are in it.)"""
 
 _PATIENCE = 6
 """Heartbeats that may be missing before a holder on another host counts as dead."""
@@ -40,9 +49,24 @@ class Session:
     timeout: float
     lease: Lease | None = None
     heartbeat: Heartbeat | None = None
+    leaves_at: float = math.inf
+    """When this rank, after an exception, stops waiting for the others (seconds, as time.monotonic())."""
 
     def attempt(self, counter: int) -> str:
         return f"{self.run_id}-{counter}"
+
+    @property
+    def probe(self) -> str:
+        """The name of the file that rank 0 leaves for the others to find."""
+        return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
+
+    def require(self) -> None:
+        """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile."""
+        if self.lease is not None:
+            lease.require(self.storage, self.lease)
+
+    def is_leaving(self) -> bool:
+        return time.monotonic() >= self.leaves_at
 
     def close(self) -> None:
         """Give the directory back. Called after the last save was decided."""
@@ -50,7 +74,7 @@ class Session:
             self.heartbeat.stop()
         if self.lease is not None:
             with suppress(OSError):
-                self.storage.remove(f"{PROBES}/{self.run_id}")
+                self.storage.remove(f"{PROBES}/{self.probe}")
                 lease.release(self.storage, self.lease)
         forget_slots(self.run_id)
 
@@ -87,7 +111,7 @@ def _open_with_group(session: Session, agreement: Agreement, run_id: str | None)
     session.run_id = decided_by_rank0(agreement, claim)
     # Shorter than the others' patience, so that they hear of it from the rank that looks in vain.
     within = min(_SEEN_WITHIN, session.timeout / 2)
-    on_all(agreement, lambda: _must_see(session, f"{PROBES}/{session.run_id}", within))
+    on_all(agreement, lambda: _see_probe(session, within))
 
 
 def _open_without_group(session: Session, run_id: str | None) -> None:
@@ -97,18 +121,18 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
             "many ranks, or run_id=: a string that is the same on all ranks and new for every launch of the job"
         )
     session.run_id = run_id
-    mark = f"{RUNS}/{run_id}"
     if session.topology.rank == 0:
         session.storage.make_dir(HIDDEN)
-        if not session.storage.link_new(mark, b"1"):
+        if not session.storage.link_new(f"{RUNS}/{run_id}", b"1"):
             raise InvalidArgument(
                 f"run_id {run_id!r} was used in {session.storage.url} before; give every launch a new one (with the "
                 "scheduler's restart count in it), else votes of the earlier one could be taken for this one's"
             )
         _claim(session, run_id, first=False)
     else:
-        _must_see(session, mark, session.timeout)  # rank 0 may come as late as any rank
+        _must_see(session, RUNS, [run_id], session.timeout)  # rank 0 may come as late as any rank
         _must_be_live(session)
+        _see_probe(session, session.timeout)
 
 
 def _claim(session: Session, run_id: str, *, first: bool) -> None:
@@ -121,10 +145,37 @@ def _claim(session: Session, run_id: str, *, first: bool) -> None:
     storage.make_dir(HIDDEN)
     interval = _beat_interval(session)
     session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval)
+    session.heartbeat = Heartbeat(storage, session.lease, interval)
     journal.recover(storage)
     _sweep(storage, None if first else run_id)
-    storage.write(f"{PROBES}/{run_id}", b"1")
-    session.heartbeat = Heartbeat(storage, session.lease, interval)
+    if storage.renames and not _can_rename(storage, run_id):
+        logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
+        storage.renames = False
+    storage.write(f"{PROBES}/{session.probe}", b"1")
+
+
+def _can_rename(storage: Storage, run_id: str) -> bool:
+    """Try it, on a directory with a file: that is what some mounts of object stores refuse."""
+    source, target = f"{PROBES}/{run_id}.source", f"{PROBES}/{run_id}.target"
+    storage.write(f"{source}/file", b"1")
+    try:
+        storage.rename(source, target)
+    except OSError as error:
+        if error.errno not in _CANNOT_RENAME:
+            raise
+        return False
+    finally:
+        with suppress(OSError):  # else the next job sweeps it
+            storage.remove(source)
+            storage.remove(target)
+    return True
+
+
+def _see_probe(session: Session, within: float) -> None:
+    """All ranks: find what rank 0 left, which proves that the directory is shared, and says how tags are written."""
+    found = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
+    if found != session.run_id:
+        session.storage.renames = False
 
 
 def _must_be_live(session: Session) -> None:
@@ -150,25 +201,32 @@ def _beat_interval(session: Session) -> float:
     return min(10.0, session.timeout / 6)
 
 
-def _must_see(session: Session, mark: str, within: float) -> None:
+def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:
+    """Which of ``names`` rank 0 wrote into ``folder``."""
     deadline = time.monotonic() + within
-    folder, _, name = mark.rpartition("/")
-    while name not in {entry.name for entry in session.storage.list(folder)}:
+    while True:
+        listed = {entry.name for entry in session.storage.list(folder)}
+        found = next((name for name in names if name in listed), None)
+        if found is not None:
+            return found
         if time.monotonic() > deadline:
             raise DirectoryNotShared(
-                f"rank {session.topology.rank} does not see {session.storage.url}/{mark}, which rank 0 wrote: all "
-                "ranks must save to the same directory on a file system that they share"
+                f"rank {session.topology.rank} does not see {session.storage.url}/{folder}/{names[0]}, which rank 0 "
+                "wrote: all ranks must save to the same directory on a file system that they share"
             )
         time.sleep(0.05)
 
 
 def _sweep(storage: Storage, spared: str | None) -> None:
-    """Remove what dead jobs left behind. We hold the lease, so every run here but ``spared`` is dead."""
+    """Remove what dead jobs left behind. We hold the lease, so every run here but ``spared`` is dead.
+
+    What they had begun to do to tags in place is ended, see runtime.intents.
+    """
     for folder in (STAGING, VOTES, PROBES, TRASH):
         for entry in storage.list(folder):
             if spared is not None and entry.name.startswith(f"{spared}-"):
                 continue  # without a process group, another rank of this run may have been faster
             try:
-                storage.remove(f"{folder}/{entry.name}")
+                intents.clear(storage, f"{folder}/{entry.name}")
             except OSError as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)

@@ -22,6 +22,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.torch_zip_writer import Storage as Place
 from nxd_ckpt.runtime.plan import PlannedFile, SavePlan
+from nxd_ckpt.runtime.publication import Publication
 from nxd_ckpt.runtime.staging import Span, Wave
 from nxd_ckpt.storage.base import Storage, Writer
 
@@ -280,10 +281,10 @@ def _naming(key: str) -> Iterator[None]:
         raise CheckpointError(f"writing {key}: {type(error).__name__}: {error}") from error
 
 
-def write_index(storage: Storage, folder: str, key: str, index: RankIndex) -> tuple[int, int]:
+def write_index(storage: Storage, publication: Publication, key: str, index: RankIndex) -> tuple[int, int]:
     """Write the index durably; its size in bytes and CRC-32, for the vote."""
     data = dump_index(index)
     with _naming(key):
-        storage.write(f"{folder}/{key}", data)
-        storage.sync_dir(os.path.dirname(f"{folder}/{key}"))
+        publication.put(storage, key, data)
+        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))
     return len(data), crc32.crc32(data)

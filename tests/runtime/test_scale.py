@@ -23,6 +23,8 @@ from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
 from nxd_ckpt.runtime.paths import rank_file, staging_dir, verdict_dir
+from nxd_ckpt.runtime.publication import Staged
+from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 
@@ -78,12 +80,12 @@ def test_a_commit_costs_the_same_whatever_the_number_of_ranks(tmp_path: Path) ->
     for ranks in (2, 64):
         storage, topology = voted(tmp_path / str(ranks), ranks), Topology(dp=ranks)
         votes = ballot.collect(storage, ATTEMPT, ranks, 30.0)
-        request = Commit(ATTEMPT, "t", Parts(), num_kept_ckpts=1)
+        request = Commit(Staged(ATTEMPT, "t"), Parts(), num_kept_ckpts=1)
 
         def decide(
             storage: HookedStorage, topology: Topology = topology, votes: list[Vote] = votes, request: Commit = request
         ) -> None:
-            commit(storage, topology, votes, request)
+            commit(Session(storage, topology, "run", 30.0), topology, votes, request)
 
         costs.append(operations(storage, decide))
     assert costs[0] == costs[1]

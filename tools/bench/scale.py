@@ -28,6 +28,8 @@ from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
+from nxd_ckpt.runtime.publication import Staged
+from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.storage.local import LocalStorage
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)
@@ -85,8 +87,9 @@ def many_ranks(directory: Path, count: int) -> dict[str, float]:
 
     clock("all votes", cast_all)
     collected = clock("collect", lambda: ballot.collect(storage, ATTEMPT, count, 60.0))
-    request = Commit(ATTEMPT, "step", Parts(), num_kept_ckpts=2)
-    clock("judge, commit", lambda: commit(storage, topology, collected, request))
+    request = Commit(Staged(ATTEMPT, "step"), Parts(), num_kept_ckpts=2)
+    session = Session(storage, topology, "run", 60.0)
+    clock("judge, commit", lambda: commit(session, topology, collected, request))
     ballot.announce(storage, ATTEMPT, Verdict())
     clock("one verdict", lambda: ballot.await_verdict(storage, ATTEMPT, "step", 60.0))
     clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "step")))
