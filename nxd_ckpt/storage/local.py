@@ -71,6 +71,10 @@ class LocalStorage:
             os.link(temporary, self.path(key))
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._claim(temporary, self.path(key))
         finally:
             temporary.unlink(missing_ok=True)
         return True
@@ -141,6 +145,19 @@ class LocalStorage:
         finally:
             os.close(fd)
 
+    def _claim(self, temporary: Path, path: Path) -> bool:
+        """Where there are no links: whoever creates the name may replace it by what was written aside."""
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            return False
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return True
+
     def _write_aside(self, key: str, data: bytes) -> Path:
         """``data`` in a file of its own beside ``key``: written, its length checked, synced."""
         path = self.path(key)
@@ -154,6 +171,10 @@ class LocalStorage:
             writer.abort()
             raise
         return temporary
+
+
+_NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
+"""What file systems without hard links (FAT, mounted object stores) answer to link(2)."""
 
 
 class _LocalReader:

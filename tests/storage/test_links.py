@@ -1,0 +1,63 @@
+"""A local directory on a file system without hard links still writes a name only if it is free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.storage.local import LocalStorage
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:
+    """Where link(2) is not supported."""
+
+    def link(source: object, target: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    return LocalStorage(tmp_path)
+
+
+def test_a_free_name_is_taken_and_a_taken_one_is_not(storage: LocalStorage) -> None:
+    """The file is whole, and nothing else is left beside it."""
+    assert (True, False) == (storage.link_new("done", b"first"), storage.link_new("done", b"second"))
+    assert b"first" == storage.read("done")
+    assert ["done"] == os.listdir(storage.root)
+
+
+def test_of_several_that_try_at_once_one_succeeds(storage: LocalStorage) -> None:
+    """All begin at the same moment, time and again."""
+    for number in range(20):
+        start, won = threading.Barrier(4), list[int]()
+
+        def take(who: int, name: str = str(number), start: threading.Barrier = start, won: list[int] = won) -> None:
+            start.wait()
+            if storage.link_new(name, b"%d" % who):
+                won.append(who)
+
+        threads = [threading.Thread(target=take, args=(who,)) for who in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [b"%d" % who for who in won] == [storage.read(str(number))]
+
+
+def test_a_name_that_cannot_be_filled_is_free_again(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was claimed, and then not written, must not pass for a file."""
+
+    def replace(source: object, target: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", replace)
+        with pytest.raises(OSError, match="Input/output"):
+            storage.link_new("done", b"1")
+    assert storage.link_new("done", b"2")
