@@ -1,6 +1,7 @@
 """What a checkpoint directory holds: its tags, which of them are complete, and which may be removed.
 
-A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours), whose modification time is its order.
+A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours), whose modification time is its order; where that
+could not be set (object stores), ours holds it as text.
 NxD 0.6 knew no marker: there a tag counts if the file ``newest`` lists it and no rank's file is missing,
 because ``newest`` was written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
 is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any other.
@@ -47,6 +48,18 @@ def list_tags(storage: Storage) -> list[TagInfo]:
     if ranks:
         tags.insert(0, TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False))
     return tags
+
+
+def recorded_order_time(storage: Storage, tag: str) -> float | None:
+    """The order time that ``done`` holds, which only a save of ours into a store leaves there; else None.
+
+    Another program that saves over such a tag leaves its own marker, ``1``.
+    """
+    key = f"{tag}/{DONE}"
+    if storage.renames and storage.size(key) <= 1:
+        return None
+    order_time, attempt, *_ = [*storage.read(key).split(b" "), b""]
+    return float(order_time) if attempt and order_time.isdigit() and len(order_time) < 20 else None
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
@@ -135,12 +148,17 @@ def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | 
 
 
 def _order_time(storage: Storage, tag: str, dated: str, ours: bool) -> float:
-    """The marker's modification time; for a tag of ours that was copied, which loses it, the manifest's.
+    """What the marker holds, or its modification time; for a tag of ours that was copied, which loses that, the
+    manifest's.
 
-    We set whole seconds, a copy hardly ever does. A marker newer than the manifest is another program's save.
+    We set whole seconds, a copy within a file system hardly ever does, and a store knows nothing else. A marker newer
+    than the manifest is another program's save.
     """
+    recorded = recorded_order_time(storage, tag) if dated == DONE else None
+    if recorded is not None:
+        return recorded
     marked = storage.time(f"{tag}/{dated}")
-    if not ours or dated != DONE or marked == int(marked):
+    if not ours or dated != DONE or (storage.renames and marked == int(marked)):
         return marked
     key = f"{tag}/{MANIFEST}"
     if storage.time(key) < marked - _COPIED_WITHIN:

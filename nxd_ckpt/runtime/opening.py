@@ -19,7 +19,7 @@ from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, MalformedFile, P
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import describe_incomplete, list_tags
+from nxd_ckpt.layout.directory import describe_incomplete, list_tags, recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime import journal, lease
 from nxd_ckpt.runtime.paths import JOURNAL
@@ -84,6 +84,7 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
 
     Raises:
         MalformedFile: its manifest is damaged, or a file has another size than when it was written.
+        CheckpointNotFound: it was removed since it was chosen, perhaps to be saved anew.
     """
     key = f"{tag}/{names.MANIFEST}" if tag else names.MANIFEST
     manifest = None
@@ -98,6 +99,9 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
                 names.DONE,
             )
             manifest = None
+    elif tag and not storage.renames and _is_in_flux(storage, tag):
+        # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
+        raise CheckpointNotFound(f"{storage.url}/{tag} was removed, or is being replaced, since it was looked up")
     elif storage.is_dir(f"{tag}/{names.INDEX_DIR}"):
         logger.warning(
             "%s/%s: %s is missing, though there are indexes: the tag lost files. Reading it as a plain "
@@ -305,8 +309,10 @@ def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
 def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     """Whether another program saved over a tag of ours: its marker is of another time, and files have other sizes.
 
-    Both, because copying a tag changes times, and damage changes sizes.
+    Both, because copying a tag changes times, and damage changes sizes. In a store the marker of ours holds the time.
     """
+    if recorded_order_time(storage, tag) == manifest.order_time:
+        return False
     if storage.time(f"{tag}/{names.DONE}") == manifest.order_time:
         return False
     topology = manifest.topology
@@ -320,6 +326,15 @@ def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
         return False  # damage is reported where it is met
     known = [(file, entries[file]) for file in files if file in entries]
     return any(_size(storage, f"{tag}/{file}") not in (None, entry.nbytes) for file, entry in known)
+
+
+def _is_in_flux(storage: Storage, tag: str) -> bool:
+    """Whether a tag in a store is being emptied or written: ``done``, which begins the one and ends the other, is gone.
+
+    Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
+    """
+    found = {entry.name for entry in storage.list(tag)}
+    return names.DONE not in found and (not found or bool(found & {names.MARKER, names.INDEX_DIR}))
 
 
 def _size(storage: Storage, key: str) -> int | None:

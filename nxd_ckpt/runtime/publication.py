@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
+from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.directory import may_be_replaced
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.runtime import ballot, intents, journal
@@ -101,7 +101,7 @@ class Staged:
 class InPlace:
     """For stores without renames: keys are claimed by creating them, never written over, and ``done`` is the commit.
 
-    ``done`` holds the tag's order time, because its own cannot be set there.
+    ``done`` holds the tag's order time, because its own cannot be set there, and the attempt, which tells whose it is.
     """
 
     attempt: str
@@ -123,8 +123,9 @@ class InPlace:
             _refuse_what_is_no_checkpoint(storage, self.tag)
         self._await_writers(session, earlier)
         intents.declare(storage, staging_dir(self.attempt), self.tag)
-        session.require()  # again: what follows cannot be taken back, and waiting may have taken long
-        _empty(storage, self.tag)
+        if earlier or storage.is_dir(self.tag):
+            session.require()  # again: this cannot be taken back, and waiting may have taken long
+            _empty(storage, self.tag)
         for attempt in earlier:
             storage.remove(staging_dir(attempt))
         if not storage.link_new(f"{self.tag}/{MARKER}", b"1"):
@@ -137,23 +138,23 @@ class InPlace:
             raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
 
     def publish(self, session: Session, order_time: float) -> None:
-        storage, done = session.storage, f"{self.tag}/{DONE}"
+        storage, done, mark = session.storage, f"{self.tag}/{DONE}", f"{order_time:.0f} {self.attempt}".encode()
         storage.sync_dir(self.tag)
         session.require()
         try:
-            created = storage.link_new(done, b"%d" % order_time)
+            created = storage.link_new(done, mark)
         except OSError as error:
             if not self._is_there(storage, error):
                 raise
-            created = False
-        # The manifest was created by whoever wrote it: where it is ours, so is what says that it is complete.
-        if not created and not self._is_ours(storage):
+            created = False  # the reply was lost, or somebody else's is there
+        if not created and storage.read(done) != mark:
             raise self._another_job(session)
         try:
             storage.sync_dir(self.tag)
         except OSError:
             storage.remove(done)
             raise
+        self._take_back_if_swept(session)
 
     def retire(self, storage: Storage, tag: str) -> None:
         intents.declare(storage, trash_file(self.attempt, tag), tag)
@@ -185,9 +186,23 @@ class InPlace:
                 f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"
             ) from error
 
+    def _take_back_if_swept(self, session: Session) -> None:
+        """Whoever took over the directory before ``done`` was there removed what it would have completed."""
+        try:
+            session.require()
+        except OSError:
+            return  # a lease that cannot be read says nothing against a tag that is complete
+        except DirectoryInUse:
+            if not self._is_ours(session.storage):
+                session.storage.remove(f"{self.tag}/{DONE}")
+                raise
+
     def _is_ours(self, storage: Storage) -> bool:
         key = f"{self.tag}/{MANIFEST}"
-        return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == self.attempt
+        try:
+            return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == self.attempt
+        except FileNotFoundError:
+            return False
 
     def _another_job(self, session: Session) -> SaveFailed:
         return SaveFailed(
