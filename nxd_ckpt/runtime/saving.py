@@ -65,6 +65,9 @@ class Saving:
         session = self.session
         try:
             session.storage.make_dir(verdict_dir(self.attempt))
+            for attempt, vote in list(session.lost_votes.items()):
+                ballot.cast(session.storage, attempt, vote)
+                del session.lost_votes[attempt]
             if session.topology.rank == 0:
                 self._open_ballot()
             elif self.publication.in_place and self.error is None:
@@ -159,6 +162,7 @@ class Saving:
         except OSError as error:
             # Rank 0 misses this vote, or sees it all the same: its verdict counts.
             self.error = self.error or error
+            self.session.lost_votes[self.attempt] = self._vote(None)
 
     def _vote(self, index: RankLine | None) -> Vote:
         rank = self.session.topology.rank

@@ -10,9 +10,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime import intents, journal, lease
@@ -49,6 +50,8 @@ class Session:
     timeout: float
     lease: Lease | None = None
     heartbeat: Heartbeat | None = None
+    lost_votes: dict[str, Vote] = field(default_factory=dict)
+    """This rank's votes that could not be cast, by attempt: until they are, it may be writing for all that is known."""
     leaves_at: float = math.inf
     """When this rank, after an exception, stops waiting for the others (seconds, as time.monotonic())."""
 
