@@ -20,7 +20,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.load_options import Verify
 from nxd_ckpt.runtime.opening import settle_swap
-from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
 _open: dict[tuple[str, Topology], Checkpointer] = {}
 _lock = threading.Lock()
@@ -53,20 +53,23 @@ def save_checkpoint(
     timeout: float = DEFAULT_TIMEOUT,
     memory_cap: int | None = None,
     overwrite: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
 ) -> None:
     """Save a checkpoint; every rank calls this with the same arguments.
 
-    Positional parameters are neuronx_distributed's. ``path`` is another name for the first. See
-    :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the options mean, and
-    :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``, ``timeout`` and
-    ``memory_cap``, which count at a directory's first save. With ``async_save=True`` this returns once the state is
-    copied to host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it.
+    Positional parameters are neuronx_distributed's. ``path`` is another name for the first: a directory, or the URL of
+    one in a store (``s3://bucket/run``). See :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the options mean,
+    and :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``, ``timeout``,
+    ``memory_cap``, ``storage_options`` and ``progress``, which count at a directory's first save. With
+    ``async_save=True`` this returns once the state is copied to host memory; the tag becomes visible by itself, and
+    :func:`finalize_checkpoint` waits for it.
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
     """
     directory = _directory(checkpoint_dir_str, path)
-    key = (_absolute(directory), topology or default_topology())
+    key = (_resolved(directory), topology or default_topology())
     with _lock:
         checkpointer = _open.get(key)
         if checkpointer is None:
@@ -77,6 +80,8 @@ def save_checkpoint(
                 durable=durable,
                 timeout=timeout,
                 memory_cap=memory_cap,
+                storage_options=storage_options,
+                progress=progress,
             )
     checkpointer.save(
         "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
@@ -115,10 +120,14 @@ def load_checkpoint(
     param_names: Sequence[Sequence[str]] | None = None,
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     partitions: Mapping[str, Partition] | None = None,
-    verify: Verify = True,
+    verify: Verify | None = None,
     share_reads: bool | None = None,
+    pre_download: bool = False,
+    work_dir: Directory | None = None,
     trust_pickle: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
 ) -> Any:
     """Load a checkpoint into live objects and return its user content, or None.
 
@@ -128,14 +137,16 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
-            proved first (``verify`` other than True): then the error of a load that had begun says so.
+            proved first (see ``verify``): then the error of a load that had begun says so.
     """
     directory = _directory(path, checkpoint_dir_str)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
     where = topology or default_topology()
     with _lock:
-        writing = _open.get((_absolute(directory), where))
-    checkpointer = writing or Checkpointer(directory, topology=where, timeout=timeout)
+        writing = _open.get((_resolved(directory), where))
+    checkpointer = writing or Checkpointer(
+        directory, topology=where, timeout=timeout, storage_options=storage_options
+    )
     return checkpointer.load(
         tag,
         model,
@@ -150,13 +161,21 @@ def load_checkpoint(
         partitions=partitions,
         verify=verify,
         share_reads=share_reads,
+        pre_download=pre_download,
+        work_dir=work_dir,
         trust_pickle=trust_pickle,
+        progress=progress,
     )
 
 
-def has_checkpoint(checkpoint_dir_str: Directory | None = None, *, path: Directory | None = None) -> bool:
+def has_checkpoint(
+    checkpoint_dir_str: Directory | None = None,
+    *,
+    path: Directory | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> bool:
     """Whether the directory holds a complete checkpoint, one that ``load_checkpoint(tag=None)`` would load."""
-    storage = open_storage(_directory(checkpoint_dir_str, path))
+    storage = open_storage(_directory(checkpoint_dir_str, path), storage_options=storage_options)
     settle_swap(storage)
     return any(info.complete for info in list_tags(storage))
 
@@ -201,5 +220,6 @@ def _directory(first: Directory | None, other: Directory | None) -> Directory:
     return directory
 
 
-def _absolute(directory: Directory) -> str:
-    return os.path.abspath(os.fspath(directory))
+def _resolved(directory: Directory) -> str:
+    """The same for all ways to write a place, as far as that can be told."""
+    return os.fspath(directory).rstrip("/") if is_url(directory) else os.path.abspath(local_path(directory))

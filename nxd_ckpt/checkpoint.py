@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,12 +76,16 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], tag: str | None = None, *, trust_pickle: bool = False
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    trust_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Open ``tag`` of the directory ``path``, by default its latest complete one.
+    """Open ``tag`` of the directory or URL ``path``, by default its latest complete one.
 
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one.
     """
-    storage = open_storage(path)
+    storage = open_storage(path, storage_options=storage_options)
     return Checkpoint(open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=trust_pickle))

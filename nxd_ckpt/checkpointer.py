@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.loading import load
 from nxd_ckpt.runtime.plan import SavePlan
 from nxd_ckpt.runtime.planner import Planner
+from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.saving import Saving
 from nxd_ckpt.runtime.session import Session, open_session
 from nxd_ckpt.runtime.staging import Stager, Wave, plan_waves
@@ -53,7 +54,7 @@ class _Planned(NamedTuple):
 
 
 class Checkpointer:
-    """Saves to and loads from one directory that all ranks of a job share.
+    """Saves to and loads from one directory, or URL in a store, that all ranks of a job share.
 
     ::
 
@@ -67,7 +68,7 @@ class Checkpointer:
     What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
 
     Args:
-        path: the directory; created by the first save.
+        path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
         topology: this rank's place; read from neuronx_distributed's parallel state when that is initialised, else one
             data-parallel group of all ranks of the process group, else a single process.
         run_id: needed only where several ranks save without a torch.distributed process group: the same on all
@@ -75,6 +76,10 @@ class Checkpointer:
         durable: fsync everything before a tag becomes visible.
         timeout: seconds without progress after which a rank counts as lost.
         memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
+        storage_options: what the URL is opened with, under the names that fsspec and s3fs use. They may hold secrets:
+            they are neither logged nor saved.
+        progress: show bars on rank 0's standard error, if that is a terminal, for what the caller waits for longer
+            than two seconds.
     """
 
     def __init__(
@@ -86,11 +91,14 @@ class Checkpointer:
         durable: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
         memory_cap: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: bool = True,
         storage: Storage | None = None,
     ) -> None:
-        self.storage = storage if storage is not None else open_storage(path, durable)
+        self.storage = storage if storage is not None else open_storage(path, durable, storage_options)
         self.topology = topology if topology is not None else default_topology()
         self._run_id, self._timeout, self._memory_cap = run_id, timeout, memory_cap
+        self._progress = progress
         self._counter = 0
         self._agreement: Agreement | None = None
         self._session: Session | None = None
@@ -171,11 +179,11 @@ class Checkpointer:
         pending.reported = raise_now
         with self._lock:
             self._pending.append(pending)
-        self._submit(lambda: _conclude(saving, pending))
+        self._submit(lambda: _conclude(saving, pending, started))
         if error is not None and raise_now:
             raise error
         if not async_save:
-            pending.wait()
+            self._wait_for(saving, pending)
         return pending
 
     def load(
@@ -198,12 +206,20 @@ class Checkpointer:
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
         self._await_arena()
-        chosen = _options(LoadOptions, {"strict": strict, **options})
+        chosen = _options(LoadOptions, {"strict": strict, "progress": self._progress, **options})
         agreement = self._joined()
         with self._rejoining():
             return load(
                 self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._timeout
             )
+
+    def _wait_for(self, saving: Saving, pending: PendingSave) -> None:
+        """Until it is decided, with a bar of what this rank writes; raises what failed."""
+        plan = saving.plan
+        total = 0 if plan is None else sum(planned.image.nbytes for planned in plan.files)
+        with watched("save", total, lambda: saving.nbytes, self._progress and self.topology.rank == 0):
+            pending.wait_decided()
+        pending.wait()
 
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""
@@ -402,7 +418,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _conclude(saving: Saving, pending: PendingSave) -> None:
+def _conclude(saving: Saving, pending: PendingSave, started: float) -> None:
     error: BaseException | None = None
     try:
         saving.conclude(pending.mark_voted)
@@ -412,6 +428,9 @@ def _conclude(saving: Saving, pending: PendingSave) -> None:
         logger.exception("nxd_ckpt: unexpected error in the background thread")
         error = problem
     pending.timings, pending.nbytes = saving.timings, saving.nbytes
+    session = saving.session
+    if error is None and session.topology.rank == 0:
+        report("saved", f"{session.storage.url}/{saving.tag}", saving.nbytes, started)
     pending.settle(error)
     saving.tidy()
 

@@ -8,8 +8,11 @@ are compared, and what no digest covers is counted. That no file is missing foll
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.topology import Coordinates
@@ -22,6 +25,7 @@ from nxd_ckpt.layout.directory import NO_TAG
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
 from nxd_ckpt.layout.torch_dcp import METADATA, read_metadata
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
@@ -47,23 +51,31 @@ class Verification:
     ours: bool = True
 
 
-def verify_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Verification:
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Verification:
     """Read every file of a tag, by default the latest, and compare what it holds with the digests there are.
 
     For a tag of ours these cover all bytes, unlike in a load, which proves what it reads. For one that
     neuronx_distributed wrote they are the CRC-32s in its files; files that others refer to must be there too. Extra
-    memory: one chunk of 16 MiB.
+    memory: one chunk of 16 MiB. ``progress`` shows a bar on standard error, if that is a terminal.
 
     Raises:
         CheckpointNotFound: no such tag.
     """
-    storage = open_storage(path)
+    storage, started = open_storage(path, storage_options=storage_options), time.monotonic()
     chosen = choose_tag(storage, tag)
     try:
         opened = open_complete_tag(storage, chosen)
     except CorruptCheckpoint as error:  # the manifest: without it nothing tells what the rest should be
         return Verification(chosen, 0, 0, (str(error),))
-    return _verify_ours(opened) if opened.manifest is not None else _verify_foreign(opened)
+    found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
+    report("verified", opened.where, found.nbytes, started)
+    return found
 
 
 def files_of(files: TagFiles) -> Iterator[str]:
@@ -88,17 +100,19 @@ def _is_legacy(name: str) -> bool:
     return legacy.parse(payload) is not None or legacy.parse_zero1(name) is not None
 
 
-def _verify_ours(opened: OpenTag) -> Verification:
-    files, nbytes, proved = 0, 0, 0
+def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     problems: list[str] = []
-    for file, entry in _entries(opened, problems):
-        files, nbytes = files + 1, nbytes + entry.nbytes
-        try:
-            _prove(opened.storage, f"{opened.tag}/{file}", entry)
-            proved += entry.nbytes
-        except CheckpointError as error:
-            problems.append(str(error))
-    return Verification(opened.tag, files, nbytes, tuple(problems), proved)
+    entries = list(_entries(opened, problems))
+    nbytes, proved = sum(entry.nbytes for _, entry in entries), 0
+    done = Counter()
+    with watched("verify", nbytes, lambda: done.nbytes, progress):
+        for file, entry in entries:
+            try:
+                _prove(opened.storage, f"{opened.tag}/{file}", entry, done)
+                proved += entry.nbytes
+            except CheckpointError as error:
+                problems.append(str(error))
+    return Verification(opened.tag, len(entries), nbytes, tuple(problems), proved)
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry]]:
@@ -110,11 +124,20 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
             problems.append(str(error))
             continue
         yield from index.files.items()
-    one = FileEntry(1, crc32.crc32(b"1"))
-    yield from ((marker, one) for marker in _MARKERS)
+    yield from ((marker, _marker(opened, marker)) for marker in _MARKERS)
 
 
-def _prove(storage: Storage, key: str, entry: FileEntry) -> None:
+def _marker(opened: OpenTag, marker: str) -> FileEntry:
+    """What it should be: NxD's ``1``, or, where a tag was saved to a store, in ``done`` its order time."""
+    data = b"1"
+    if marker == names.DONE and opened.manifest is not None:
+        dated = b"%d" % opened.manifest.order_time
+        with suppress(FileNotFoundError):
+            data = dated if opened.storage.size(f"{opened.tag}/{marker}") == len(dated) else data
+    return FileEntry(len(data), crc32.crc32(data))
+
+
+def _prove(storage: Storage, key: str, entry: FileEntry, done: Counter) -> None:
     where = f"{storage.url}/{key}"
     try:
         size = storage.size(key)
@@ -122,63 +145,58 @@ def _prove(storage: Storage, key: str, entry: FileEntry) -> None:
         raise PartNotFound(f"{where} is missing") from error
     if size != entry.nbytes:
         raise MalformedFile(f"{where} has {size} bytes, expected {entry.nbytes}")
-    found = _crc32_of(storage, key, 0, size)
+    found = _crc32_of(storage, key, 0, size, done)
     if found != entry.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {entry.crc32:08x}, found {found:08x}")
 
 
-def _crc32_of(storage: Storage, key: str, start: int, nbytes: int) -> int:
+def _crc32_of(storage: Storage, key: str, start: int, nbytes: int, done: Counter) -> int:
     found = 0
     memory = memoryview(bytearray(min(_CHUNK, nbytes)))
     for offset in range(0, nbytes, _CHUNK):
         part = memory[: min(_CHUNK, nbytes - offset)]
         storage.read_into(key, start + offset, part)
         found = crc32.crc32(part, found)
+        done.add(len(part))
     return found
 
 
-def _verify_foreign(opened: OpenTag) -> Verification:
-    records = _Records(TagFiles(opened.storage, opened.tag), opened.where)
-    files = list(files_of(records.tag_files))
-    problems = records.problems
-    index = next((file for file in files if file.startswith(f"{names.INDEX_DIR}/")), None)
-    if index is not None and names.MANIFEST not in files:
-        problems.append(f"{opened.where}/{names.MANIFEST} is missing, though there is {index}: the tag lost files")
-    for file in files:
-        records.read(file)
-    problems += _lost_files(opened, known=tuple(problems))
-    return Verification(
-        opened.tag, len(files), records.nbytes, tuple(problems), records.proved, records.undigested, ours=False
-    )
+class Digested(NamedTuple):
+    """Bytes of a file that it carries a CRC-32 of itself, or None: one record of a zip archive."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None
 
 
-class _Records:
-    """Reads files of a tag that has no index, record by record, and counts."""
+class DigestsInside:
+    """The digests that the files of a tag carry themselves: those of zip archives, which torch.save writes."""
 
-    def __init__(self, tag_files: TagFiles, where: str) -> None:
-        self.tag_files = tag_files
-        self._storage, self._where = tag_files.storage, where
+    def __init__(self, tag_files: TagFiles) -> None:
+        self._files, self._storage = tag_files, tag_files.storage
         self._dcp: dict[str, list[tuple[int, int]]] | None = None
-        self.nbytes, self.proved, self.undigested = 0, 0, 0
-        self.problems: list[str] = []
 
-    def read(self, file: str) -> None:
-        """Count the file, and prove what it holds; what is wrong with it goes into ``problems``."""
-        try:
-            size = self._storage.size(self.tag_files.key(file))
-            self.nbytes += size
-            archives = self._archives(file, size)
-            if archives is None:
-                self.undigested += size
-                return
-            for start, nbytes in archives:
-                self._prove_archive(file, start, nbytes)
-        except CheckpointError as error:
-            self.problems.append(str(error))
-        except FileNotFoundError:
-            self.problems.append(f"{self._where}/{file} is missing")
-        except EOFError as error:
-            self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
+    def of(self, file: str, nbytes: int) -> Iterator[Digested]:
+        """Every record in the file of that size; none for a file of another kind.
+
+        Raises:
+            PartNotFound, MalformedFile: it is damaged, or another file is not there that says what lies in it.
+        """
+        for start, size in self._archives(file, nbytes) or ():
+            key = self._files.key(file)
+
+            def pread(offset: int, nbytes: int, key: str = key, start: int = start) -> bytes:
+                data = bytearray(nbytes)
+                self._storage.read_into(key, start + offset, memoryview(data))
+                return bytes(data)
+
+            for name, record in read_directory(pread, size, self._files.where(file)).items():
+                yield Digested(name, start + record.offset, record.nbytes, record.crc32)
+
+    def has_none(self, file: str) -> bool:
+        """Whether the file is of a kind that carries no digests."""
+        return self._archives(file, 0) is None
 
     def _archives(self, file: str, size: int) -> list[tuple[int, int]] | None:
         """Offset and length of every torch file in this one; None for a file of another kind."""
@@ -192,30 +210,68 @@ class _Records:
         if self._dcp is None:
             self._dcp = {}  # lost or damaged metadata is one problem, not one for each file
             metadata = f"{names.OPTIMIZER_DIR}/{METADATA}"
-            if not self.tag_files.has(metadata):
-                raise PartNotFound(f"{self._where}/{metadata} is missing: it says what lies in the .distcp files")
-            for chunks in read_metadata(self.tag_files, names.OPTIMIZER_DIR).entries.values():
+            if not self._files.has(metadata):
+                where = self._files.where(metadata)
+                raise PartNotFound(f"{where} is missing: it says what lies in the .distcp files")
+            for chunks in read_metadata(self._files, names.OPTIMIZER_DIR).entries.values():
                 for chunk in chunks:
                     self._dcp.setdefault(chunk.file, []).append((chunk.start, chunk.nbytes))
         return self._dcp
 
-    def _prove_archive(self, file: str, start: int, size: int) -> None:
-        key, where = self.tag_files.key(file), f"{self._where}/{file}"
 
-        def pread(offset: int, nbytes: int) -> bytes:
-            data = bytearray(nbytes)
-            self._storage.read_into(key, start + offset, memoryview(data))
-            return bytes(data)
+def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
+    records = _Records(TagFiles(opened.storage, opened.tag), opened.where)
+    files = list(files_of(records.tag_files))
+    problems = records.problems
+    index = next((file for file in files if file.startswith(f"{names.INDEX_DIR}/")), None)
+    if index is not None and names.MANIFEST not in files:
+        problems.append(f"{opened.where}/{names.MANIFEST} is missing, though there is {index}: the tag lost files")
+    with watched("verify", None, lambda: records.done.nbytes, progress):
+        for file in files:
+            records.read(file)
+    problems += _lost_files(opened, known=tuple(problems))
+    return Verification(
+        opened.tag, len(files), records.nbytes, tuple(problems), records.proved, records.undigested, ours=False
+    )
 
-        for name, record in read_directory(pread, size, where).items():
-            found = _crc32_of(self._storage, key, start + record.offset, record.nbytes)
-            if record.crc32 is None:
-                self.undigested += record.nbytes
-            elif found == record.crc32:
-                self.proved += record.nbytes
-            else:
-                digests = f"expected CRC-32 {record.crc32:08x}, found {found:08x}"
-                self.problems.append(f"{where}, record {name!r}: {digests}")
+
+class _Records:
+    """Reads files of a tag that has no index, record by record, and counts."""
+
+    def __init__(self, tag_files: TagFiles, where: str) -> None:
+        self.tag_files = tag_files
+        self._storage, self._where = tag_files.storage, where
+        self._inside = DigestsInside(tag_files)
+        self.nbytes, self.proved, self.undigested = 0, 0, 0
+        self.done = Counter()
+        self.problems: list[str] = []
+
+    def read(self, file: str) -> None:
+        """Count the file, and prove what it holds; what is wrong with it goes into ``problems``."""
+        try:
+            size = self._storage.size(self.tag_files.key(file))
+            self.nbytes += size
+            if self._inside.has_none(file):
+                self.undigested += size
+                return
+            for record in self._inside.of(file, size):
+                self._prove(file, record)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+        except FileNotFoundError:
+            self.problems.append(f"{self._where}/{file} is missing")
+        except EOFError as error:
+            self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
+
+    def _prove(self, file: str, record: Digested) -> None:
+        found = _crc32_of(self._storage, self.tag_files.key(file), record.offset, record.nbytes, self.done)
+        if record.crc32 is None:
+            self.undigested += record.nbytes
+        elif found == record.crc32:
+            self.proved += record.nbytes
+        else:
+            digests = f"expected CRC-32 {record.crc32:08x}, found {found:08x}"
+            self.problems.append(f"{self._where}/{file}, record {record.name!r}: {digests}")
 
 
 def _lost_files(opened: OpenTag, known: tuple[str, ...]) -> list[str]:

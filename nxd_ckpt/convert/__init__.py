@@ -1,6 +1,7 @@
-"""Conversions without a cluster: the optimizer of a tag, or a whole tag, for other sizes. On any CPU host."""
+"""Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; or a tag in another place."""
 
+from nxd_ckpt.convert.cp import Copy, copy_checkpoint
 from nxd_ckpt.convert.resharding import reshard
 from nxd_ckpt.convert.zero1 import convert_zero1
 
-__all__ = ["convert_zero1", "reshard"]
+__all__ = ["Copy", "convert_zero1", "copy_checkpoint", "reshard"]

@@ -32,7 +32,6 @@ from nxd_ckpt.runtime.commit import Commit, commit
 from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.runtime.publication import publication_of
 from nxd_ckpt.runtime.session import Session, open_session
-from nxd_ckpt.storage.urls import open_storage
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -80,7 +79,7 @@ def _must_agree(words: Sequence[str] | None) -> None:
 @contextmanager
 def _claimed(job: Job, agreement: Agreement, timeout: float, crew: Crew) -> Iterator[Session]:
     """The claim on the result's directory; afterwards what the attempt left there is removed."""
-    storage = open_storage(job.target.directory, job.durable)
+    storage = job.target.open(job.durable)
     processes = Topology(dp=agreement.world_size, rank=agreement.rank)
     session = open_session(storage, processes, agreement, None, timeout)
     try:

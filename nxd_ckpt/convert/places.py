@@ -1,71 +1,95 @@
-"""Where a conversion reads and where it writes: two tags, each by its checkpoint directory and name."""
+"""Where a conversion reads and where it writes: two tags, each by its checkpoint directory (or URL) and name."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.layout.directory import may_be_replaced
-from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, open_storage
 
 StrPath = str | os.PathLike[str]
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tag: its ``name`` in ``directory`` (absolute, symbolic links resolved)."""
+    """A tag: its ``name`` in ``directory``, an absolute path with symbolic links resolved, or a URL.
 
-    directory: str
+    ``options`` are what a URL is opened with. They, and a URL, may hold secrets: neither is shown.
+    """
+
+    directory: str = field(repr=False)
     name: str
+    options: Options | None = field(default=None, repr=False, hash=False)
 
     @property
     def path(self) -> str:
-        return os.path.join(self.directory, self.name)
+        """As errors and logs name it."""
+        return join(without_password(self.directory), self.name)
+
+    def open(self, durable: bool = True) -> Storage:
+        """The storage of the directory."""
+        return open_storage(self.directory, durable, self.options)
 
 
-def locate_input(path: StrPath) -> Place:
-    """The tag directory ``path``. Raises CheckpointNotFound where there is none."""
-    real = _resolved(path, "input_dir")
-    if not os.path.isdir(real):
-        raise CheckpointNotFound(f"input_dir {os.fspath(path)} does not exist, or is not a directory")
-    return Place(*os.path.split(real))
+def locate_input(path: StrPath, options: Options | None = None) -> Place:
+    """The tag ``path``. Raises CheckpointNotFound where there is none."""
+    place = _place(path, "input_dir", options)
+    if not place.open().is_dir(place.name):
+        raise CheckpointNotFound(f"input_dir {place.path} does not exist, or is not a directory")
+    return place
 
 
-def locate_output(path: StrPath, source: Place, overwrite: bool) -> Place:
-    """The tag directory ``path`` that is to be made, proved to be free or replaceable, and apart from ``source``.
+def locate_output(path: StrPath, source: Place, overwrite: bool, options: Options | None = None) -> Place:
+    """The tag ``path`` that is to be made, proved to be free or replaceable, and apart from ``source``.
 
     Raises:
         InvalidArgument: it is or contains the input, or lies inside it; it exists, and ``overwrite`` is not given or
             it is not a checkpoint. Nothing was touched.
     """
-    target = Place(*os.path.split(_resolved(path, "output_dir")))
+    target = _place(path, "output_dir", options)
     validate_tag(target.name)
-    common = os.path.commonpath([source.path, target.path])
-    if common in (source.path, target.path):
+    if f"{target.path}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.path}/"):
         raise InvalidArgument(
             f"output_dir {target.path} and input_dir {source.path} are the same, or one lies inside the other; a "
             "conversion never touches its input: write to a directory of its own"
         )
-    if os.path.lexists(target.path) and not os.path.isdir(target.path):
+    storage = target.open()
+    if storage.is_file(target.name):
         raise InvalidArgument(f"output_dir {target.path} is a file; choose another path")
-    if not os.path.isdir(target.path) or not os.listdir(target.path):
+    held = {entry.name for entry in storage.list(target.name)}
+    if not held:
         return target
-    if not overwrite:
+    # On a store, what was interrupted lies where the tag is to be; there is nothing in it to keep.
+    remains = not storage.renames and DONE not in held
+    if not overwrite and not remains:
         raise InvalidArgument(
             f"output_dir {target.path} exists; pass --overwrite (overwrite=True) to replace it once the conversion "
             "has succeeded, or choose another path"
         )
-    if not may_be_replaced(open_storage(target.directory), target.name):
+    if not may_be_replaced(storage, target.name):
         raise InvalidArgument(
             f"output_dir {target.path} exists and holds more than a checkpoint; it is left alone: choose another path"
         )
     return target
 
 
-def _resolved(path: StrPath, what: str) -> str:
+def _place(path: StrPath, what: str, options: Options | None) -> Place:
     text = os.fspath(path)
-    if not text or "://" in text:
-        raise InvalidArgument(f"{what} must be a local directory, found {text!r}")
-    return os.path.realpath(text)
+    if not text:
+        raise InvalidArgument(f"{what} must not be empty")
+    if not is_url(text):
+        return Place(*os.path.split(os.path.realpath(local_path(text))))
+    directory, name = directory_and_name(text)
+    if not name:
+        url = without_password(text)
+        raise InvalidArgument(f"{what} {url} names no tag; expected a URL such as {join(url, 'run', 'step_100')}")
+    return Place(directory, name, options)

@@ -19,7 +19,6 @@ from nxd_ckpt.runtime.plan import SavePlan, plan_save
 from nxd_ckpt.runtime.publication import Publication
 from nxd_ckpt.runtime.target import target_state
 from nxd_ckpt.runtime.writing import WRITERS, FileWriter, write_index
-from nxd_ckpt.storage.urls import open_storage
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that each step wrote; what it raises stops the writing."""
@@ -30,8 +29,8 @@ class Sink:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._opened = open_complete_tag(open_storage(job.source.directory), job.source.name)
-        self._storage = open_storage(job.target.directory, job.durable)
+        self._opened = open_complete_tag(job.source.open(), job.source.name)
+        self._storage = job.target.open(job.durable)
         self._filling = Filling(self._opened)
         self._carrying = Carrying(job, self._opened, self._storage)
 

@@ -14,7 +14,6 @@ from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag, settle_swap
-from nxd_ckpt.storage.urls import open_storage
 
 
 def open_source(place: Place) -> OpenTag:
@@ -24,7 +23,7 @@ def open_source(place: Place) -> OpenTag:
         CheckpointNotFound: not a tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
         UnsupportedState: a checkpoint of NxD 0.1 to 0.5.
     """
-    storage = open_storage(place.directory)
+    storage = place.open()
     settle_swap(storage)
     listing = {entry.name for entry in storage.list(place.name)}
     if names.DONE not in listing and listing & {names.MARKER, names.MANIFEST}:

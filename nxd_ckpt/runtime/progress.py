@@ -32,11 +32,11 @@ class Counter:
 
 
 @contextmanager
-def watched(what: str, total: int, done: Callable[[], int], shown: bool) -> Iterator[None]:
-    """Within, a bar on standard error shows how many of ``total`` bytes are ``done()``, from the third second on.
+def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) -> Iterator[None]:
+    """Within, a bar on standard error shows how many bytes are ``done()``, from the third second on.
 
-    A thread of its own looks there from time to time: what is watched is not held up. There is none unless the bar is
-    to be ``shown`` and standard error is a terminal.
+    ``total`` is how many there will be, if that is known. A thread of its own looks there from time to time: what is
+    watched is not held up. There is none unless the bar is to be ``shown`` and standard error is a terminal.
     """
     if not shown or not sys.stderr.isatty():
         yield
@@ -56,12 +56,13 @@ def report(what: str, where: str, nbytes: int, started: float) -> None:
     logger.info("%s %s: %s in %.2f s", what, where, size(nbytes), time.monotonic() - started)
 
 
-def _follow(what: str, total: int, done: Callable[[], int], ended: threading.Event) -> None:
+def _follow(what: str, total: int | None, done: Callable[[], int], ended: threading.Event) -> None:
     if ended.wait(_PATIENCE):
         return
     from tqdm import tqdm
 
     with tqdm(desc=what, total=total, initial=done(), unit="B", unit_scale=True, unit_divisor=1024) as bar:
-        while not ended.wait(_BETWEEN):
-            bar.update(min(done(), total) - bar.n)
-        bar.update(min(done(), total) - bar.n)
+        last = False
+        while not last:
+            last = ended.wait(_BETWEEN)
+            bar.update((done() if total is None else min(done(), total)) - bar.n)

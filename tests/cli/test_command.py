@@ -82,7 +82,7 @@ def test_errors_are_one_line_unless_asked(run: Run, tmp_path: Path, command: str
 
 
 @pytest.mark.parametrize("command", LOOKING)
-@pytest.mark.parametrize(("path", "complaint"), [("", "must not be empty"), ("s3://bucket/run", "not URLs")])
+@pytest.mark.parametrize(("path", "complaint"), [("", "must not be empty"), ("nowhere://bucket/run", "nowhere")])
 def test_what_is_no_directory_name_is_an_error(run: Run, command: str, path: str, complaint: str) -> None:
     """The same sentence as from the functions."""
     outcome = run(command, path)

@@ -24,11 +24,12 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import convert_zero1, sink
+from nxd_ckpt.convert import convert_zero1, places
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
-sink.open_storage = lambda *args: HookedStorage(LocalStorage(*args), killing("close", "*/optim/dp_rank_01*"))
+hook = killing("close", "*/optim/dp_rank_01*")
+places.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
 convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=3, overwrite=True)
 """
 

@@ -22,7 +22,7 @@ from nxd_ckpt.testing.storage import HookedStorage, delaying, failing
 
 path = sys.argv[1]
 hook = delaying("close", "*/model/*", 1.0)
-checkpointer.open_storage = lambda path, durable: HookedStorage(LocalStorage(path, durable), hook)
+checkpointer.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
 state = {"weight": torch.ones(5)}
 """
 FAILING = 'hook = failing("close", "*-2/model/*", OSError(28, "No space left on device"))\n'

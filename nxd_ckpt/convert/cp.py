@@ -1,0 +1,186 @@
+"""``copy_checkpoint``: a whole tag as it is, between any two places."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
+from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
+from nxd_ckpt.convert.cp_publication import copies_folder, make_room, publish
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, locate_output
+from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.agreement import Alone
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.session import Session, open_session
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a copy did: how many of the tag's ``files`` were ``copied``, ``linked``, or ``kept`` from an earlier try.
+
+    The markers that make the tag visible are not counted. ``copied_nbytes`` of all ``nbytes`` were written.
+    """
+
+    source: str
+    target: str
+    files: int
+    nbytes: int
+    copied: int = 0
+    linked: int = 0
+    kept: int = 0
+    copied_nbytes: int = 0
+
+
+def copy_checkpoint(
+    src: StrPath,
+    dst: StrPath,
+    *,
+    overwrite: bool = False,
+    hard_links: bool = False,
+    num_workers: int = 4,
+    dry_run: bool = False,
+    storage_options: Options | None = None,
+    output_options: Options | None = None,
+    durable: bool = True,
+    timeout: float = DEFAULT_TIMEOUT,
+    progress: bool = False,
+) -> Copy:
+    """Make ``dst``, a tag, an exact copy of the tag ``src``. Both may be directories or URLs.
+
+    Every file is proved on the way: those of a tag of ours by its indexes, those of neuronx_distributed's by the
+    digests that they carry. The copy becomes visible at once, when all of it is durable; one that is interrupted goes
+    on when it is started again: files that are there and equal their digests are kept. Extra memory: 16 MiB for each
+    file that is being copied.
+
+    The manifest is the same to the last byte: the copy is the same save, of the same attempt, at the same time. So it
+    stands among other tags where the original would, and is the latest only if it was saved after them. A tag without
+    manifest keeps the time of its marker, except on a store, which dates it anew.
+
+    Args:
+        src: a tag's directory, or its URL.
+        dst: the tag that is made. Its name may be another.
+        overwrite: replace an existing checkpoint at ``dst``. On file systems it stays until the copy is complete; on
+            stores it is removed first.
+        hard_links: link files rather than copy them where that works: within one file system, and for tags of ours
+            only, whose files nobody modifies.
+        num_workers: files that are copied at once.
+        dry_run: look at all of it, and write nothing.
+        storage_options: what URLs are opened with.
+        output_options: the same for ``dst``, if it needs others.
+        durable: fsync everything before the copy becomes visible.
+        timeout: seconds after which a job that holds the directory of ``dst``, and is gone, counts as dead.
+        progress: show a bar on standard error, if that is a terminal and it takes longer than two seconds.
+
+    Raises:
+        InvalidArgument: ``dst`` must stay as it is, or is ``src``.
+        CheckpointNotFound: no such tag, or an incomplete one.
+        CorruptCheckpoint: a file is not what was saved; nothing becomes visible.
+        DirectoryInUse: a live job saves to the directory that holds ``dst``.
+    """
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise InvalidArgument(f"num_workers must be an int of at least 1, found {num_workers!r}")
+    started = time.monotonic()
+    source = locate_input(src, storage_options)
+    target = locate_output(dst, source, overwrite, storage_options if output_options is None else output_options)
+    opened = open_source(source)
+    files = files_to_copy(opened)
+    planned = Copy(source.path, target.path, len(files), sum(file.nbytes for file in files))
+    if dry_run:
+        return planned
+    storage = target.open(durable)
+    with closing(open_session(storage, Topology(), Alone(), None, timeout)) as session:
+        counter = Counter()
+        with watched("copy", planned.nbytes, lambda: counter.nbytes, progress):
+            brought = _copy(opened, files, target, session, hard_links, num_workers, counter.add)
+    done = Copy(
+        planned.source,
+        planned.target,
+        planned.files,
+        planned.nbytes,
+        copied=brought.count(Brought.COPIED),
+        linked=brought.count(Brought.LINKED),
+        kept=brought.count(Brought.KEPT),
+        copied_nbytes=sum(file.nbytes for file, how in zip(files, brought, strict=True) if how is Brought.COPIED),
+    )
+    report("copied", f"{source.path} to {target.path}", done.copied_nbytes, started)
+    return done
+
+
+def _copy(
+    opened: OpenTag,
+    files: Sequence[TagFile],
+    target: Place,
+    session: Session,
+    hard_links: bool,
+    num_workers: int,
+    progress: Callable[[int], None],
+) -> list[Brought]:
+    """Bring all files, and make the tag visible."""
+    order_time = _order_time(opened, files)
+    make_room(session, target.name)
+    folder = copies_folder(session.storage, target.name)
+    stop = threading.Event()
+
+    def go_on(nbytes: int) -> None:
+        if stop.is_set():
+            raise CheckpointError("stopped: another file could not be copied")
+        progress(nbytes)
+
+    bringing = Bringing(opened, session.storage, folder, hard_links=hard_links, progress=go_on)
+    for name in bringing.surplus(files):
+        session.storage.remove(f"{folder}/{name}")
+    brought = _bring_all(bringing, files, num_workers, stop)
+    for directory in _directories(files):
+        session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
+    if _order_time(opened, files) != order_time:
+        raise CorruptCheckpoint(f"{opened.where} was saved anew while it was being copied; copy it again")
+    try:
+        publish(session, target.name, order_time)
+    except OSError as error:
+        raise CheckpointError(f"could not complete {target.path}: {type(error).__name__}: {error}") from error
+    return brought
+
+
+def _bring_all(
+    bringing: Bringing, files: Sequence[TagFile], num_workers: int, stop: threading.Event
+) -> list[Brought]:
+    """How each came. After the first that fails, ``stop`` is set, and no other is begun."""
+    with ThreadPoolExecutor(num_workers, "nxd_ckpt-copy") as threads:
+        tasks = [threads.submit(bringing.bring, file) for file in files]
+        try:
+            for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
+                task.result()
+            return [task.result() for task in tasks]
+        except BaseException:
+            stop.set()
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _directories(files: Sequence[TagFile]) -> list[str]:
+    """Every directory that a file lies in or below, inner ones first."""
+    found = {""}
+    for file in files:
+        parent = file.name.rpartition("/")[0]
+        while parent:
+            found.add(parent)
+            parent = parent.rpartition("/")[0]
+    return sorted(found, key=len, reverse=True)
+
+
+def _order_time(opened: OpenTag, files: Sequence[TagFile]) -> float:
+    """When the tag was saved: for one of ours its manifest says it, else its marker, or what there is."""
+    if opened.manifest is not None:
+        return opened.manifest.order_time
+    info = next((info for info in list_tags(opened.storage) if info.tag == opened.tag), None)
+    # What NxD's converter wrote has no marker.
+    return opened.storage.time(f"{opened.tag}/{files[0].name}") if info is None else info.order_time

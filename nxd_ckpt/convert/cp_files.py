@@ -1,0 +1,148 @@
+"""The files that a tag consists of, and bringing each to another storage: proved, and only if it is not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nxd_ckpt.convert.transfer import Progress, copy, digest, link, sync
+from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.verify import Digested, DigestsInside, files_of
+
+
+@dataclass(frozen=True)
+class TagFile:
+    """One file of a tag. ``entry`` is what the tag's indexes say of it; None where they say nothing.
+
+    ``inside`` are the digests that a file of neuronx_distributed's carries itself.
+    """
+
+    name: str
+    nbytes: int
+    entry: FileEntry | None = None
+    inside: tuple[Digested, ...] = field(default=(), repr=False)
+
+
+class Brought(Enum):
+    """How a file came to be where it is wanted."""
+
+    COPIED = "copied"
+    LINKED = "linked"
+    KEPT = "kept"
+
+
+def files_to_copy(opened: OpenTag) -> list[TagFile]:
+    """Every file of the tag but for its markers, in order of name.
+
+    Raises:
+        PartNotFound: a file is not there that the indexes name.
+        CorruptCheckpoint: an index, or the structure of a file of neuronx_distributed's, is damaged.
+    """
+    files = TagFiles(opened.storage, opened.tag)
+    there = set(files_of(files))
+    if opened.manifest is None:
+        inside = DigestsInside(files)
+        return [_foreign(files, inside, file) for file in sorted(there)]
+    entries = dict(_entries(opened))
+    for file in entries:
+        if file not in there:
+            raise PartNotFound(f"{files.where(file)} is missing: the tag lost files since it was saved")
+    return [
+        TagFile(file, entries[file].nbytes, entries[file])
+        if file in entries
+        else TagFile(file, opened.storage.size(files.key(file)))
+        for file in sorted(there)
+    ]
+
+
+def _entries(opened: OpenTag) -> Iterator[tuple[str, FileEntry]]:
+    """What is known of a tag of ours, its indexes and manifest included."""
+    assert opened.manifest is not None
+    for rank, line in enumerate(opened.manifest.ranks):
+        at = opened.topology.coordinates_of(rank)
+        yield from opened.index(at).files.items()
+        yield names.index_file(at), FileEntry(line.nbytes, line.crc32)
+    manifest = opened.storage.read(f"{opened.tag}/{names.MANIFEST}")
+    yield names.MANIFEST, FileEntry(len(manifest), crc32.crc32(manifest))
+
+
+def _foreign(files: TagFiles, inside: DigestsInside, file: str) -> TagFile:
+    nbytes = files.storage.size(files.key(file))
+    return TagFile(file, nbytes, inside=tuple(inside.of(file, nbytes)))
+
+
+class Bringing:
+    """Brings files of the tag ``opened`` below ``folder`` of ``target``. Several threads may.
+
+    ``hard_links`` says that files of ours may be linked where that works: none of them is ever modified in place.
+    """
+
+    def __init__(self, opened: OpenTag, target: Storage, folder: str, *, hard_links: bool, progress: Progress) -> None:
+        self._opened, self._target, self._folder = opened, target, folder
+        self._hard_links, self._progress = hard_links and opened.manifest is not None, progress
+        self._there: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
+
+    def surplus(self, files: Sequence[TagFile]) -> list[str]:
+        """What is there, and is none of ``files``."""
+        wanted = {file.name for file in files}
+        return [name for name in self._there if name not in wanted]
+
+    def bring(self, file: TagFile) -> Brought:
+        """Make ``file`` be there, durable but for its name, and equal to its digests; if it is there already, look.
+
+        Raises:
+            PartNotFound, MalformedFile, DigestMismatch: it is not what it was when the tag was saved.
+            OSError.
+        """
+        source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
+        key = f"{self._folder}/{file.name}"
+        if file.name in self._there:
+            if self._is_right(file, source, source_key, key):
+                sync(self._target, key)  # who wrote it may have died before it was durable
+                return Brought.KEPT
+            self._target.remove(key)
+        if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
+            _must_be(file, digest(self._target, key, self._progress), f"{source.url}/{source_key}")
+            return Brought.LINKED
+        self._copy(file, source, source_key, key)
+        return Brought.COPIED
+
+    def _is_right(self, file: TagFile, source: Storage, source_key: str, key: str) -> bool:
+        """Whether an earlier attempt brought all of the file."""
+        if self._target.size(key) != file.nbytes:
+            return False
+        found = digest(self._target, key, self._progress)
+        return found == (file.entry or digest(source, source_key, lambda _: None))
+
+    def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
+        where = f"{source.url}/{source_key}"
+        records = {record.offset: record.nbytes for record in file.inside}
+        try:
+            found, blocks = copy(source, source_key, self._target, key, records, self._progress)
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+        _must_be(file, found, where)
+        for record in file.inside:
+            crc = crc32.combine_blocks(blocks[record.offset], record.nbytes)
+            if record.crc32 not in (None, crc):
+                raise DigestMismatch(
+                    f"{where}, record {record.name!r}: expected CRC-32 {record.crc32:08x}, found {crc:08x}: its bytes "
+                    "changed"
+                )
+
+
+def _must_be(file: TagFile, found: FileEntry, where: str) -> None:
+    """Raise unless what was read is what the tag's indexes say."""
+    if found.nbytes != file.nbytes:
+        raise MalformedFile(f"{where} has {found.nbytes} bytes, expected {file.nbytes}: truncated or replaced")
+    if file.entry is not None and found != file.entry:
+        raise DigestMismatch(
+            f"{where}: expected CRC-32 {file.entry.crc32:08x}, found {found.crc32:08x}: its bytes changed"
+        )
