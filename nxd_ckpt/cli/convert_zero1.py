@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from nxd_ckpt.cli.storage_options import add_storage_options, nested
+
 NAME = "convert-zero1"
 SUMMARY = "unshard a ZeRO-1 optimizer, or cut it for another data-parallel size"
 DESCRIPTION = (
@@ -16,8 +18,8 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input_dir", required=True, help="a tag's directory, or what NxD's converter wrote")
-    parser.add_argument("--output_dir", required=True, help="the tag's directory that is made")
+    parser.add_argument("--input_dir", required=True, help="a tag's directory or URL, or what NxD's converter wrote")
+    parser.add_argument("--output_dir", required=True, help="the tag that is made: a directory or URL")
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--convert_to_full", action="store_true", help="one unsharded file for each tp, pp and ep rank")
     mode.add_argument("--convert_to_sharded", action="store_true", help="one file for each rank; needs --dp_size")
@@ -32,6 +34,8 @@ def add_means(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing output, once the conversion has succeeded"
     )
+    add_storage_options(parser, output=True)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         num_workers=args.num_workers,
         optim_only=args.optim_only,
         overwrite=args.overwrite,
-        progress=True,
+        storage_options=nested(args.storage_option),
+        output_options=nested(args.output_option),
+        progress=not args.quiet,
     )
     return 0

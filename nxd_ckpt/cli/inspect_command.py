@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.storage_options import add_storage_options, nested
 from nxd_ckpt.core.units import size
 
 NAME = "inspect"
@@ -19,7 +20,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="what was passed to save_checkpoint, or a tag in it")
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
     parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
     parser.add_argument(
         "--tensors",
@@ -29,13 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show instead where the rank's tensors lie: those whose name matches, such as 'model/*.weight', or all",
     )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="the global rank to look as (default: 0)")
+    add_storage_options(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.inspection import inspection
 
-    document = inspection(args.directory, args.tag, rank=args.rank, pattern=args.tensors)
+    options = nested(args.storage_option)
+    document = inspection(args.directory, args.tag, rank=args.rank, pattern=args.tensors, options=options)
     text.show(document, _lines(document), as_json=args.json)
     return 1 if document["problems"] else 0
 

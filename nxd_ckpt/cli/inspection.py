@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,14 @@ _PART_OF = {
 }
 
 
-def inspection(path: str, tag: str | None, *, rank: int = 0, pattern: str | None = None) -> dict[str, Any]:
+def inspection(
+    path: str,
+    tag: str | None,
+    *,
+    rank: int = 0,
+    pattern: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """One complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
 
     What a rank holds is said of ``rank``; its tensors are listed if there is a ``pattern``. What cannot be read is
@@ -42,8 +49,8 @@ def inspection(path: str, tag: str | None, *, rank: int = 0, pattern: str | None
         MalformedFile: its manifest is damaged.
         InvalidArgument: no such rank.
     """
-    directory, tag = locate(path, tag)
-    storage = open_storage(directory)
+    directory, tag = locate(path, tag, options)
+    storage = open_storage(directory, storage_options=options)
     opened = open_complete_tag(storage, choose_tag(storage, tag))
     at = opened.topology.coordinates_of(rank)
     tags = list_tags(storage)

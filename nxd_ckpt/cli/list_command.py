@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.storage_options import add_storage_options, nested
 from nxd_ckpt.core.units import size
 
 NAME = "list"
@@ -19,14 +20,15 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="what is passed to save_checkpoint")
+    parser.add_argument("directory", metavar="DIR", help="what is passed to save_checkpoint: a directory or URL")
+    add_storage_options(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.tags import directory_document
 
-    document = directory_document(args.directory)
+    document = directory_document(args.directory, nested(args.storage_option))
     text.show(document, _lines(document), as_json=args.json)
     return 0
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from nxd_ckpt.cli import convert_zero1, inspect_command, list_command, reshard, text, verify_command
+from nxd_ckpt.cli import convert_zero1, cp_command, inspect_command, list_command, reshard, text, verify_command
 from nxd_ckpt.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ class Command(Protocol):
         """Do it and return the exit code. Errors of nxd_ckpt and of the operating system are for :func:`main`."""
 
 
-COMMANDS: tuple[Command, ...] = (list_command, inspect_command, verify_command, reshard, convert_zero1)
+COMMANDS: tuple[Command, ...] = (list_command, inspect_command, verify_command, cp_command, reshard, convert_zero1)
 
 _PIPE_CLOSED = 128 + 13
 _INTERRUPTED = 128 + 2
@@ -42,8 +42,8 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     """The parser of the whole command line, and that of each command by name."""
     whole = argparse.ArgumentParser(
         prog="nxd-ckpt",
-        description="Look at checkpoints of nxd_ckpt and neuronx-distributed, and write them anew on other sizes. "
-        "Needs no accelerator and no torch-xla.",
+        description="Look at checkpoints of nxd_ckpt and neuronx-distributed, copy them, and write them anew on other "
+        "sizes. Needs no accelerator and no torch-xla.",
         epilog="Exit code: 0 if all is well, 1 for an error or a problem found, 2 for a wrong command line.",
         allow_abbrev=False,
     )
@@ -62,12 +62,15 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors exit with 2, as argparse does."""
-    args = parsers()[0].parse_args(argv)
+    parser = parsers()[0]
+    args = parser.parse_args(argv)
     try:
         with _warnings_on_stderr():
             code: int = args.run(args)
             sys.stdout.flush()
             return code
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     except BrokenPipeError:
         # Whoever read our output stopped, as `head` does. What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt.cli.convert_zero1 import add_means
+from nxd_ckpt.cli.storage_options import nested
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 
@@ -25,8 +26,8 @@ _SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="INPUT", help="a tag's directory")
-    parser.add_argument("output", metavar="OUTPUT", help="the tag's directory that is made")
+    parser.add_argument("input", metavar="INPUT", help="a tag's directory or URL")
+    parser.add_argument("output", metavar="OUTPUT", help="the tag that is made: a directory or URL")
     for name, kind in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{kind}-parallel size (default: the input's)")
     parser.add_argument(
@@ -55,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         saved_param_names=_lists(args.param_names, depth=3),
         num_workers=args.num_workers,
         overwrite=args.overwrite,
-        progress=True,
+        storage_options=nested(args.storage_option),
+        output_options=nested(args.output_option),
+        progress=not args.quiet,
     )
     return 0
 

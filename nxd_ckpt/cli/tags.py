@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -19,37 +19,42 @@ from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag, settle_swap
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
 from nxd_ckpt.verify import files_of
 
+Options = Mapping[str, Any] | None
 
-def locate(path: str, tag: str | None) -> tuple[str, str | None]:
-    """Directory and tag that are meant: ``path`` may be the directory, or (without ``tag``) one of its tags.
+
+def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, str | None]:
+    """Directory (or URL) and tag that are meant: ``path`` is the directory, or (without ``tag``) one of its tags.
 
     Raises:
         CheckpointNotFound: no such directory.
     """
-    storage = _open(path)
+    whole = path if is_url(path) or not path else os.path.abspath(local_path(path))
+    storage = _open(whole, options)
     if tag is None and not list_tags(storage):
-        directory, name = os.path.split(storage.url)
-        if name and any(info.tag == name for info in list_tags(open_storage(directory))):
+        directory, name = directory_and_name(whole)
+        if name and any(info.tag == name for info in list_tags(open_storage(directory, storage_options=options))):
             return directory, name
-    return storage.url, tag
+    return whole, tag
 
 
-def directory_document(path: str) -> dict[str, Any]:
+def directory_document(path: str, options: Options = None) -> dict[str, Any]:
     """Every tag in a directory, in the order in which they became visible.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
-    storage = _open(path)
+    storage = _open(path, options)
     settle_swap(storage)
     tags = in_order(list_tags(storage))
     if not tags:
-        directory, tag = locate(path, None)
+        directory, tag = locate(path, None, options)
         if tag is not None:
-            raise CheckpointNotFound(f"{storage.url} is itself a tag: list {directory}, or inspect this one")
+            where = without_password(directory)
+            raise CheckpointNotFound(f"{storage.url} is itself a tag: list {where}, or inspect this one")
     newest = latest(tags)
     return {
         "directory": storage.url,
@@ -70,8 +75,8 @@ def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
     }
 
 
-def _open(path: str) -> Storage:
-    storage = open_storage(os.path.abspath(path) if path and "://" not in path else path)
+def _open(path: str, options: Options) -> Storage:
+    storage = open_storage(path, storage_options=options)
     if not storage.is_dir(""):
         raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
     return storage

@@ -76,6 +76,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="show no progress, and say nothing if all is well")
+
+
 def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     """Print a document, as JSON or as the lines that say the same to people."""
     if as_json:

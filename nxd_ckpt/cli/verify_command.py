@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.storage_options import add_storage_options, nested
 from nxd_ckpt.core.units import size
 
 NAME = "verify"
@@ -20,19 +21,23 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="what was passed to save_checkpoint, or a tag in it")
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
     parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
+    add_storage_options(parser)
+    text.add_quiet(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.tags import locate
+    from nxd_ckpt.storage.fsspec_storage import without_password
     from nxd_ckpt.verify import verify_checkpoint
 
-    directory, tag = locate(args.directory, args.tag)
-    found = verify_checkpoint(directory, tag)
+    options = nested(args.storage_option)
+    directory, tag = locate(args.directory, args.tag, options)
+    found = verify_checkpoint(directory, tag, storage_options=options, progress=not args.quiet)
     document = {
-        "directory": directory,
+        "directory": without_password(directory),
         "tag": found.tag,
         "ok": not found.problems,
         "proved_by": "index" if found.ours else "zip",
@@ -42,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         "undigested_nbytes": found.undigested,
         "problems": list(found.problems),
     }
-    text.show(document, _lines(document), as_json=args.json)
+    if args.json or found.problems or not args.quiet:
+        text.show(document, _lines(document), as_json=args.json)
     return 1 if found.problems else 0
 
 

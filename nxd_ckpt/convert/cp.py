@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
 from nxd_ckpt.convert.cp_publication import copies_folder, make_room, publish
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, locate_output
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument
@@ -90,7 +90,7 @@ def copy_checkpoint(
         raise InvalidArgument(f"num_workers must be an int of at least 1, found {num_workers!r}")
     started = time.monotonic()
     source = locate_input(src, storage_options)
-    target = locate_output(dst, source, overwrite, storage_options if output_options is None else output_options)
+    target = locate_output(dst, source, overwrite, written_with(storage_options, output_options))
     opened = open_source(source)
     files = files_to_copy(opened)
     planned = Copy(source.path, target.path, len(files), sum(file.nbytes for file in files))

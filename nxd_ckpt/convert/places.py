@@ -82,6 +82,11 @@ def locate_output(path: StrPath, source: Place, overwrite: bool, options: Option
     return target
 
 
+def written_with(options: Options | None, output_options: Options | None) -> Options | None:
+    """What the output is opened with: its own options, if it has any, else those of both."""
+    return options if output_options is None else output_options
+
+
 def _place(path: StrPath, what: str, options: Options | None) -> Place:
     text = os.fspath(path)
     if not text:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
 from nxd_ckpt.convert.job import Job
-from nxd_ckpt.convert.places import StrPath, locate_input, locate_output
+from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
@@ -30,6 +30,8 @@ def reshard(
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     num_workers: int = 1,
     overwrite: bool = False,
+    storage_options: Options | None = None,
+    output_options: Options | None = None,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     progress: bool = False,
@@ -41,14 +43,14 @@ def reshard(
     job. Otherwise as :func:`nxd_ckpt.convert.convert_zero1`.
 
     Args:
-        input_dir: a tag's directory.
-        output_dir: the tag's directory that is made, outside ``input_dir``.
+        input_dir: a tag's directory or URL.
+        output_dir: the tag's directory or URL that is made, outside ``input_dir``.
         dp, tp, pp, ep: the new sizes; None keeps the input's. ``ep`` must divide ``dp``.
         partitions: how parameters were cut over the input's ranks, by name, where it does not say (NxD's tags do not).
         stages: the names of each new pipeline stage; by default layers are spread evenly, in their order.
         saved_param_names: the optimizer's parameter names, for each stage of the input, for each param group, in
             order, where it does not say (NxD's tags do not; needed where more than dp changes).
-        num_workers, overwrite, durable, timeout, progress: as for ``convert_zero1``.
+        num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``convert_zero1``.
 
     Raises:
         InvalidArgument: sizes that contradict each other, or an ``output_dir`` that must not be touched.
@@ -61,8 +63,8 @@ def reshard(
 
     def prepare(process: int, processes: int) -> Job:
         means.validate()
-        source = locate_input(input_dir)
-        target = locate_output(output_dir, source, overwrite)
+        source = locate_input(input_dir, storage_options)
+        target = locate_output(output_dir, source, overwrite, written_with(storage_options, output_options))
         opened = open_source(source)
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to cut anew")

@@ -8,7 +8,7 @@ from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
 from nxd_ckpt.convert.job import Job
-from nxd_ckpt.convert.places import StrPath, locate_input, locate_output
+from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -29,6 +29,8 @@ def convert_zero1(
     num_workers: int = 1,
     optim_only: bool = False,
     overwrite: bool = False,
+    storage_options: Options | None = None,
+    output_options: Options | None = None,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     progress: bool = False,
@@ -42,8 +44,8 @@ def convert_zero1(
     worker, whatever the size of the checkpoint. Under torchrun every process calls this and writes its share.
 
     Args:
-        input_dir: a tag's directory.
-        output_dir: the tag's directory that is made, outside ``input_dir``.
+        input_dir: a tag's directory or URL.
+        output_dir: the tag's directory or URL that is made, outside ``input_dir``.
         dp_size: data-parallel size of the result, a multiple of its expert-parallel size; for ``convert_to_sharded``.
         convert_to_full: one file ``optim/full_tp_rank_XX_pp_rank_XX.pt`` for each tp, pp (and ep) rank, not padded.
         convert_to_sharded: one file for each rank, from full files or from shards of another ``dp_size``.
@@ -51,6 +53,8 @@ def convert_zero1(
             ``if __name__ == "__main__":``.
         optim_only: leave out everything but the optimizer.
         overwrite: replace an existing checkpoint at ``output_dir``, after the conversion has succeeded.
+        storage_options: what URLs are opened with; secrets stay in memory.
+        output_options: the same for ``output_dir``, if it needs others.
         durable: fsync everything before the result becomes visible.
         timeout: seconds without progress until another host's process counts as lost.
         progress: show a bar on standard error, if that is a terminal.
@@ -67,8 +71,8 @@ def convert_zero1(
     def prepare(process: int, processes: int) -> Job:
         means.validate()
         _check_mode(convert_to_full, convert_to_sharded, dp_size)
-        source = locate_input(input_dir)
-        target = locate_output(output_dir, source, overwrite)
+        source = locate_input(input_dir, storage_options)
+        target = locate_output(output_dir, source, overwrite, written_with(storage_options, output_options))
         opened = open_source(source)
         _check_input(opened, convert_to_full)
         for rank in range(process, opened.topology.world_size, processes):

@@ -1,0 +1,117 @@
+"""``nxd-ckpt cp``, and the options of stores that all commands take."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+pytest.importorskip("fsspec")
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def store() -> str:
+    """A URL of its own in fsspec's memory."""
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def test_it_says_what_it_did(run: Run, examples: Path, tmp_path: Path) -> None:
+    """In a line, or in one document; nothing with ``--quiet``."""
+    source = examples / "zero1"
+    first = run("cp", source, tmp_path / "one" / "zero1")
+    assert (0, "") == (first.code, first.err)
+    assert first.out.startswith(f"{source} is copied to {tmp_path}/one/zero1: ")
+    second = run("cp", source, tmp_path / "two" / "zero1", "--json").document
+    assert (str(source), f"{tmp_path}/two/zero1", False) == (second["source"], second["target"], second["dry_run"])
+    assert (second["files"], second["nbytes"], 0) == (second["copied"], second["copied_nbytes"], second["kept"])
+    third = run("cp", source, tmp_path / "three" / "zero1", "--quiet")
+    assert (0, "", "") == (third.code, third.out, third.err)
+    assert 0 == run("verify", tmp_path / "three", "--quiet").code
+
+
+def test_a_dry_run_says_what_it_would_do(run: Run, examples: Path, tmp_path: Path) -> None:
+    """And does nothing."""
+    outcome = run("cp", examples / "zero1", tmp_path / "out" / "zero1", "--dry-run")
+    assert f"{examples}/zero1 would be copied to {tmp_path}/out/zero1: " == outcome.out[: outcome.out.index(": ") + 2]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_copy_is_left_alone(run: Run, examples: Path, tmp_path: Path) -> None:
+    """Unless told to replace it; links are made where asked."""
+    target = tmp_path / "zero1"
+    assert 0 == run("cp", examples / "zero1", target).code
+    again = run("cp", examples / "zero1", target)
+    assert (1, True) == (again.code, "pass --overwrite" in again.err)
+    linked = run("cp", examples / "zero1", target, "--overwrite", "--hard-links", "--json").document
+    assert (linked["files"], 0) == (linked["linked"], linked["copied_nbytes"])
+
+
+@pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
+def test_a_store_is_looked_at_as_a_directory(run: Run, examples: Path, store: str, tmp_path: Path, tag: str) -> None:
+    """A tag that was copied there is listed, inspected and proved with the same outcome, and copied back."""
+    assert 0 == run("cp", examples / tag, f"{store}/{tag}").code
+    [listed] = run("list", store, "--json").document["tags"]
+    [expected] = [one for one in run("list", examples, "--json").document["tags"] if one["tag"] == tag]
+    ages = {"age_seconds": 0, "latest": True}
+    assert {**expected, **ages} == {**listed, **ages}
+    inspected, original = (run("inspect", where, tag, "--json").document for where in (store, examples))
+    assert {**original, **ages, "directory": store} == {**inspected, **ages}
+    for place in ((store,), (store, tag), (f"{store}/{tag}",)):
+        verified = run("verify", *place, "--json").document
+        assert (True, store, tag) == (verified["ok"], verified["directory"], verified["tag"])
+    assert 0 == run("cp", f"{store}/{tag}", tmp_path / tag).code
+    assert 0 == run("verify", tmp_path, tag, "--quiet").code
+
+
+def test_conversions_read_and_write_stores(run: Run, examples: Path, store: str, tmp_path: Path) -> None:
+    """From a directory to a store, within it, and back: the same shards."""
+    full, dp3, dp2 = f"{store}/full", f"{store}/dp3", tmp_path / "dp2"
+    convert = ("convert-zero1", "--quiet", "--input_dir")
+    assert 0 == run(*convert, examples / "zero1", "--output_dir", full, "--convert_to_full").code
+    assert 0 == run(*convert, full, "--output_dir", dp3, "--convert_to_sharded", "--dp_size", "3").code
+    outcome = run("reshard", "--quiet", dp3, dp2, "--dp", "2")
+    assert (0, "") == (outcome.code, outcome.err)
+    places = ((examples, "zero1"), (tmp_path, "dp2"))
+    documents = [run("inspect", directory, tag, "--json").document for directory, tag in places]
+    for key in ("optimizer", "parameters", "user_content", "topology"):
+        assert documents[0][key] == documents[1][key]
+
+
+@pytest.mark.parametrize("option", [SECRET, f"={SECRET}", f"a..b={SECRET}"])
+def test_a_malformed_option_shows_no_secret(
+    run: Run, store: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused as a wrong command line, without its text."""
+    with pytest.raises(SystemExit, match="2"):
+        run("list", store, "--storage-option", option)
+    err = capsys.readouterr().err
+    assert ("KEY=VALUE" in err, SECRET in err) == (True, False)
+
+
+def test_options_are_nested_by_dots(monkeypatch: pytest.MonkeyPatch, run: Run, store: str) -> None:
+    """Numbers, true, false and null are what JSON says, all else is text; quotes make text of anything."""
+    seen: list[object] = []
+
+    def open_storage(path: str, *, storage_options: object) -> None:
+        seen.append(storage_options)
+        raise OSError("seen")
+
+    monkeypatch.setattr("nxd_ckpt.cli.tags.open_storage", open_storage)
+    words = ["key=a=b", "client_kwargs.region_name=us-west-2", "client_kwargs.retries=3", "anon=true", 'secret="12"']
+    run("list", store, *(word for text in words for word in ("--storage-option", text)))
+    nested = {"region_name": "us-west-2", "retries": 3}
+    assert [{"key": "a=b", "client_kwargs": nested, "anon": True, "secret": "12"}] == seen
+
+
+def test_options_that_contradict_each_other(run: Run, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key cannot be a value and hold others."""
+    with pytest.raises(SystemExit, match="2"):
+        run("list", store, "--storage-option", "a=1", "--storage-option", "a.b=2")
+    assert "a has a value of its own" in capsys.readouterr().err
