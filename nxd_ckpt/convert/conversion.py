@@ -30,6 +30,7 @@ from nxd_ckpt.runtime import ballot, intents, journal
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.commit import Commit, commit
 from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.publication import publication_of
 from nxd_ckpt.runtime.session import Session, open_session
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("nxd_ckpt")
 @dataclass(frozen=True)
 class Means:
     """With what to convert: ``num_workers`` processes on each host, ``timeout`` seconds without progress until another
-    host counts as lost, ``progress`` for a bar on standard error."""
+    host counts as lost, ``progress`` for a bar on process 0's standard error."""
 
     num_workers: int = 1
     timeout: float = DEFAULT_TIMEOUT
@@ -56,6 +57,7 @@ def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
 
     Raises CheckpointError, on every process, and then nothing is left but what was there before.
     """
+    started = time.monotonic()
     with joined(means.timeout) as agreement:
         job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
         words = agreement.gather(repr((job.what, job.parts)))
@@ -63,10 +65,16 @@ def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
         with closing(Crew(job, means.num_workers)) as crew:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
             nbytes = on_all(agreement, lambda: crew.survey(ranks))
-            with _claimed(job, agreement, means.timeout, crew) as session, _bar(nbytes, means.progress) as show:
-                attempt = _Attempt(job, session, crew, ranks, show)
+            told = agreement.rank == 0
+            with (
+                _claimed(job, agreement, means.timeout, crew) as session,
+                watched("convert", nbytes, lambda: crew.written, means.progress and told),
+            ):
+                attempt = _Attempt(job, session, crew, ranks)
                 decided_by_rank0(agreement, attempt.begin)
                 attempt.run()
+            if told:
+                report("converted", f"{job.source.path} to {job.target.path}", crew.written, started)
 
 
 def _must_agree(words: Sequence[str] | None) -> None:
@@ -108,28 +116,11 @@ def _clean_up(session: Session) -> None:
         logger.warning("could not clean up %s: %s", storage.url, error)
 
 
-@contextmanager
-def _bar(nbytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many bytes of all are written."""
-    if not shown:
-        yield lambda written: None
-        return
-    from tqdm import tqdm
-
-    # None: only where somebody watches.
-    with tqdm(total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
-
-        def show(written: int) -> None:
-            bar.update(written - bar.n)
-
-        yield show
-
-
 class _Attempt:
     """This process's part in writing one tag: the ranks ``ranks`` of the result; process 0 also decides."""
 
-    def __init__(self, job: Job, session: Session, crew: Crew, ranks: range, show: Callable[[int], None]) -> None:
-        self._job, self._session, self._crew, self._show = job, session, crew, show
+    def __init__(self, job: Job, session: Session, crew: Crew, ranks: range) -> None:
+        self._job, self._session, self._crew = job, session, crew
         self._storage, self._attempt = session.storage, session.attempt(1)
         # Whether the result may be replaced was asked, and answered, before anything was read.
         self._publication = publication_of(session, 1, job.target.name, overwrite=True)
@@ -164,7 +155,6 @@ class _Attempt:
         for vote in self._crew.write(tuple(self._unwritten), self._publication, self._tick):
             self._cast(vote)
             self._unwritten.remove(vote.rank)
-        self._show(self._crew.written)
 
     def _cast(self, vote: Vote) -> None:
         try:
@@ -176,8 +166,7 @@ class _Attempt:
             # The error itself, perhaps a full disk, is raised next: it says more.
 
     def _tick(self) -> None:
-        """Show progress, also to the other processes, and stop where one of them has failed."""
-        self._show(self._crew.written)
+        """Show the other processes that this one moves, and stop where one of them has failed."""
         now = time.monotonic()
         if self._session.topology.world_size == 1 or now - self._looked < min(5.0, self._session.timeout / 10):
             return

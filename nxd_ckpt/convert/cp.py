@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
-from nxd_ckpt.convert.cp_publication import copies_folder, make_room, publish
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, locate_output, written_with
+from nxd_ckpt.convert.cp_publication import copy_publication
+from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument
@@ -20,6 +20,7 @@ from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.agreement import Alone
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.publication import Publication
 from nxd_ckpt.runtime.session import Session, open_session
 
 
@@ -100,7 +101,9 @@ def copy_checkpoint(
     with closing(open_session(storage, Topology(), Alone(), None, timeout)) as session:
         counter = Counter()
         with watched("copy", planned.nbytes, lambda: counter.nbytes, progress):
-            brought = _copy(opened, files, target, session, hard_links, num_workers, counter.add)
+            saved = None if opened.manifest is None else opened.manifest.attempt
+            publication = copy_publication(session, target.name, overwrite, saved)
+            brought = _copy(opened, files, publication, session, hard_links, num_workers, counter.add)
     done = Copy(
         planned.source,
         planned.target,
@@ -118,7 +121,7 @@ def copy_checkpoint(
 def _copy(
     opened: OpenTag,
     files: Sequence[TagFile],
-    target: Place,
+    publication: Publication,
     session: Session,
     hard_links: bool,
     num_workers: int,
@@ -126,8 +129,8 @@ def _copy(
 ) -> list[Brought]:
     """Bring all files, and make the tag visible."""
     order_time = _order_time(opened, files)
-    make_room(session, target.name)
-    folder = copies_folder(session.storage, target.name)
+    publication.begin(session)
+    folder = publication.folder
     stop = threading.Event()
 
     def go_on(nbytes: int) -> None:
@@ -144,9 +147,10 @@ def _copy(
     if _order_time(opened, files) != order_time:
         raise CorruptCheckpoint(f"{opened.where} was saved anew while it was being copied; copy it again")
     try:
-        publish(session, target.name, order_time)
+        publication.publish(session, order_time)
     except OSError as error:
-        raise CheckpointError(f"could not complete {target.path}: {type(error).__name__}: {error}") from error
+        where = f"{session.storage.url}/{publication.tag}"
+        raise CheckpointError(f"could not complete {where}: {type(error).__name__}: {error}") from error
     return brought
 
 

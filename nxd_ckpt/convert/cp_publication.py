@@ -6,44 +6,60 @@ in place, without the ``done`` that would make them a tag.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.layout.names import DONE, HIDDEN, MARKER
-from nxd_ckpt.runtime import journal, lease
 from nxd_ckpt.runtime.paths import staging_dir
+from nxd_ckpt.runtime.publication import InPlace, Publication, Staged
 from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.storage.base import Storage
 
 COPIES = f"{HIDDEN}/copies"
 
 
-def copies_folder(storage: Storage, tag: str) -> str:
-    """Where the files of a copy are written."""
-    return f"{COPIES}/{tag}" if storage.renames else tag
+@dataclass(frozen=True)
+class StagedCopy(Staged):
+    """For file systems: a staging directory of its own, which no claim of the directory sweeps."""
+
+    @property
+    def folder(self) -> str:
+        return f"{COPIES}/{self.tag}"
+
+    def begin(self, session: Session) -> None:
+        super().begin(session)
+        session.storage.discard_unfinished(self.folder)
+        session.storage.make_dir(self.folder)
+
+    def publish(self, session: Session, order_time: float) -> None:
+        session.require()
+        session.storage.rename(self.folder, staging_dir(self.attempt))
+        Staged(self.attempt, self.tag, self.overwrite).publish(session, order_time)
 
 
-def make_room(session: Session, tag: str) -> None:
-    """Before the first file: a tag that is to be replaced in place is one no more, and what is unfinished goes."""
-    storage = session.storage
-    folder = copies_folder(storage, tag)
-    if not storage.renames:
-        storage.remove(f"{tag}/{DONE}")
-    storage.discard_unfinished(folder)
-    storage.make_dir(folder)
-    storage.link_new(f"{folder}/{MARKER}", b"1")  # says of remains that they are a checkpoint's
+@dataclass(frozen=True)
+class InPlaceCopy(InPlace):
+    """For stores without renames. ``saved`` is the attempt that the copied manifest names, None without manifest."""
+
+    saved: str | None = None
+
+    def begin(self, session: Session) -> None:
+        storage = session.storage
+        session.require()
+        if not self.overwrite and storage.is_file(f"{self.tag}/{DONE}"):
+            raise SaveFailed(f"{storage.url}/{self.tag} was completed by another job meanwhile; it is left as it is")
+        storage.remove(f"{self.tag}/{DONE}")  # what is to be replaced is a checkpoint no more
+        storage.discard_unfinished(self.tag)
+        storage.make_dir(self.tag)
+        storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
+
+    def _is_ours(self, storage: Storage) -> bool:
+        return self.saved is None or InPlace(self.saved, self.tag)._is_ours(storage)
 
 
-def publish(session: Session, tag: str, order_time: float) -> None:
-    """Make the tag visible, and that durable. Raises SaveFailed, OSError."""
-    storage, attempt = session.storage, session.attempt(1)
-    if session.lease is not None:
-        lease.require(storage, session.lease)
-    if not storage.renames:
-        if not storage.link_new(f"{tag}/{DONE}", b"%d" % order_time):
-            raise SaveFailed(f"{storage.url}/{tag} was completed by another job meanwhile; it is left as it is")
-        return
-    folder = copies_folder(storage, tag)
-    storage.write(f"{folder}/{DONE}", b"1")
-    storage.set_time(f"{folder}/{DONE}", order_time)
-    storage.sync_dir(folder)
-    storage.rename(folder, staging_dir(attempt))
-    journal.publish(storage, attempt, tag)
+def copy_publication(session: Session, tag: str, overwrite: bool, saved: str | None) -> Publication:
+    """That of this session's one attempt. Whether a tag may be replaced was asked before."""
+    attempt = session.attempt(1)
+    if session.storage.renames:
+        return StagedCopy(attempt, tag, overwrite)
+    return InPlaceCopy(attempt, tag, overwrite, saved)
