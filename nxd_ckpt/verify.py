@@ -128,10 +128,10 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
 
 
 def _marker(opened: OpenTag, marker: str) -> FileEntry:
-    """What it should be: NxD's ``1``, or, where a tag was saved to a store, in ``done`` its order time."""
+    """What it should be: NxD's ``1``, or, where a tag was saved to a store, in ``done`` its order time and attempt."""
     data = b"1"
     if marker == names.DONE and opened.manifest is not None:
-        dated = b"%d" % opened.manifest.order_time
+        dated = f"{opened.manifest.order_time:.0f} {opened.manifest.attempt}".encode()
         with suppress(FileNotFoundError):
             data = dated if opened.storage.size(f"{opened.tag}/{marker}") == len(dated) else data
     return FileEntry(len(data), crc32.crc32(data))

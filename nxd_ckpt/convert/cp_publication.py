@@ -13,7 +13,6 @@ from nxd_ckpt.layout.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.runtime.paths import staging_dir
 from nxd_ckpt.runtime.publication import InPlace, Publication, Staged
 from nxd_ckpt.runtime.session import Session
-from nxd_ckpt.storage.base import Storage
 
 COPIES = f"{HIDDEN}/copies"
 
@@ -39,9 +38,10 @@ class StagedCopy(Staged):
 
 @dataclass(frozen=True)
 class InPlaceCopy(InPlace):
-    """For stores without renames. ``saved`` is the attempt that the copied manifest names, None without manifest."""
+    """For stores without renames. ``attempt`` is that of the save which is copied; empty for a tag of NxD's.
 
-    saved: str | None = None
+    Such a tag gets NxD's own ``done``: ours says of a tag that it has a manifest.
+    """
 
     def begin(self, session: Session) -> None:
         storage = session.storage
@@ -53,13 +53,17 @@ class InPlaceCopy(InPlace):
         storage.make_dir(self.tag)
         storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
 
-    def _is_ours(self, storage: Storage) -> bool:
-        return self.saved is None or InPlace(self.saved, self.tag)._is_ours(storage)
+    def publish(self, session: Session, order_time: float) -> None:
+        if self.attempt:
+            super().publish(session, order_time)
+            return
+        session.require()
+        self.put(session.storage, DONE, b"1")
+        session.storage.sync_dir(self.tag)
 
 
 def copy_publication(session: Session, tag: str, overwrite: bool, saved: str | None) -> Publication:
-    """That of this session's one attempt. Whether a tag may be replaced was asked before."""
-    attempt = session.attempt(1)
+    """That of this session's one copy, of the attempt ``saved``. Whether a tag may be replaced was asked before."""
     if session.storage.renames:
-        return StagedCopy(attempt, tag, overwrite)
-    return InPlaceCopy(attempt, tag, overwrite, saved)
+        return StagedCopy(session.attempt(1), tag, overwrite)
+    return InPlaceCopy(saved or "", tag, overwrite)

@@ -53,7 +53,7 @@ class CachedStorage:
         self, inner: Storage, tag: str, version: bytes, work_dir: str | os.PathLike[str] | None = None
     ) -> None:
         self.inner = inner
-        self.url, self.renames = inner.url, inner.renames
+        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
         store = Path(work_dir or _default_work_dir()).absolute() / sha256(inner.url.encode()).hexdigest()[:16]
         name = f"{quote(tag, safe='')[:180]}-{sha256(version).hexdigest()[:16]}"
         store.mkdir(parents=True, exist_ok=True)
