@@ -71,7 +71,7 @@ class FsspecStorage:
         return f"{self.root}/{key}" if key else self.root
 
     def read(self, key: str) -> bytes:
-        with self._doing(key):
+        with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key)))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -82,32 +82,32 @@ class FsspecStorage:
         return _FsspecReader(self, key)
 
     def read_at(self, key: str, begin: int, end: int) -> bytes:
-        with self._doing(key):
+        with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key), start=begin, end=end))
 
     def version(self, key: str) -> tuple[str, int]:
         """What changes when the file does, and its size in bytes."""
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             return self.fs.ukey(self.path(key)), int(self.fs.size(self.path(key)))
 
     def size(self, key: str) -> int:
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             return int(self.fs.size(self.path(key)))
 
     def is_dir(self, key: str) -> bool:
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             return bool(self.fs.isdir(self.path(key)))
 
     def is_file(self, key: str) -> bool:
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             return bool(self.fs.isfile(self.path(key)))
 
     def list(self, key: str = "") -> list[Entry]:
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             try:
                 found = self.fs.ls(self.path(key) or "/", detail=True)
@@ -121,17 +121,17 @@ class FsspecStorage:
             return sorted(Entry(name.rpartition("/")[2], is_dir) for name, is_dir in below if name.strip("/") != own)
 
     def write(self, key: str, data: bytes) -> None:
-        with self._doing(key):
+        with self.doing(key):
             self._make_parent(key)
             self.fs.pipe_file(self.path(key), bytes(data))
 
     def link_new(self, key: str, data: bytes) -> bool:
-        with self._doing(key):
+        with self.doing(key):
             self._make_parent(key)
             return self._put_new(key, data)
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        with self._doing(key), _looking:
+        with self.doing(key), _looking:
             self.fs.invalidate_cache()
             try:
                 found = bytes(self.fs.cat_file(self.path(key)))
@@ -142,7 +142,7 @@ class FsspecStorage:
             return found == expected
 
     def create(self, key: str, nbytes: int) -> Writer:
-        with self._doing(key):
+        with self.doing(key):
             self._make_parent(key)
         return _WholeWriter(self, key, nbytes) if nbytes <= _WHOLE else _StreamWriter(self, key, nbytes)
 
@@ -156,7 +156,7 @@ class FsspecStorage:
         raise OSError(f"{self.url}: cannot rename {source}: an object store has no rename")
 
     def remove(self, key: str) -> None:
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.path(key), recursive=True)
@@ -165,7 +165,7 @@ class FsspecStorage:
         """Nothing: fsspec does not say what is unfinished. Stores drop it by their own rules."""
 
     def time(self, key: str) -> float:
-        with self._doing(key):
+        with self.doing(key):
             self.fs.invalidate_cache()
             found: datetime.datetime = self.fs.modified(self.path(key))
             return (found if found.tzinfo else found.replace(tzinfo=datetime.timezone.utc)).timestamp()
@@ -191,7 +191,7 @@ class FsspecStorage:
             self.fs.makedirs(self.path(key).rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
-    def _doing(self, key: str) -> Iterator[None]:
+    def doing(self, key: str) -> Iterator[None]:
         """One operation on ``key``; whatever fails comes out as an OSError that names it."""
         try:
             with self._serial:
@@ -235,6 +235,7 @@ class _WholeWriter:
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
+        _check_end(self._storage, self._key, offset + len(view), len(self._data))
         self._data[offset : offset + len(view)] = view
         self._written += len(view)
 
@@ -258,13 +259,15 @@ class _StreamWriter:
         self._position = 0
         self._early: dict[int, int] = {}
         self._waiting: IO[bytes] | None = None
+        self._done = False
         if storage.is_file(key):
             raise FileExistsError(f"{storage.url}/{key}: exists")
-        with storage._doing(key):
+        with storage.doing(key):
             self._file = storage.fs.open(storage.path(key), "wb")
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
+        _check_end(self._storage, self._key, offset + len(view), self._nbytes)
         if offset != self._position:
             self._put_aside(offset, view)
             return
@@ -281,23 +284,25 @@ class _StreamWriter:
 
     def close(self) -> None:
         _check_length(self._storage, self._key, self._position, self._nbytes)
-        with self._storage._doing(self._key):
+        with self._storage.doing(self._key):
             self._file.close()
+        self._done = True
         self._end()
 
     def abort(self) -> None:
-        with contextlib.suppress(Exception):
-            if self._file.closed:
-                return
-            if hasattr(self._file, "discard"):
-                self._file.discard()
-                self._file.closed = True  # else collecting it would complete it
-            if not self._storage.fs.async_impl:
-                self._storage.remove(self._key)
         self._end()
+        if self._done:
+            return
+        self._done = True
+        with contextlib.suppress(Exception):
+            self._file.discard()
+            self._file.closed = True  # else collecting it would complete it
+        if not self._storage.fs.async_impl:  # it is there already, as far as it got
+            with contextlib.suppress(OSError):
+                self._storage.remove(self._key)
 
     def _append(self, view: memoryview) -> None:
-        with self._storage._doing(self._key):
+        with self._storage.doing(self._key):
             self._file.write(view)
         self._position += len(view)
 
@@ -311,6 +316,11 @@ class _StreamWriter:
     def _end(self) -> None:
         if self._waiting is not None:
             self._waiting.close()
+
+
+def _check_end(storage: FsspecStorage, key: str, end: int, expected: int) -> None:
+    if end > expected:
+        raise OSError(f"{storage.url}/{key}: wrote up to byte {end}, expected {expected} in all")
 
 
 def _check_length(storage: FsspecStorage, key: str, found: int, expected: int) -> None:

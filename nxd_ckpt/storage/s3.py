@@ -18,7 +18,7 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Entry, Reader, Writer
 from nxd_ckpt.storage.s3_bucket import Bucket, S3Options
 from nxd_ckpt.storage.s3_conditions import put_if
-from nxd_ckpt.storage.s3_download import S3Reader
+from nxd_ckpt.storage.s3_download import S3Reader, read_object
 from nxd_ckpt.storage.s3_upload import S3Writer
 
 _BATCH = 1000
@@ -48,8 +48,7 @@ class S3Storage:
         self._bucket, self.url = bucket, bucket.url
 
     def read(self, key: str) -> bytes:
-        with closing(S3Reader(self._bucket, key)) as reader:
-            return reader.read_all()
+        return read_object(self._bucket, key)[0]
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with closing(self.open(key)) as reader:
@@ -97,12 +96,11 @@ class S3Storage:
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         try:
-            reader = S3Reader(self._bucket, key)
+            found, etag = read_object(self._bucket, key)
         except FileNotFoundError:
             return False
-        found = reader.read_all()
         token = uuid.uuid4().hex
-        return found == expected and put_if(self._bucket, key, [memoryview(data)], token, IfMatch=reader.etag)
+        return found == expected and put_if(self._bucket, key, [memoryview(data)], token, IfMatch=etag)
 
     def make_dir(self, key: str) -> None:
         """Nothing: a directory is there while a key lies below it."""

@@ -108,6 +108,10 @@ class Bucket:
             reply: dict[str, Any] = getattr(self._connected(), operation)(Bucket=self.name, **parameters)
         except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
             raise as_os_error(error, f"{self.url}/{key}", self.name) from error
+        except RecursionError as error:  # of the library, where every request is redirected to nowhere
+            raise OSError(
+                f"{self.url}/{key}: the store redirects without end; check endpoint_url and region"
+            ) from error
         self._seen = True
         return reply
 
@@ -123,7 +127,7 @@ class Bucket:
                 self.call("list_objects_v2", key, Prefix=self.full(key), MaxKeys=1)
             raise
         except OSError as error:
-            if code_of(getattr(error.__cause__, "response", {})).isdigit():
+            if code_of(getattr(error.__cause__, "response", None) or {}).isdigit():
                 self.call("list_objects_v2", key, Prefix=self.full(key), MaxKeys=1)
             raise
 

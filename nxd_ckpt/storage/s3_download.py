@@ -10,6 +10,27 @@ from nxd_ckpt.storage.s3_bucket import Bucket
 from nxd_ckpt.storage.s3_conditions import wait_before_retry
 from nxd_ckpt.storage.s3_errors import ConditionFailed
 
+_TRIES = 10
+
+
+class Replaced(OSError):
+    """The object is not the one any more that was opened."""
+
+
+def read_object(bucket: Bucket, key: str) -> tuple[bytes, str]:
+    """All of an object, and its ETag; the newer one where it was replaced meanwhile."""
+    for tries in range(_TRIES):
+        reader = S3Reader(bucket, key)
+        memory = bytearray(reader.nbytes)
+        try:
+            reader.read_ranges([(0, memoryview(memory))])
+        except Replaced:
+            if tries == _TRIES - 1:
+                raise
+        else:
+            break
+    return bytes(memory), reader.etag
+
 
 class S3Reader:
     """Of the version that was there when it was opened: the store refuses to read from another."""
@@ -17,18 +38,13 @@ class S3Reader:
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket, self._key = bucket, key
         head = bucket.head(key)
-        self.etag, self._nbytes = str(head["ETag"]), int(head["ContentLength"])
-
-    def read_all(self) -> bytes:
-        memory = bytearray(self._nbytes)
-        self.read_ranges([(0, memoryview(memory))])
-        return bytes(memory)
+        self.etag, self.nbytes = str(head["ETag"]), int(head["ContentLength"])
 
     def read_ranges(self, ranges: Sequence[Range]) -> None:
         for run in runs(ranges):
-            if run.end > self._nbytes:
-                missing = run.end - max(run.begin, self._nbytes)
-                raise EOFError(f"{self._url}: {missing} bytes missing at byte {self._nbytes}")
+            if run.end > self.nbytes:
+                missing = run.end - max(run.begin, self.nbytes)
+                raise EOFError(f"{self._url}: {missing} bytes missing at byte {self.nbytes}")
             self._fetch(run)
 
     def close(self) -> None:
@@ -71,7 +87,7 @@ class S3Reader:
                 "get_object", self._key, Key=full, Range=f"bytes={begin}-{end - 1}", IfMatch=self.etag
             )
         except ConditionFailed as error:
-            raise OSError(f"{self._url}: replaced by another object while it was being read") from error
+            raise Replaced(f"{self._url}: replaced by another object while it was being read") from error
         if reply["ContentLength"] != end - begin:
             raise OSError(f"{self._url}: asked for {end - begin} bytes, the store sends {reply['ContentLength']}")
         return reply["Body"]

@@ -30,13 +30,14 @@ class Fault:
 
     - ``refuse``: answered with ``status`` and ``code``; the server never sees it.
     - ``reset_request``: the connection breaks after ``nbytes`` bytes of the request's body.
-    - ``reset_reply``: it breaks after ``nbytes`` bytes of the reply's body.
+    - ``corrupt``: byte ``nbytes`` of the request's body is another one.
+    - ``reset_reply``: it breaks after ``nbytes`` bytes of the reply's body; ``short_reply``: it is closed there.
     - ``drop_reply``: the server does it, and the reply is lost.
     - ``delay``: it takes ``seconds`` longer.
     """
 
     pattern: str
-    kind: Literal["refuse", "reset_request", "reset_reply", "drop_reply", "delay"]
+    kind: Literal["refuse", "reset_request", "corrupt", "reset_reply", "short_reply", "drop_reply", "delay"]
     times: int = 1
     status: int = 503
     code: str = "SlowDown"
@@ -90,6 +91,8 @@ class S3Proxy:
             most = min(length, fault.nbytes) if fault.kind == "reset_request" else length
             while len(body) < most and (block := client.recv(_BLOCK)):
                 body += block
+            if fault.kind == "corrupt":
+                body[fault.nbytes] ^= 1
             if fault.kind == "reset_request":
                 _reset(client)
             elif fault.kind == "refuse":
@@ -117,9 +120,10 @@ class S3Proxy:
                 reply += block
         if fault.kind == "drop_reply":
             _reset(client)
+        elif fault.kind == "short_reply":
+            client.sendall(reply_head + reply[: fault.nbytes])
         elif fault.kind == "reset_reply":
             client.sendall(reply_head + reply[: fault.nbytes])
-            time.sleep(0.05)  # else the client may lose what it has not taken yet
             _reset(client)
         else:
             client.sendall(reply_head + reply)

@@ -40,9 +40,7 @@ def test_any_ranges(storage: LocalStorage, places: list[tuple[int, int]], ascend
 
 
 @pytest.mark.parametrize("hole", [0, 1, 37])
-def test_many_small_ranges_share_operations(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, hole: int
-) -> None:
+def test_many_small_ranges_share_operations(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, hole: int) -> None:
     """2,500 neighbours, with holes between them or not, are few system calls."""
     calls: list[int] = []
     preadv = os.preadv

@@ -1,0 +1,37 @@
+"""Every storage there is, as the contract's tests see it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.retrying import RetryingStorage
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.s3_server import S3Server
+from nxd_ckpt.testing.storage import HookedStorage, delaying
+
+BUCKET = "bucket"
+
+Maker = Callable[[Path, S3Server], Storage]
+
+
+def s3(server: S3Server, **options: object) -> Storage:
+    """A prefix of its own on the server."""
+    return open_storage(f"s3://{BUCKET}/{uuid.uuid4().hex}/run", storage_options={**server.options, **options})
+
+
+MAKERS: dict[str, Maker] = {
+    "local": lambda path, server: LocalStorage(path),
+    "local, not durable": lambda path, server: LocalStorage(path, durable=False),
+    "memory, store": lambda path, server: MemoryStorage(),
+    "memory, file system": lambda path, server: MemoryStorage(renames=True),
+    "fsspec": lambda path, server: open_storage(f"memory://{uuid.uuid4().hex}/run"),
+    "s3": lambda path, server: s3(server),
+    "hooked s3": lambda path, server: HookedStorage(s3(server), lambda operation: None),
+    "slow local": lambda path, server: HookedStorage(LocalStorage(path), delaying("*", "*", 0.001)),
+    "retrying local": lambda path, server: RetryingStorage(LocalStorage(path)),
+}

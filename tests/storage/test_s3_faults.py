@@ -1,0 +1,216 @@
+"""S3 behind a network that breaks and a store that is busy: it succeeds, or fails clearly and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.s3_upload import PART
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.s3_proxy import Fault, S3Proxy
+from nxd_ckpt.testing.s3_server import S3Server, options_for
+from tests.storage.storages import BUCKET
+
+pytestmark = pytest.mark.plain
+
+DATA = os.urandom(2 * PART + 1000)
+SMALL = DATA[:1000]
+CREATE, PUT_PART, COMPLETE = r"POST .*\?uploads", "PUT .*partNumber=2", r"POST .*\?uploadId"
+PUT, GET, HEAD, LIST, DELETE = "PUT .*/key$", "GET .*/key$", "HEAD .*/key$", "GET .*list-type", r"POST .*\?delete"
+FOR_EVER = 10**6
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library waits for seconds before it tries again: not here."""
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[S3Proxy]:
+    with S3Proxy(s3_server.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def storage(proxy: S3Proxy) -> Storage:
+    return through(proxy)
+
+
+def through(proxy: S3Proxy, retries: int = 3) -> Storage:
+    options = {**options_for(proxy.address), "retries": retries}
+    return open_storage(f"s3://{BUCKET}/{uuid.uuid4().hex}", storage_options=options)
+
+
+def upload(storage: Storage, data: bytes) -> None:
+    writer = storage.create("key", len(data))
+    writer.write_at(0, data)
+    writer.close()
+
+
+PASSING = [
+    Fault("", "refuse", times=2),
+    Fault("", "refuse", times=2, status=500, code="InternalError"),
+    Fault("", "delay", times=2, seconds=0.2),
+    Fault("", "drop_reply", times=2),
+    Fault("", "reset_request", times=2, nbytes=0),
+]
+
+
+def on(pattern: str, fault: Fault) -> Fault:
+    return Fault(pattern, fault.kind, fault.times, fault.status, fault.code, fault.nbytes, fault.seconds)
+
+
+@pytest.mark.parametrize("pattern", [CREATE, PUT_PART, COMPLETE])
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.kind} {fault.status}")
+def test_an_upload_in_parts(proxy: S3Proxy, s3_server: S3Server, storage: Storage, pattern: str, fault: Fault) -> None:
+    """Succeeds, whichever of its requests fails twice, and no unfinished upload is left."""
+    proxy.faults.append(on(pattern, fault))
+    upload(storage, DATA)
+    assert 2 == proxy.faults[0].hits or pattern == CREATE or fault.kind == "delay"
+    assert DATA == storage.read("key")
+    assert [] == s3_server.unfinished(BUCKET)
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.kind} {fault.status}")
+def test_small_files(proxy: S3Proxy, storage: Storage, fault: Fault) -> None:
+    """Written by a writer, at once, conditionally, or exchanged; read, listed, removed: each request fails twice."""
+    upload(storage, SMALL)
+    proxy.faults += [on(pattern, fault) for pattern in (PUT, GET, HEAD, LIST, DELETE)]
+    storage.write("folder/key", SMALL)
+    assert SMALL == storage.read("folder/key")
+    assert storage.exchange("folder/key", SMALL, b"other")
+    proxy.faults.append(on(PUT, fault))
+    assert storage.link_new("new/key", b"1")
+    proxy.faults.append(on(PUT, fault))
+    assert not storage.link_new("new/key", b"2")
+    assert b"1" == storage.read("new/key")
+    storage.remove("folder")
+    assert ["key", "new"] == [entry.name for entry in storage.list()]
+
+
+@pytest.mark.parametrize("nbytes", [1, 100_000, PART - 1])
+def test_a_part_that_breaks_off_on_its_way(proxy: S3Proxy, storage: Storage, nbytes: int) -> None:
+    """Is sent again."""
+    proxy.faults.append(Fault(PUT_PART, "reset_request", times=2, nbytes=nbytes))
+    upload(storage, DATA)
+    assert DATA == storage.read("key")
+    assert 3 == sum("partNumber=2" in request for request in proxy.requests)
+
+
+def test_a_download_that_ends_early(proxy: S3Proxy, s3_server: S3Server, storage: Storage) -> None:
+    """Goes on from where it ended: nothing that arrived is asked for again."""
+    upload(storage, DATA)
+    proxy.faults.append(Fault(GET, "short_reply", times=5, nbytes=3_000_000))
+    sent = sum(s3_server.sent.values())
+    assert DATA == storage.read("key")
+    # The server sends all of the rest each time, of which the proxy passes on 3,000,000 bytes.
+    assert sum(len(DATA) - number * 3_000_000 for number in range(6)) == sum(s3_server.sent.values()) - sent
+
+
+def test_a_download_that_breaks_off(proxy: S3Proxy, storage: Storage) -> None:
+    """Is taken up again."""
+    upload(storage, DATA)
+    proxy.faults.append(Fault(GET, "reset_reply", times=5, nbytes=3_000_000))
+    assert DATA == storage.read("key")
+    assert 5 == proxy.faults[0].hits
+
+
+@pytest.mark.parametrize("pattern", [CREATE, PUT_PART, COMPLETE])
+@pytest.mark.parametrize("kind", ["refuse", "reset_request"])
+def test_an_upload_that_fails_for_good(proxy: S3Proxy, s3_server: S3Server, pattern: str, kind: str) -> None:
+    """Says what the store said and how often it was tried, shows nothing, and leaves no unfinished upload."""
+    storage = through(proxy, retries=1)
+    proxy.faults.append(Fault(pattern, kind, times=FOR_EVER))  # type: ignore[arg-type]
+    writer = storage.create("key", len(DATA))
+    expected = "key: SlowDown: .*1 retries" if kind == "refuse" else "key: "
+    with pytest.raises(ConnectionError, match=expected):  # noqa: PT012
+        writer.write_at(0, DATA)
+        writer.close()
+    writer.abort()
+    assert 2 == proxy.faults[0].hits
+    assert not storage.is_file("key")
+    assert [] == s3_server.unfinished(BUCKET)
+
+
+def test_a_reply_that_is_lost_for_good(proxy: S3Proxy, storage: Storage) -> None:
+    """Of the last request of an upload: the object is there and ours, so it succeeded."""
+    proxy.faults.append(Fault(COMPLETE, "drop_reply", times=FOR_EVER))
+    upload(storage, DATA)
+    assert DATA == storage.read("key")
+
+
+def test_a_download_that_fails_for_good(proxy: S3Proxy) -> None:
+    """Says where it broke off."""
+    storage = through(proxy, retries=1)
+    upload(storage, SMALL)
+    proxy.faults.append(Fault(GET, "reset_reply", times=FOR_EVER, nbytes=0))
+    with pytest.raises(ConnectionError, match="key: broke off at byte 0 2 times"):
+        storage.read("key")
+
+
+@pytest.mark.parametrize("nbytes", [len(SMALL), len(DATA)])
+def test_bytes_that_change_on_their_way(proxy: S3Proxy, s3_server: S3Server, storage: Storage, nbytes: int) -> None:
+    """The store compares the digest that goes along, and refuses them; nothing is seen."""
+    proxy.faults.append(Fault("PUT", "corrupt", nbytes=77))
+    with pytest.raises(OSError, match=r"BadDigest.*changed on their way"):
+        upload(storage, DATA[:nbytes])
+    assert not storage.is_file("key")
+    assert [] == s3_server.unfinished(BUCKET)
+
+
+def test_unfinished_uploads_of_a_killed_writer(s3_server: S3Server, storage: Storage) -> None:
+    """Are dropped by whoever comes next; those of other directories stay."""
+    for key in ("tag/model/x", "tag-2/x"):
+        writer = storage.create(key, len(DATA))
+        writer.write_at(0, DATA)
+        writer.settle()
+    storage.discard_unfinished("tag")
+    assert ["x"] == [name.rpartition("tag-2/")[2] for name in s3_server.unfinished(BUCKET)]
+    storage.discard_unfinished("")
+    assert [] == s3_server.unfinished(BUCKET)
+
+
+DENIED = [
+    (403, "AccessDenied", {}, PermissionError, "AccessDenied.*do not allow"),
+    (400, "ExpiredToken", {}, PermissionError, "expired; renew"),
+    (403, "InvalidAccessKeyId", {}, PermissionError, "does not know this access key"),
+    (403, "SignatureDoesNotMatch", {}, PermissionError, "secret key does not belong"),
+    (301, "PermanentRedirect", {}, OSError, "endpoint_url"),
+    (400, "AuthorizationHeaderMalformed", {"Region": "eu-west-1"}, OSError, "region eu-west-1; pass"),
+    (404, "NoSuchBucket", {}, OSError, f"the bucket '{BUCKET}' does not exist"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "more", "kind", "text"), DENIED, ids=[case[1] for case in DENIED])
+def test_what_the_store_refuses(
+    proxy: S3Proxy, storage: Storage, status: int, code: str, more: dict[str, str], kind: type[OSError], text: str
+) -> None:
+    """Every operation says why, what to do, and never that a file is missing; no credentials in it."""
+    proxy.faults.append(Fault("", "refuse", times=FOR_EVER, status=status, code=code, more=more))
+    operations = {
+        "read": lambda: storage.read("key"),
+        "size": lambda: storage.size("key"),
+        "is_file": lambda: storage.is_file("key"),
+        "is_dir": lambda: storage.is_dir("key"),
+        "list": lambda: storage.list("key"),
+        "write": lambda: storage.write("key", b"1"),
+        "link_new": lambda: storage.link_new("key", b"1"),
+        "exchange": lambda: storage.exchange("key", b"1", b"2"),
+        "create": lambda: upload(storage, SMALL),
+        "create in parts": lambda: upload(storage, DATA),
+        "remove": lambda: storage.remove("key"),
+        "discard_unfinished": lambda: storage.discard_unfinished("key"),
+    }
+    for name, operation in operations.items():
+        with pytest.raises(kind, match=text) as caught:
+            operation()
+        assert not isinstance(caught.value, FileNotFoundError), name
+        assert f"s3://{BUCKET}/" in str(caught.value), name
+        assert "not-so-secret" not in str(caught.value), name
