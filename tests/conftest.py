@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.testing.workers import WorkerPool
 
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+BUCKET = "bucket"
 
 GOLDEN_TAR = REPOSITORY.parent / "shared" / "golden" / "nxd-0.18-public.tar"
 
@@ -45,6 +48,14 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(chosen or GOLDEN_TAR) as tar:
         tar.extractall(unpacked, filter="data")
     return unpacked / "public"
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server on 127.0.0.1, with :data:`BUCKET`."""
+    with S3Server() as server:
+        server.make_bucket(BUCKET)
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,17 @@ def resume_equals_uninterrupted(rank: int, directory: str, setup: Setup, seed: i
     problems += differences("after training on", expected, resumed.state())
     nxd_ckpt.close_checkpointers()
     return problems
+
+
+def resume_from_a_store(rank: int, url: str, environment: dict[str, str], setup: Setup, seed: int) -> list[str]:
+    """:func:`resume_equals_uninterrupted` in a store whose place and credentials come from the environment."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        return resume_equals_uninterrupted(rank, url, setup, seed)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def compile_counts(rank: int, directory: str, setup: Setup) -> list[int]:

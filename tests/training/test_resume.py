@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.testing.workers import WorkerPool
+from tests.conftest import BUCKET
 from tests.training import scenarios
 from tests.training.model import Setup
 
@@ -46,6 +49,23 @@ def test_a_resumed_run_is_the_same_run(xla_ranks: WorkerPool, tmp_path: Path, wh
     """Save, start again from another seed, load: state and all later losses are equal to the last bit."""
     problems = xla_ranks.run(scenarios.resume_equals_uninterrupted, str(tmp_path / "ckpt"), what, 99, timeout=240)
     assert [[]] * 4 == problems
+
+
+@pytest.mark.parametrize("options", [ASYNC, XSER], ids=["async", "xser"])
+def test_a_run_resumes_from_a_store(xla_ranks: WorkerPool, s3_server: S3Server, options: Any) -> None:
+    """As from a directory, to the last bit; the store is found as boto3 finds it, in the environment."""
+    given = s3_server.options
+    environment = {
+        "AWS_ACCESS_KEY_ID": given["key"],
+        "AWS_SECRET_ACCESS_KEY": given["secret"],
+        "AWS_ENDPOINT_URL_S3": given["endpoint_url"],
+        "AWS_DEFAULT_REGION": given["client_kwargs"]["region_name"],
+    }
+    what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16", options=options)
+    url = f"s3://{BUCKET}/resume-{uuid.uuid4().hex}"
+    problems = xla_ranks.run(scenarios.resume_from_a_store, url, environment, what, 99, timeout=240)
+    assert [[]] * 4 == problems
+    assert [] == s3_server.unfinished(BUCKET)
 
 
 def test_saving_and_loading_compile_nothing(xla_ranks: WorkerPool, tmp_path: Path) -> None:
