@@ -115,11 +115,11 @@ def test_a_download_that_ends_early(proxy: S3Proxy, s3_server: S3Server, storage
 
 
 def test_a_download_that_breaks_off(proxy: S3Proxy, storage: Storage) -> None:
-    """Is taken up again."""
+    """Is taken up again; a reset may take with it what the proxy had sent already."""
     upload(storage, DATA)
-    proxy.faults.append(Fault(GET, "reset_reply", times=5, nbytes=3_000_000))
+    proxy.faults.append(Fault(GET, "reset_reply", times=3, nbytes=3_000_000))
     assert DATA == storage.read("key")
-    assert 5 == proxy.faults[0].hits
+    assert 3 == proxy.faults[0].hits
 
 
 @pytest.mark.parametrize("pattern", [CREATE, PUT_PART, COMPLETE])
