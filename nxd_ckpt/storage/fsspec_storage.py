@@ -22,8 +22,10 @@ from contextlib import closing
 from typing import IO, Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.base import Entry, Reader, Writer
+from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 from nxd_ckpt.storage.ranges import Range, runs
+from nxd_ckpt.storage.retrying import RetryingStorage
+from nxd_ckpt.storage.throttle import Limits, Throttle
 
 _WHOLE = 32 * 2**20
 """Bytes up to which a file is kept in memory and written by one request when it is closed."""
@@ -32,9 +34,14 @@ _looking = threading.Lock()
 """Held between a look and the write that depends on it."""
 
 
-def open_fsspec(url: str, options: Mapping[str, Any]) -> FsspecStorage:
-    """The storage of an fsspec URL. Raises InvalidArgument where fsspec or the library behind it is missing."""
+def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
+    """The storage of an fsspec URL. ``retries`` and ``max_bytes_per_second`` are ours, all other options fsspec's.
+
+    Raises InvalidArgument where fsspec or the library behind it is missing, or options cannot be honoured.
+    """
     public = without_password(url)
+    options = dict(options)
+    limits = Limits.of(options.pop("retries", 5), options.pop("max_bytes_per_second", None), public)
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -45,7 +52,7 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> FsspecStorage:
         raise InvalidArgument(f"{public}: {error}") from None
     except (TypeError, ValueError) as error:  # an unknown scheme, or options that the file system does not know
         raise InvalidArgument(f"{public}: {error}") from None
-    return FsspecStorage(fs, root, public)
+    return RetryingStorage(FsspecStorage(fs, root, public, limits.throttle), limits.retries)
 
 
 def without_password(url: str) -> str:
@@ -59,8 +66,8 @@ class FsspecStorage:
     renames = False
     concurrency = 16
 
-    def __init__(self, fs: Any, root: str, url: str) -> None:
-        self.fs, self.root, self.url = fs, root.rstrip("/"), url.rstrip("/")
+    def __init__(self, fs: Any, root: str, url: str, throttle: Throttle) -> None:
+        self.fs, self.root, self.url, self.throttle = fs, root.rstrip("/"), url.rstrip("/"), throttle
         put = getattr(fs, "_pipe_file", fs.pipe_file)
         self._creates = "mode" in inspect.signature(put).parameters
         self._in_memory = type(fs).__name__ == "MemoryFileSystem"
@@ -82,6 +89,7 @@ class FsspecStorage:
         return _FsspecReader(self, key)
 
     def read_at(self, key: str, begin: int, end: int) -> bytes:
+        self.throttle.take(end - begin)
         with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key), start=begin, end=end))
 
@@ -244,6 +252,7 @@ class _WholeWriter:
 
     def close(self) -> None:
         _check_length(self._storage, self._key, self._written, len(self._data))
+        self._storage.throttle.take(len(self._data))
         if not self._storage.link_new(self._key, bytes(self._data)):
             raise FileExistsError(f"{self._storage.url}/{self._key}: taken by another writer")
 
@@ -302,6 +311,7 @@ class _StreamWriter:
                 self._storage.remove(self._key)
 
     def _append(self, view: memoryview) -> None:
+        self._storage.throttle.take(len(view))
         with self._storage.doing(self._key):
             self._file.write(view)
         self._position += len(view)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.s3_errors import UploadGone, as_os_error, code_of
-from nxd_ckpt.storage.throttle import Throttle, shared_throttle
+from nxd_ckpt.storage.throttle import Limits, Throttle, shared_throttle
 
 TOKEN = "nxd-ckpt-writer"
 """Metadata of every object: who wrote it. It tells a lost reply from a key that somebody else took."""
@@ -45,10 +45,7 @@ class S3Options:
         if unknown:
             raise InvalidArgument(f"{url}: unknown storage_options {unknown}; there are {', '.join(known)}")
         made = S3Options(**options)
-        if made.retries < 0:
-            raise InvalidArgument(f"{url}: retries is {made.retries}; expected 0 or more")
-        if made.max_bytes_per_second is not None and made.max_bytes_per_second <= 0:
-            raise InvalidArgument(f"{url}: max_bytes_per_second is {made.max_bytes_per_second}; expected more than 0")
+        Limits.of(made.retries, made.max_bytes_per_second, url)
         return made
 
     def client(self) -> Any:

@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
+
+from nxd_ckpt.errors import InvalidArgument
 
 
 class Throttle:
@@ -36,6 +39,28 @@ class Throttle:
             self._free_at = free_at + nbytes / self._rate
         if free_at > now:
             self._sleep(free_at - now)
+
+
+class Limits(NamedTuple):
+    """The options of every store that are ours: how often a request is repeated, and a cap in bytes per second on
+    uploads and downloads together."""
+
+    retries: int
+    max_bytes_per_second: float | None
+
+    @staticmethod
+    def of(retries: int, max_bytes_per_second: float | None, url: str) -> Limits:
+        """Raises InvalidArgument."""
+        if retries < 0:
+            raise InvalidArgument(f"{url}: retries is {retries}; expected 0 or more")
+        if max_bytes_per_second is not None and max_bytes_per_second <= 0:
+            raise InvalidArgument(f"{url}: max_bytes_per_second is {max_bytes_per_second}; expected more than 0")
+        return Limits(retries, max_bytes_per_second)
+
+    @property
+    def throttle(self) -> Throttle:
+        """The one that the process has for this cap."""
+        return shared_throttle(self.max_bytes_per_second)
 
 
 @cache

@@ -40,9 +40,8 @@ def open_storage(
 
         return open_s3(text, options)
     from nxd_ckpt.storage.fsspec_storage import open_fsspec
-    from nxd_ckpt.storage.retrying import RetryingStorage
 
-    return RetryingStorage(open_fsspec(text, options))
+    return open_fsspec(text, options)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

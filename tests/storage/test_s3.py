@@ -1,0 +1,228 @@
+"""What S3 has beyond the contract: options, parts, memory, listings of many pages, processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+import uuid
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage import s3_upload
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.s3_bucket import S3Options
+from nxd_ckpt.storage.s3_upload import MOST_PARTS, PART, part_nbytes
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.s3_server import S3Server
+from tests.storage.storages import BUCKET, s3
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture
+def storage(s3_server: S3Server) -> Storage:
+    return s3(s3_server)
+
+
+@pytest.mark.parametrize("nbytes", [1, PART, PART * MOST_PARTS, PART * MOST_PARTS + 1, 5 * 2**40])
+def test_no_file_has_too_many_parts(nbytes: int) -> None:
+    """S3 takes 10,000 of at least 5 MiB and at most 5 GiB."""
+    assert -(-nbytes // part_nbytes(nbytes)) <= 10_000
+    assert 5 * 2**20 <= part_nbytes(nbytes) <= 5 * 2**30
+
+
+def test_an_upload_copies_nothing(storage: Storage) -> None:
+    """A file of many parts goes out of the memory that was handed over: a few blocks of the library's is all."""
+    data = bytes(12 * PART)
+    storage.write("warm", b"")  # the library's own data
+    tracemalloc.start()
+    try:
+        writer = storage.create("key", len(data))
+        writer.write_at(0, data)
+        writer.settle()
+        # The server, which runs in this process, holds what it received.
+        peak = sum(
+            trace.size
+            for trace in tracemalloc.take_snapshot().traces
+            if "nxd_ckpt/storage" in str(trace.traceback) or "urllib3" in str(trace.traceback)
+        )
+    finally:
+        tracemalloc.stop()
+    writer.close()
+    assert peak < PART
+
+
+def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all writers of the process; who writes more than that waits."""
+    lock, now, most = threading.Lock(), 0, 0
+    upload_part = s3_upload.S3Writer._upload_part
+
+    def counted(self: s3_upload.S3Writer, number: int, views: list[memoryview]) -> dict[str, object]:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        try:
+            return upload_part(self, number, views)
+        finally:
+            with lock:
+                now -= 1
+
+    monkeypatch.setattr(s3_upload.S3Writer, "_upload_part", counted)
+    data = bytes(8 * PART)
+    writers = [storage.create(f"key{number}", len(data)) for number in range(3)]
+    threads = [threading.Thread(target=writer.write_at, args=(0, data)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for writer in writers:
+        writer.close()
+    assert 1 < most <= s3_upload.IN_FLIGHT
+    assert [len(data)] * 3 == [storage.size(f"key{number}") for number in range(3)]
+
+
+def test_many_keys(storage: Storage) -> None:
+    """More than a page of a listing, and than a request removes."""
+    for number in range(1100):
+        storage.write(f"folder/{number:04}", b"")
+    assert [f"{number:04}" for number in range(1100)] == [entry.name for entry in storage.list("folder")]
+    storage.remove("folder")
+    assert [] == storage.list("folder")
+
+
+def test_only_what_is_asked_for_is_downloaded(storage: Storage, s3_server: S3Server) -> None:
+    """One part of a large file is not all of it."""
+    writer = storage.create("key", 4 * PART)
+    writer.write_at(0, bytes(4 * PART))
+    writer.close()
+    sent = sum(s3_server.sent.values())
+    storage.read_into("key", PART, memoryview(bytearray(1_000_000)))
+    assert 1_000_000 == sum(s3_server.sent.values()) - sent
+
+
+def _read(storage: Storage) -> bytes:
+    return storage.read("key")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes(storage: Storage, method: str) -> None:
+    """A storage that was used already works in a process that was forked, or that it was sent to."""
+    storage.write("key", b"data")
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert b"data" == pool.apply(_read, (storage,))
+
+
+def test_it_can_be_pickled_after_use(storage: Storage) -> None:
+    """Its connections stay behind."""
+    storage.write("key", b"data")
+    assert b"data" == pickle.loads(pickle.dumps(storage)).read("key")
+
+
+def test_secrets_are_not_shown(s3_server: S3Server) -> None:
+    """In the representation of options or storage, or in what is said about wrong ones."""
+    options = {**s3_server.options, "token": "not-so-secret"}
+    assert "not-so-secret" not in repr(S3Options.of(options, "s3://bucket"))
+    with pytest.raises(
+        InvalidArgument, match=r"unknown storage_options \['passwort'\]; there are key, secret"
+    ) as caught:
+        open_storage("s3://bucket", storage_options={**options, "passwort": "not-so-secret"})
+    assert "not-so-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "text"),
+    [
+        ("s3://", {}, "expected s3://BUCKET/PREFIX"),
+        ("s3://key:secret@bucket/x", {}, "without credentials"),
+        ("s3://bucket", {"retries": -1}, "retries is -1"),
+        ("s3://bucket", {"max_bytes_per_second": 0}, "max_bytes_per_second is 0"),
+        ("nope://bucket", {}, "nope"),
+        ("oci://bucket", {}, "ocifs"),
+        ("memory://bucket", {"retries": -1}, "retries is -1"),
+        ("file://host/x", {}, "expected an absolute path of this host"),
+        ("some/dir", {"key": "x"}, "takes no storage_options, found key"),
+    ],
+)
+def test_wrong_urls_and_options(url: str, options: dict[str, object], text: str) -> None:
+    """Are refused before anything is asked of a network, and the error says what is missing."""
+    with pytest.raises(InvalidArgument, match=text):
+        open_storage(url, storage_options=options)
+
+
+def test_places_that_are_not_there(s3_server: S3Server) -> None:
+    """A missing bucket is not a missing file; an endpoint where nobody listens is said so."""
+    nowhere = open_storage("s3://no-such-bucket/x", storage_options=s3_server.options)
+    for call in (nowhere.read, nowhere.list, nowhere.is_file, nowhere.is_dir, nowhere.size):
+        with pytest.raises(OSError, match="the bucket 'no-such-bucket' does not exist") as caught:
+            call("key")
+        assert not isinstance(caught.value, FileNotFoundError)
+    options = {**s3_server.options, "endpoint_url": "http://127.0.0.1:1", "retries": 0}
+    with pytest.raises(ConnectionError, match=r"s3://bucket/key: .*check endpoint_url"):
+        open_storage(f"s3://{BUCKET}", storage_options=options).read("key")
+    with pytest.raises(OSError, match="endpoint"):
+        open_storage(f"s3://{BUCKET}", storage_options={**options, "endpoint_url": "nonsense"}).read("key")
+
+
+def test_credentials_come_from_the_usual_places(s3_server: S3Server, tmp_path: Path) -> None:
+    """The environment's; without any, an error says where they may come from."""
+    program = f"""
+from nxd_ckpt.storage.urls import open_storage
+storage = open_storage("s3://{BUCKET}/{uuid.uuid4().hex}", storage_options={{"retries": 0}})
+try:
+    storage.write("key", b"1")
+    print(storage.read("key"))
+except PermissionError as error:
+    print(error)
+"""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    bare |= {
+        "HOME": str(tmp_path),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": s3_server.options["endpoint_url"],
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+
+    def run(environment: dict[str, str]) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert "b'1'\n" == run(bare | keys)
+    assert "pass key and secret, a profile, or anon=True" in run(bare)
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    """Not by importing the package, nor by opening a directory."""
+    program = """
+import sys
+import nxd_ckpt
+from nxd_ckpt.storage.urls import open_storage
+open_storage(".")
+print([name for name in ("boto3", "botocore", "fsspec", "moto", "tenacity") if name in sys.modules])
+"""
+    assert "[]\n" == subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("url", "module", "extra"), [("s3://b", "boto3", "s3"), ("gs://b", "fsspec", "fsspec")])
+def test_a_library_that_is_missing(url: str, module: str, extra: str) -> None:
+    """The error names what to install."""
+    program = f"""
+import sys
+sys.modules[{module!r}] = None
+from nxd_ckpt.storage.urls import open_storage
+try:
+    open_storage({url!r})
+except ValueError as error:
+    print(error)
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert f"pip install 'nxd_ckpt[{extra}]'" in shown

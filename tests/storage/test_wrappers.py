@@ -1,0 +1,93 @@
+"""Trying again, and going slower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.retrying import RetryingStorage
+from nxd_ckpt.storage.throttle import Throttle, shared_throttle
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
+
+pytestmark = pytest.mark.plain
+
+
+def failing_first(times: int, error: OSError) -> tuple[list[str], Hook]:
+    """A hook that raises ``error`` the first times, and the operations that it saw."""
+    seen: list[str] = []
+
+    def hook(operation: Operation) -> None:
+        seen.append(operation.name)
+        if len(seen) <= times:
+            raise error
+
+    return seen, hook
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("slow")])
+def test_what_may_go_away_is_tried_again(tmp_path: Path, error: OSError) -> None:
+    """Until it works, later each time."""
+    (tmp_path / "key").write_bytes(b"data")
+    seen, hook = failing_first(3, error)
+    waits: list[float] = []
+    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=3, sleep=waits.append)
+    assert b"data" == storage.read("key")
+    assert ["read"] * 4 == seen
+    assert 3 == len(waits)
+    assert all(0 <= wait <= 20 for wait in waits)
+
+
+def test_it_gives_up(tmp_path: Path) -> None:
+    """With the error of the last try."""
+    seen, hook = failing_first(100, ConnectionResetError("reset"))
+    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=2, sleep=lambda wait: None)
+    with pytest.raises(ConnectionResetError, match="reset"):
+        storage.list()
+    assert 3 == len(seen)
+
+
+@pytest.mark.parametrize("error", [PermissionError("denied"), FileNotFoundError("missing"), OSError(28, "full")])
+def test_what_stays_is_not_tried_again(tmp_path: Path, error: OSError) -> None:
+    """It comes through at once."""
+    seen, hook = failing_first(100, error)
+    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook))
+    with pytest.raises(type(error)):
+        storage.read("key")
+    assert ["read"] == seen
+
+
+def test_conditional_writes_are_not_tried_again(tmp_path: Path) -> None:
+    """The first try may have arrived, and the second would say that somebody else was faster."""
+    seen, hook = failing_first(1, ConnectionResetError("reset"))
+    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook))
+    with pytest.raises(ConnectionResetError):
+        storage.link_new("key", b"data")
+    assert ["link_new"] == seen
+
+
+def test_a_throttle() -> None:
+    """Lets bytes through at its rate, and a pause is not made up for."""
+    now = 100.0
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        waits.append(seconds)
+        now += seconds
+
+    throttle = Throttle(1000.0, clock=lambda: now, sleep=sleep)
+    for nbytes in (500, 1000, 2000, 1):
+        throttle.take(nbytes)
+    assert [0.5, 1.0, 2.0] == waits
+    now += 50
+    throttle.take(1000)
+    throttle.take(1)
+    assert [0.5, 1.0, 2.0, 1.0] == waits
+
+
+def test_one_throttle_for_all_of_a_process() -> None:
+    """That name the same rate."""
+    assert shared_throttle(1e6) is shared_throttle(1e6)
+    assert shared_throttle(1e6) is not shared_throttle(2e6)
