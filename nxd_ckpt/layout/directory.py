@@ -84,14 +84,18 @@ def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
 def may_be_replaced(storage: Storage, tag: str) -> bool:
     """Whether saving under this name may replace what is there: nothing, a checkpoint, or the remains of one.
 
-    Remains are marked as a checkpoint, and hold nothing but a checkpoint's files, down to the ranks' own.
+    Remains are marked as a checkpoint, and hold nothing but a checkpoint's files, down to the ranks' own. In a store
+    the mark may be missing: a job that was taken over may have written on after its successor removed it.
     """
     entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
     if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):
         return True
     files = {name for name, is_dir in entries.items() if not is_dir}
     folders = entries.keys() - files
-    marked = MARKER in files and storage.read(f"{tag}/{MARKER}") in (b"1", b"")
+    if MARKER in files:
+        marked = storage.read(f"{tag}/{MARKER}") in (b"1", b"")
+    else:  # a tag of NxD 0.6 or 0.7 has no mark either
+        marked = not storage.renames and DONE not in files and not storage.is_file(NEWEST)
     known = files <= _NXD_FILES | {MANIFEST} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
     inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
     return marked and known and all(map(_of_a_rank, inside))

@@ -152,9 +152,9 @@ class InPlace:
         try:
             storage.sync_dir(self.tag)
         except OSError:
-            storage.remove(done)
+            self._withdraw(storage, mark)
             raise
-        self._take_back_if_swept(session)
+        self._withdraw_if_swept(session, mark)
 
     def retire(self, storage: Storage, tag: str) -> None:
         intents.declare(storage, trash_file(self.attempt, tag), tag)
@@ -186,7 +186,13 @@ class InPlace:
                 f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"
             ) from error
 
-    def _take_back_if_swept(self, session: Session) -> None:
+    def _withdraw(self, storage: Storage, mark: bytes) -> None:
+        """Remove ``done``, unless it is that of another job by now."""
+        done = f"{self.tag}/{DONE}"
+        if storage.is_file(done) and storage.read(done) == mark:
+            storage.remove(done)
+
+    def _withdraw_if_swept(self, session: Session, mark: bytes) -> None:
         """Whoever took over the directory before ``done`` was there removed what it would have completed."""
         try:
             session.require()
@@ -194,7 +200,7 @@ class InPlace:
             return  # a lease that cannot be read says nothing against a tag that is complete
         except DirectoryInUse:
             if not self._is_ours(session.storage):
-                session.storage.remove(f"{self.tag}/{DONE}")
+                self._withdraw(session.storage, mark)
                 raise
 
     def _is_ours(self, storage: Storage) -> bool:

@@ -90,7 +90,7 @@ class Saving:
         except RanksDisagree:
             raise
         except SaveFailed:
-            self._patience = min(self._patience, 5.0)  # it was silent for long enough
+            self._patience = min(session.timeout, 5.0)  # it was silent for long enough
             raise
         if verdict is not None:
             raise self._told(verdict)

@@ -58,7 +58,7 @@ class Process:
         self._connection = _Connection(store.name)
         self._lock, self._armed = threading.Lock(), False
         self._moment: Moment = lambda operation: False
-        self._then: Callable[[], None] = lambda: None
+        self._then: Callable[[], Any] = lambda: None
         self.reached = threading.Event()
         self.log: list[Operation] = []
         self.saver = Checkpointer(
@@ -69,9 +69,9 @@ class Process:
             **{"timeout": 3.0, **options},
         )
 
-    def arm(self, moment: Moment, then: Callable[[], None] | None = None) -> None:
+    def arm(self, moment: Moment, then: Callable[[], Any] | None = None) -> None:
         """By default it dies: no operation happens any more."""
-        self._moment, self._then = moment, then or self._die
+        self._moment, self._then = moment, then or self.die
         self.log.clear()
         self._armed = True
 
@@ -89,7 +89,7 @@ class Process:
         with suppress(CheckpointError):
             self.saver.close()
 
-    def _die(self) -> None:
+    def die(self) -> None:
         self._connection.gone = True
 
     def _hook(self, operation: Operation) -> None:
