@@ -4,6 +4,7 @@
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
 #   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
+#   STORE=s3                `make demo` saves to an S3 server, which it starts on this machine
 #   BENCH_ARGS="--quick"    further arguments for `make bench` (python -m tools.bench --help) and its kin
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ VENV ?= .venv
 VENV_PLAIN ?= .venv-plain
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+STORE ?=
 
 XLA_READY := $(VENV)/.nxd-ckpt-installed
 PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
@@ -47,7 +49,7 @@ bench-scale: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.scale $(BENCH_ARGS)
 
 demo: $(XLA_READY)
-	$(VENV)/bin/python examples/demo.py
+	$(VENV)/bin/python examples/demo.py $(if $(STORE),--store $(STORE))
 
 # The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.
 $(XLA_READY): pyproject.toml setup.py

@@ -5,16 +5,20 @@ parallel 2: without interruption; with one process killed while a checkpoint is 
 same command as the killed run. Data parallel 4 x tensor parallel 1: from a checkpoint of that run. The exit code is 0
 only if the resumed run equals the uninterrupted one in every bit, and the run on other sizes starts from the same
 tensors, bit for bit, and has the same losses but for rounding.
+
+With ``--store s3`` checkpoints go to an S3 server on this machine, which is started for the demo.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +33,7 @@ from demo_job import RANKS, Job, RunFailed, kill_during_save, step_of
 from global_tensors import ReplicasDiffer
 
 import nxd_ckpt
+from nxd_ckpt.convert import copy_checkpoint
 
 SIZES = nxd_ckpt.Topology(dp=2, tp=2)
 OTHER_SIZES = nxd_ckpt.Topology(dp=4, tp=1)
@@ -97,9 +102,12 @@ def _cost(job: Job, step: int) -> str:
     return f"    {1000 * stall:8.1f}  {timings['write_seconds']:8.3f}  {int(timings['bytes']):10,}"
 
 
-def run(work: Path, plan: Plan) -> bool:
-    """The four runs and their comparisons, told on stdout; whether everything is equal."""
-    first, second = work / "checkpoints_uninterrupted", work / "checkpoints_killed"
+def run(work: Path, place: str, plan: Plan) -> bool:
+    """The four runs and their comparisons, told on stdout; whether everything is equal.
+
+    Checkpoints go below ``place``, a directory or URL.
+    """
+    first, second = f"{place}/checkpoints_uninterrupted", f"{place}/checkpoints_killed"
     arguments = plan.arguments(SIZES)
 
     print(f"[1/4] {plan.steps} steps without interruption ...", flush=True)
@@ -130,19 +138,19 @@ def run(work: Path, plan: Plan) -> bool:
 
     print(*table(reference, killed, resumed, plan.steps), sep="\n")
     print(LEGEND)
-    return report(reference, killed, resumed, step_of(tag), plan.steps) and cross(work, plan, reference, resumed)
+    return report(reference, killed, resumed, step_of(tag), plan.steps) and cross(work, place, plan, reference, resumed)
 
 
-def cross(work: Path, plan: Plan, reference: Job, resumed: Job) -> bool:
+def cross(work: Path, place: str, plan: Plan, reference: Job, resumed: Job) -> bool:
     """The last run: a checkpoint of ``resumed``, on other sizes. Told on stdout; whether it is the same training."""
     tag = f"step_{plan.crossing}"
     print(f"\n[4/4] {tag}, saved on {_short(SIZES)}, is taken up on {_short(OTHER_SIZES)} ...", flush=True)
-    arguments = [*plan.arguments(OTHER_SIZES), "--resume_from", str(resumed.checkpoints)]
+    arguments = [*plan.arguments(OTHER_SIZES), "--resume_from", resumed.checkpoints]
     arguments += ["--loading_step", str(plan.crossing)]
-    with Job("crossed", work, work / "checkpoints_crossed", arguments) as crossed:
+    with Job("crossed", work, f"{place}/checkpoints_crossed", arguments) as crossed:
         crossed.must_succeed()
     # What the crossed run saved at once, under the same tag, is what it had loaded.
-    saved, loaded = resumed.checkpoints / tag, crossed.checkpoints / tag
+    saved, loaded = (_local(work, job, tag) for job in (resumed, crossed))
     count, tensors = global_tensors_that_differ(saved, SIZES, loaded, OTHER_SIZES)
     expected, actual = reference.losses(), crossed.losses()
     differences = relative_differences(expected, actual, plan.crossing + 1, plan.steps)
@@ -153,6 +161,14 @@ def cross(work: Path, plan: Plan, reference: Job, resumed: Job) -> bool:
         print(f"{step:4}   {losses[0]:13.4f}  {losses[1]:9.4f}   {difference:19.1e}")
     print()
     return report_crossing(tag, count, tensors, differences)
+
+
+def _local(work: Path, job: Job, tag: str) -> Path:
+    """The tag's directory; a copy of what lies in a store, whose files are to be read without nxd_ckpt."""
+    if job.storage.renames:
+        return Path(job.checkpoints) / tag
+    copy_checkpoint(f"{job.checkpoints}/{tag}", work / "copies" / job.name / tag)
+    return work / "copies" / job.name / tag
 
 
 def report_crossing(tag: str, count: int, tensors: list[str], differences: Mapping[int, float]) -> bool:
@@ -203,11 +219,35 @@ def _short(sizes: nxd_ckpt.Topology) -> str:
     return f"dp{sizes.dp} x tp{sizes.tp}"
 
 
+@contextmanager
+def store(kind: str) -> Iterator[str]:
+    """A URL in an S3 server on this machine; training finds it, and the credentials, as it would find AWS's."""
+    from nxd_ckpt.testing.s3_server import S3Server
+
+    with S3Server() as server:
+        server.make_bucket("demo")
+        given = server.options
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": given["key"],
+            "AWS_SECRET_ACCESS_KEY": given["secret"],
+            "AWS_ENDPOINT_URL": given["endpoint_url"],
+            "AWS_DEFAULT_REGION": given["client_kwargs"]["region_name"],
+        }
+        print(f"Checkpoints go to {kind}://demo, on a server at {given['endpoint_url']}.\n")
+        yield f"{kind}://demo"
+        received, sent = (sum(counted.values()) / 2**20 for counted in (server.received, server.sent))
+        print(
+            f"The server answered {sum(server.requests.values()):,} requests: {received:,.0f} MiB came, "
+            f"{sent:,.0f} MiB went, the looks of this demo included."
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save_every", type=int, default=4, help="steps between checkpoints")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--store", choices=["s3"], help="save to a store rather than to a directory")
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and logs")
     options = parser.parse_args()
     plan = Plan(options.steps, options.save_every, options.layers)
@@ -220,7 +260,8 @@ def main() -> int:
     )
     equal = False
     try:
-        equal = run(work, plan)
+        with store(options.store) if options.store else nullcontext(str(work)) as place:
+            equal = run(work, place, plan)
     except (RunFailed, ReplicasDiffer) as error:
         print(f"FAILED: {error}")
     finally:

@@ -15,7 +15,10 @@ from typing import Any
 
 import nxd_ckpt
 from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime import paths
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import open_storage
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 4
@@ -29,18 +32,19 @@ class RunFailed(Exception):
 
 @dataclass
 class Job:
-    """One training run, as seen from outside: its log, its checkpoint directory, its processes."""
+    """One training run, as seen from outside: its log, its checkpoint directory (or URL), its processes."""
 
     name: str
     work: Path
-    checkpoints: Path
+    checkpoints: str
     arguments: list[str]
     saves: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __enter__(self) -> Job:
         self._started = time.monotonic()
+        self.storage: Storage = open_storage(self.checkpoints)
         command = [sys.executable, "-m", "nxd_ckpt.emulation", "--nproc", str(RANKS), "--grace", "1"]
-        command += [str(REPOSITORY / "examples" / "train_llama.py"), "--checkpoint_dir", str(self.checkpoints)]
+        command += [str(REPOSITORY / "examples" / "train_llama.py"), "--checkpoint_dir", self.checkpoints]
         command += ["--loading_step", "latest_if_exists", "--log", str(self.log), *self.arguments]
         with self.errors.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -77,7 +81,7 @@ class Job:
     def wait(self) -> int:
         """Its exit code, once it ended."""
         while self.running():
-            time.sleep(0.02)
+            time.sleep(self.pause(0.02))
         return self._process.returncode
 
     def records(self, event: str) -> Iterator[dict[str, Any]]:
@@ -93,16 +97,23 @@ class Job:
         return {record["step"]: record["stall_seconds"] for record in self.records("save")}
 
     def complete_tags(self) -> list[str]:
-        tags = [done.parent.name for done in self.checkpoints.glob("*/done")]
-        return sorted(tags, key=step_of)
+        return sorted((info.tag for info in list_tags(self.storage) if info.complete), key=step_of)
+
+    def pause(self, seconds: float) -> float:
+        """Seconds between two looks, at least ``seconds``: a store is asked less often, as it answers slowly."""
+        return seconds if self.storage.renames else max(seconds, 0.1)
 
     def attempts(self) -> list[str]:
-        """Saves in flight: each has a hidden staging directory."""
-        return _entries(self.checkpoints / paths.STAGING)
+        """Saves in flight: each has a hidden staging directory, or in a store a note of its intent there."""
+        return [entry.name for entry in self.storage.list(paths.STAGING)]
+
+    def is_written(self, attempt: str, file: str) -> bool:
+        """Whether a rank writes this file just now. In a store nothing shows until it has: there it may."""
+        return not self.storage.renames or self.storage.is_file(f"{paths.staging_dir(attempt)}/{file}")
 
     def voters(self, attempt: str) -> list[int]:
         """Ranks that have brought their part of a save to disk."""
-        votes = set(_entries(self.checkpoints / paths.votes_dir(attempt)))
+        votes = {entry.name for entry in self.storage.list(paths.votes_dir(attempt))}
         return [rank for rank in range(RANKS) if Path(paths.rank_file(attempt, rank, "vote")).name in votes]
 
     def must_succeed(self) -> None:
@@ -126,19 +137,19 @@ class Kill:
 def kill_during_save(job: Job, victim: nxd_ckpt.Topology, complete: int) -> Kill:
     """SIGKILL a rank in the middle of writing its part of a save, after ``complete`` tags became visible.
 
-    What a rank writes shows as files in the save's staging directory.
+    What a rank writes shows as files in the save's staging directory; in a store, a save that is begun will do.
     """
     file = names.optimizer_file(victim, victim.coordinates, "zero1")
     seen: set[str] = set()
     while job.running():
         for attempt in job.attempts() if len(job.complete_tags()) >= complete else []:
-            if attempt in seen or not (job.checkpoints / paths.staging_dir(attempt) / file).exists():
+            if attempt in seen or not job.is_written(attempt, file):
                 continue
             seen.add(attempt)
             kill = _kill_unless_finished(job, attempt, victim.rank)
             if kill is not None:
                 return kill
-        time.sleep(0.001)
+        time.sleep(job.pause(0.001))
     raise RunFailed(f"the {job.name} run ended before rank {victim.rank} could be caught in a save: use more steps")
 
 
@@ -160,7 +171,7 @@ def _kill_unless_finished(job: Job, attempt: str, rank: int) -> Kill | None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -171,10 +182,6 @@ def _freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
         time.sleep(0.0002)
-
-
-def _entries(directory: Path) -> list[str]:
-    return os.listdir(directory) if directory.is_dir() else []
 
 
 def step_of(tag: str) -> int:

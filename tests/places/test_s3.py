@@ -1,0 +1,217 @@
+"""The functions, the command, copies and local copies against an S3 server: the same as with a directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nxd_ckpt
+from nxd_ckpt import Checkpointer, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import convert_zero1, copy_checkpoint, reshard
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.verify import verify_checkpoint
+from tests.convert.tags import contents, optimizers, plainly, save_example, sharded, whole
+from tests.layout.equality import difference
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+from nxd_ckpt.testing.s3_server import S3Server
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SECRET = "not-so-secret"
+STATE = {"large": torch.arange(3 * 2**20, dtype=torch.float32), "small": torch.ones(3)}
+NBYTES = sum(tensor.nbytes for tensor in STATE.values())
+
+KILLED = """
+import json, sys
+from nxd_ckpt.convert import copy_checkpoint, places
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.storage import HookedStorage, killing
+
+hook = killing("create", "*/scheduler.pt")
+places.open_storage = lambda path, durable, options: HookedStorage(open_storage(path, durable, options), hook)
+copy_checkpoint(sys.argv[1], sys.argv[2], num_workers=1, storage_options=json.loads(sys.argv[3]))
+"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One of its own for each test."""
+
+    server: S3Server
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/run"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.server.options
+
+    @property
+    def words(self) -> list[str]:
+        """The options as the command takes them."""
+        given = self.options
+        flat = {key: given[key] for key in ("key", "secret", "endpoint_url")}
+        flat["client_kwargs.region_name"] = given["client_kwargs"]["region_name"]
+        return [word for key, value in flat.items() for word in ("--storage-option", f"{key}={value}")]
+
+    def sent(self) -> int:
+        """Bytes of objects that were downloaded."""
+        return sum(count for key, count in self.server.sent.items() if key.startswith(f"/{self.name}/"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(server: S3Server) -> Bucket:
+    name = f"b{uuid.uuid4().hex[:12]}"
+    server.make_bucket(name)
+    return Bucket(server, name)
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+
+
+def equal(state: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, state[name]) for name, tensor in STATE.items())
+
+
+def test_the_four_functions_take_urls(bucket: Bucket) -> None:
+    """With options; a slash more or less names the same place, for which the process keeps one handle."""
+    options = bucket.options
+    assert not has_checkpoint(bucket.url, storage_options=options)
+    try:
+        save_checkpoint(bucket.url, "one", STATE, user_content={"steps": 1}, storage_options=options)
+        save_checkpoint(f"{bucket.url}/", "two", STATE, user_content={"steps": 2}, async_save=True)
+        nxd_ckpt.finalize_checkpoint()
+        state = zeros()
+        assert {"steps": 2} == load_checkpoint(bucket.url, model=state)  # through the handle that saves there
+    finally:
+        nxd_ckpt.close_checkpointers()
+    assert equal(state)
+    assert has_checkpoint(bucket.url, storage_options=options)
+    assert ("two", {"steps": 2}) == (
+        (opened := open_checkpoint(bucket.url, storage_options=options)).tag,
+        opened.user_content(),
+    )
+    state = zeros()
+    assert {"steps": 1} == load_checkpoint(bucket.url, "one", state, storage_options=options)
+    assert equal(state)
+    assert () == verify_checkpoint(bucket.url, storage_options=options).problems
+    assert not Path("s3:").exists()
+
+
+def test_secrets_stay_secret(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    """Not in the log, not in errors, not in what is saved, not in what an object shows of itself."""
+    caplog.set_level(logging.DEBUG, "nxd_ckpt")
+    with Checkpointer(bucket.url, storage_options=bucket.options) as checkpointer:
+        checkpointer.save("one", STATE, use_xser=True)
+        shown = repr(checkpointer) + repr(vars(checkpointer)) + repr(checkpointer.storage)
+        with pytest.raises(CheckpointError) as raised:
+            checkpointer.load("absent", zeros())
+    storage = open_storage(bucket.url, storage_options=bucket.options)
+    saved = b"".join(
+        storage.read(key.removeprefix("run/")) for key in bucket.server.keys(bucket.name) if not key.endswith(".pt")
+    )
+    for text in (shown, str(raised.value), caplog.text, saved.decode(errors="replace")):
+        assert SECRET not in text
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+def test_a_download_is_as_large_as_what_is_needed(bucket: Bucket, tmp_path: Path, use_xser: bool) -> None:
+    """By default, and with ``pre_download``, where a second load needs hardly any."""
+    options = bucket.options
+    with Checkpointer(bucket.url, storage_options=options) as checkpointer:
+        checkpointer.save("one", STATE, use_xser=use_xser)
+    ways: list[dict[str, Any]] = [{}] + 2 * [{"pre_download": True, "work_dir": tmp_path}]
+    shares = []
+    for way in ways:
+        before, state = bucket.sent(), zeros()
+        load_checkpoint(bucket.url, model=state, storage_options=options, **way)
+        assert equal(state)
+        shares.append((bucket.sent() - before) / NBYTES)
+    assert [True, True, True] == [1 <= shares[0] < 1.1, 1 <= shares[1] < 1.1, shares[2] < 0.1]
+
+
+def test_a_tag_travels_unchanged(bucket: Bucket, tmp_path: Path) -> None:
+    """To the server, within it, and back."""
+    source, options = save_example(tmp_path / "input", 2), bucket.options
+    copy_checkpoint(source, f"{bucket.url}/step_3", storage_options=options)
+    copy_checkpoint(f"{bucket.url}/step_3", f"s3://{bucket.name}/mirror/step_3", storage_options=options)
+    copy_checkpoint(f"s3://{bucket.name}/mirror/step_3", tmp_path / "output" / "step_3", storage_options=options)
+    assert contents(source) == contents(tmp_path / "output" / "step_3")
+    assert [] == bucket.server.unfinished(bucket.name)
+
+
+def test_a_copy_that_is_killed_goes_on(bucket: Bucket, tmp_path: Path) -> None:
+    """Nothing is visible meanwhile, and only what is missing is uploaded then."""
+    source, target = save_example(tmp_path / "input", 2), f"{bucket.url}/step_3"
+    command = [sys.executable, "-c", KILLED, str(source), target, json.dumps(bucket.options)]
+    assert -signal.SIGKILL == subprocess.run(command, check=False).returncode
+    assert not has_checkpoint(bucket.url, storage_options=bucket.options)
+    copied = copy_checkpoint(source, target, storage_options=bucket.options)
+    assert (2, copied.files) == (copied.copied, copied.copied + copied.kept)  # scheduler.pt and user_content.pt
+    assert () == verify_checkpoint(bucket.url, storage_options=bucket.options).problems
+
+
+def test_conversions_go_from_url_to_url(bucket: Bucket, tmp_path: Path) -> None:
+    """Shards cut on the server are those that are cut on a disk."""
+    source, options = save_example(tmp_path / "input", 2), bucket.options
+    convert_zero1(source, f"{bucket.url}/full", convert_to_full=True, storage_options=options)
+    reshard(f"{bucket.url}/full", f"{bucket.url}/dp3", dp=3, storage_options=options)
+    copy_checkpoint(f"{bucket.url}/dp3", tmp_path / "dp3", storage_options=options)
+    expected = [sharded(whole(), 3, rank) for rank in range(3)]
+    assert None is difference(plainly(expected), plainly(optimizers(tmp_path / "dp3")))
+
+
+def test_worker_processes_get_the_options(bucket: Bucket, tmp_path: Path) -> None:
+    """In memory only."""
+    source = save_example(tmp_path / "input", 2)
+    words = ["convert-zero1", "--quiet", "--input_dir", str(source), "--output_dir", f"{bucket.url}/dp4"]
+    words += ["--convert_to_sharded", "--dp_size", "4", "--num_workers", "2", *bucket.words]
+    ended = subprocess.run([sys.executable, "-m", "nxd_ckpt.cli", *words], capture_output=True, text=True, check=False)
+    assert (0, "", "") == (ended.returncode, ended.stdout, ended.stderr)
+    assert () == verify_checkpoint(bucket.url, "dp4", storage_options=bucket.options).problems
+
+
+def test_the_command_takes_urls(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options on the command line, or from the environment as everything that uses AWS takes them."""
+    source = save_example(tmp_path / "input", 2)
+    assert 0 == main(["cp", str(source), f"{bucket.url}/step_3", "--quiet", *bucket.words])
+    capsys.readouterr()
+    assert 0 == main(["list", bucket.url, "--json", *bucket.words])
+    assert [("step_3", True)] == [(t["tag"], t["complete"]) for t in json.loads(capsys.readouterr().out)["tags"]]
+    given = bucket.options
+    environment = {
+        "AWS_ACCESS_KEY_ID": given["key"],
+        "AWS_SECRET_ACCESS_KEY": given["secret"],
+        "AWS_ENDPOINT_URL": given["endpoint_url"],
+        "AWS_DEFAULT_REGION": given["client_kwargs"]["region_name"],
+    }
+    for arguments in (["inspect", f"{bucket.url}/step_3"], ["verify", bucket.url, "step_3"]):
+        command = [sys.executable, "-m", "nxd_ckpt.cli", *arguments, "--json"]
+        ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+        assert (0, "") == (ended.returncode, ended.stderr)
+        assert [] == json.loads(ended.stdout)["problems"]
