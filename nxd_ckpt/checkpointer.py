@@ -430,7 +430,7 @@ def _conclude(saving: Saving, pending: PendingSave, started: float) -> None:
     pending.timings, pending.nbytes = saving.timings, saving.nbytes
     session = saving.session
     if error is None and session.topology.rank == 0:
-        report("saved", f"{session.storage.url}/{saving.tag}", saving.nbytes, started)
+        report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
     pending.settle(error)
     saving.tidy()
 

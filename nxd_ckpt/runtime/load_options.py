@@ -33,7 +33,7 @@ class LoadOptions:
             ``pre_download``, and "reading" on object stores, where True would download everything twice.
         share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;
             None does so where measuring says that it is faster than that each reads all. Of several ranks' answers,
-            False goes before True, and True before None.
+            False goes before True, and True before None. Without effect with ``pre_download``.
         pre_download: first download the files that this rank needs, whole, to a local disk, and load from there. The
             processes of a host share the copies; of each directory or URL those of the last tag are kept.
         work_dir: the local directory for that; by default one of this user's below the system's temporary one.

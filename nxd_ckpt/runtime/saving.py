@@ -49,6 +49,8 @@ class Saving:
         self.error = error
         self.timings: dict[str, float] = {}
         self.versions: dict[str, str] = {}
+        self.saved_nbytes = 0
+        """Of all ranks; known to rank 0, once the tag is visible."""
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
@@ -205,6 +207,7 @@ class Saving:
             own = self.plan.parameters if self.plan is not None else None
             request = Commit(self.publication, parts, self.num_kept_ckpts, self.timings, self.versions, own)
             commit(session, session.topology, votes, request)
+            self.saved_nbytes = sum(vote.nbytes for vote in votes)
             verdict = Verdict()
         except (SaveFailed, OutcomeUnknown) as error:
             verdict = Verdict(to_wire(error))

@@ -28,15 +28,16 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.xla
-@pytest.mark.timeout(420)
-def test_a_run_that_is_killed_in_a_save_resumes_as_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.timeout(620)
+@pytest.mark.parametrize("store", [[], pytest.param(["--store", "s3"], marks=pytest.mark.soak)], ids=["local", "s3"])
+def test_a_run_that_is_killed_in_a_save_resumes_as_the_same_run(tmp_path: Path, store: list[str]) -> None:
     """The demo, shortened: losses and the last checkpoint are equal, on other sizes too, and nothing is left behind."""
     work = tmp_path / "work"
     work.mkdir()
     steps = 6
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", str(steps), "--save_every", "1", "--layers", "1"]
     environment = os.environ | {"TMPDIR": str(work), "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    ended = subprocess.run(command + store, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (0, "") == (ended.returncode, ended.stderr), ended.stdout
     whole, _, crossed = (
         [line.split() for line in part.splitlines() if line.strip()[:1].isdigit() and len(line.split()) > 3]
