@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.progress import Counter, is_watched, report, watched
 from nxd_ckpt.runtime.reading import Leaf
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
@@ -26,10 +26,11 @@ def download(cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, t
     Raises OSError.
     """
     keys = {f"{opened.tag}/{file}".lstrip("/") for leaf in leaves for file in _files(leaf)}
-    total = sum(cache.size(key) for key in keys) if told and progress else 0
+    shown = told and progress and is_watched()
+    total = sum(cache.size(key) for key in keys) if shown else 0
     counter = Counter()
     started = time.monotonic()
-    with watched("download", total, lambda: counter.nbytes, told and progress):
+    with watched("download", total, lambda: counter.nbytes, shown):
         nbytes = cache.fetch(keys, counter.add)
     if told:
         report("downloaded", opened.where, nbytes, started)

@@ -37,7 +37,7 @@ from nxd_ckpt.runtime.downloading import download, open_cache
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
-from nxd_ckpt.runtime.progress import report, watched
+from nxd_ckpt.runtime.progress import is_watched, report, watched
 from nxd_ckpt.runtime.reading import Leaf
 from nxd_ckpt.runtime.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
 from nxd_ckpt.storage.base import Storage
@@ -83,11 +83,10 @@ def load(
         prepared.told = agreement.rank == 0
         with prepared.reader:
             prepared.share(agreement)
-            on_all(agreement, prepared.download)
             on_all(agreement, prepared.verify)
             prepared.join(agreement, timeout)
             on_all(agreement, prepared.apply)
-    if prepared.told:
+    if prepared.told and logger.isEnabledFor(logging.INFO):
         report("loaded", prepared.where, prepared.nbytes, started)
     return prepared.user_content
 
@@ -138,14 +137,14 @@ class _Prepared:
             # Copies on a local disk are this host's own: nobody else has proved or can read them.
             self._shares = shares if agreed and self._cache is None else None
 
-    def download(self) -> None:
-        """With ``pre_download``, bring the files that are needed."""
-        if self._cache is not None:
-            leaves = (leaf for _, leaf in self._trees.leaves())
-            download(self._cache, self._opened, leaves, told=self.told, progress=self._options.progress)
-
     def verify(self) -> None:
-        """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share."""
+        """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
+
+        With ``pre_download``, the files that are needed are brought first.
+        """
+        if self._cache is not None:
+            needed = (leaf for _, leaf in self._trees.leaves())
+            download(self._cache, self._opened, needed, told=self.told, progress=self._options.progress)
         if not self._options.verifies_first:
             return
         leaves = self._trees.leaves()
@@ -172,8 +171,8 @@ class _Prepared:
 
     def _watched(self, what: str, leaves: Iterable[Leaf]) -> AbstractContextManager[None]:
         """A bar of these leaves, on the rank that tells."""
-        if not (self.told and self._options.progress):
-            return nullcontext()
+        if not (self.told and self._options.progress and is_watched()):
+            return nullcontext()  # without adding up all leaves
         done = self.reader.done
         before = done.nbytes
         return watched(what, sum(map(nbytes_of, leaves)), lambda: done.nbytes - before, True)

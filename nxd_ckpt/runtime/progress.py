@@ -31,6 +31,11 @@ class Counter:
             self.nbytes += nbytes
 
 
+def is_watched() -> bool:
+    """Whether there is anyone to show a bar to: standard error is a terminal."""
+    return sys.stderr.isatty()
+
+
 @contextmanager
 def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) -> Iterator[None]:
     """Within, a bar on standard error shows how many bytes are ``done()``, from the third second on.
@@ -38,7 +43,7 @@ def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) 
     ``total`` is how many there will be, if that is known. A thread of its own looks there from time to time: what is
     watched is not held up. There is none unless the bar is to be ``shown`` and standard error is a terminal.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown or not is_watched():
         yield
         return
     ended = threading.Event()
