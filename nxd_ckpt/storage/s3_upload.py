@@ -66,18 +66,26 @@ class _Lanes:
             del task  # it looks into memory that is to be used again
 
 
-_lanes: dict[int, _Lanes] = {}
+_lanes: list[_Lanes] = []
 _making = threading.Lock()
-os.register_at_fork(after_in_child=_making._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def _shared_lanes() -> _Lanes:
-    """Those of this process: threads do not survive a fork."""
+    """Those of this process."""
     with _making:
-        if os.getpid() not in _lanes:
-            _lanes.clear()
-            _lanes[os.getpid()] = _Lanes()
-        return _lanes[os.getpid()]
+        if not _lanes:
+            _lanes.append(_Lanes())
+        return _lanes[0]
+
+
+def _start_anew() -> None:
+    """Neither threads nor who held a lock survive a fork."""
+    global _making
+    _making = threading.Lock()
+    _lanes.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 _Piece = tuple[int, memoryview]

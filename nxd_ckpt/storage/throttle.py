@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -67,3 +68,6 @@ class Limits(NamedTuple):
 def shared_throttle(bytes_per_second: float | None) -> Throttle:
     """The one of this process for this cap."""
     return Throttle(bytes_per_second)
+
+
+os.register_at_fork(after_in_child=shared_throttle.cache_clear)  # its lock may have been held
