@@ -8,7 +8,7 @@ from typing import NamedTuple
 Range = tuple[int, memoryview]
 """An offset in bytes, and the memory to be filled from there on."""
 
-_HOLE = 64 * 2**10
+HOLE = 64 * 2**10
 """Bytes between two ranges that take less time than a request of their own, at 30 ms a request."""
 
 
@@ -20,13 +20,13 @@ class Run(NamedTuple):
     wanted: list[Range]
 
 
-def runs(ranges: Sequence[Range], hole: int = _HOLE) -> Iterator[Run]:
+def runs(ranges: Sequence[Range]) -> Iterator[Run]:
     """Neighbouring ranges together; empty ones are left out."""
     begin, end, wanted = 0, 0, list[Range]()
     for offset, buffer in ranges:
         if not len(buffer):
             continue
-        if wanted and not 0 <= offset - end <= hole:
+        if wanted and not 0 <= offset - end <= HOLE:
             yield Run(begin, end, wanted)
             wanted = []
         if not wanted:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nxd_ckpt.storage.ranges import Range, Run, runs
+from nxd_ckpt.storage.ranges import HOLE, Range, Run, runs
 from nxd_ckpt.storage.s3_bucket import Bucket
 from nxd_ckpt.storage.s3_conditions import wait_before_retry
 from nxd_ckpt.storage.s3_errors import ConditionFailed
 
 _TRIES = 10
+
+_NOWHERE = memoryview(bytearray(HOLE))
+"""Memory for what is read along. Nobody looks into it."""
 
 
 class Replaced(OSError):
@@ -95,10 +98,10 @@ class S3Reader:
 
 def _memories(run: Run, begin: int, block: int) -> Iterator[memoryview]:
     """Where the bytes of ``run`` from ``begin`` on belong, a block at a time; what lies between goes nowhere."""
-    position, nowhere = begin, memoryview(bytearray(min(block, run.end - run.begin)))
+    position = begin
     for offset, buffer in [*run.wanted, (run.end, memoryview(b""))]:
         while position < offset:
-            hole = nowhere[: offset - position]
+            hole = _NOWHERE[: offset - position]
             yield hole
             position += len(hole)
         buffer = buffer[position - offset :]

@@ -19,6 +19,7 @@ from nxd_ckpt.storage import s3_upload
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.s3_bucket import S3Options
 from nxd_ckpt.storage.s3_upload import MOST_PARTS, PART, part_nbytes
+from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
 from tests.storage.storages import BUCKET, s3
@@ -38,25 +39,41 @@ def test_no_file_has_too_many_parts(nbytes: int) -> None:
     assert 5 * 2**20 <= part_nbytes(nbytes) <= 5 * 2**30
 
 
-def test_an_upload_copies_nothing(storage: Storage) -> None:
-    """A file of many parts goes out of the memory that was handed over: a few blocks of the library's is all."""
-    data = bytes(12 * PART)
+def _peaks(storage: Storage) -> tuple[int, int]:
+    """Bytes of memory that Python allocated at most for an upload and for a download, beyond those of the caller."""
+    memory = memoryview(bytearray(12 * PART))
     storage.write("warm", b"")  # the library's own data
     tracemalloc.start()
-    try:
-        writer = storage.create("key", len(data))
-        writer.write_at(0, data)
-        writer.settle()
-        # The server, which runs in this process, holds what it received.
-        peak = sum(
-            trace.size
-            for trace in tracemalloc.take_snapshot().traces
-            if "nxd_ckpt/storage" in str(trace.traceback) or "urllib3" in str(trace.traceback)
-        )
-    finally:
-        tracemalloc.stop()
+    writer = storage.create("key", len(memory))
+    writer.write_at(0, memory)
     writer.close()
-    assert peak < PART
+    upload = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    storage.read_into("key", 0, memory)
+    return upload, tracemalloc.get_traced_memory()[1]
+
+
+def test_bytes_are_not_copied(storage: Storage) -> None:
+    """A file of twelve parts goes out of the memory that was handed over, and comes into it, block by block."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # the server has its own copies, in this process
+        upload, download = pool.apply(_peaks, (storage,))
+    assert upload < PART
+    assert download < PART
+
+
+@pytest.mark.parametrize("nbytes", [1000, 2 * PART + 5])
+def test_the_cap_covers_all_bytes(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Those of uploads and those of downloads, in small blocks, whose connections are never silent for long."""
+    blocks: list[int] = []
+    monkeypatch.setattr(Throttle, "take", lambda self, nbytes: blocks.append(nbytes))
+    storage = s3(s3_server, max_bytes_per_second=123)
+    writer = storage.create("key", nbytes)
+    writer.write_at(0, bytes(nbytes))
+    writer.close()
+    assert nbytes == sum(blocks)
+    storage.read("key")
+    assert 2 * nbytes == sum(blocks)
+    assert max(blocks) <= 64 * 2**10
 
 
 def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +191,7 @@ def test_places_that_are_not_there(s3_server: S3Server) -> None:
 def test_credentials_come_from_the_usual_places(s3_server: S3Server, tmp_path: Path) -> None:
     """The environment's; without any, an error says where they may come from."""
     program = f"""
+from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 storage = open_storage("s3://{BUCKET}/{uuid.uuid4().hex}", storage_options={{"retries": 0}})
 try:
@@ -205,6 +223,7 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     program = """
 import sys
 import nxd_ckpt
+from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 open_storage(".")
 print([name for name in ("boto3", "botocore", "fsspec", "moto", "tenacity") if name in sys.modules])
@@ -218,6 +237,7 @@ def test_a_library_that_is_missing(url: str, module: str, extra: str) -> None:
     program = f"""
 import sys
 sys.modules[{module!r}] = None
+from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 try:
     open_storage({url!r})

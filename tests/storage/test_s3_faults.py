@@ -165,6 +165,15 @@ def test_bytes_that_change_on_their_way(proxy: S3Proxy, s3_server: S3Server, sto
     assert [] == s3_server.unfinished(BUCKET)
 
 
+def test_a_store_that_loses_a_part(proxy: S3Proxy, s3_server: S3Server, storage: Storage) -> None:
+    """Is told so by the store when the upload is completed; nothing is seen."""
+    proxy.faults.append(Fault(COMPLETE, "refuse", status=400, code="InvalidPart"))
+    with pytest.raises(OSError, match=r"key: InvalidPart: .*the store lost a part"):
+        upload(storage, DATA)
+    assert not storage.is_file("key")
+    assert [] == s3_server.unfinished(BUCKET)
+
+
 def test_unfinished_uploads_of_a_killed_writer(s3_server: S3Server, storage: Storage) -> None:
     """Are dropped by whoever comes next; those of other directories stay."""
     for key in ("tag/model/x", "tag-2/x"):
