@@ -1,0 +1,170 @@
+"""A mounted object store: a directory in which no directory can be renamed. Tags are written in place there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
+from tests.convert.tags import optimizers, plainly, save_example, sharded, whole
+from tests.layout.equality import difference
+from tests.protocol.job import Died, Job
+from tests.protocol.states import save, weights
+
+pytestmark = pytest.mark.plain
+
+
+class Mounted(LocalStorage):
+    """As gcsfuse does it: directories that hold something are not renamed."""
+
+    def rename(self, source: str, target: str) -> None:
+        if self.is_dir(source):
+            raise OSError(errno.EMFILE, "Too many open files")
+        super().rename(source, target)
+
+
+def saver_on(storage: Any, rank: int, run: str) -> Checkpointer:
+    return Checkpointer(storage.url, topology=Topology(tp=2, rank=rank), storage=storage, run_id=run, timeout=3.0)
+
+
+def saves(rank: int, path: Path, run: str, tag: str, value: int, overwrite: bool | None) -> Any:
+    """One save of a job; what it raised, and which directories it found that the storage could rename."""
+    storage = Mounted(path)
+    saver = saver_on(storage, rank, run)
+    error = None
+    try:
+        save(saver, tag, value, overwrite=overwrite)
+    except Exception as problem:
+        error = problem
+    meet(path.parent, run, rank)  # without a process group, a rank 0 that refused and left was never there
+    saver.close()
+    return error, storage.renames
+
+
+def meet(folder: Path, run: str, rank: int) -> None:
+    """Return once both ranks are here, or the other should have been for long."""
+    (folder / f"{run}.{rank}").touch()
+    deadline = time.monotonic() + 20
+    while not (folder / f"{run}.{1 - rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def dies(rank: int, path: Path, run: str, victim: int, name: str, pattern: str) -> None:
+    """A save, then one over its tag, in which ``victim`` is killed just before an operation."""
+    armed = False
+
+    def hook(operation: Operation) -> None:
+        if armed and rank == victim:
+            kill(operation)
+
+    kill = killing(name, pattern)
+    saver = saver_on(HookedStorage(Mounted(path), hook), rank, run)
+    save(saver, "first", 1)
+    armed = True
+    save(saver, "first", 2, overwrite=True)
+
+
+def value_in(path: Path, tag: str) -> int:
+    """Which save a tag holds, to a reader that knows nothing of how it was written; proves both ranks' parts."""
+    values = set()
+    for rank in range(2):
+        model: dict[str, torch.Tensor] = {}
+        content = load_checkpoint(path, tag, model, topology=Topology(tp=2, rank=rank))
+        expected = weights(content["value"], rank)
+        assert all(torch.equal(expected[name], model[name]) for name in expected)
+        values.add(int(content["value"]))
+    (value,) = values
+    return value
+
+
+def test_ranks_find_out_that_nothing_can_be_renamed(tmp_path: Path) -> None:
+    """All of them, at the first save: the tag is written in place, is complete, and is not saved over unasked."""
+    path = tmp_path / "checkpoints"
+    assert [(None, False)] * 2 == Job(2, saves, path, "one", "t", 1, None).values()
+    assert 1 == value_in(path, "t")
+    assert b"1" != (path / "t" / "done").read_bytes()
+    refused = Job(2, saves, path, "two", "t", 2, None).values()
+    assert [SaveFailed] * 2 == [type(error) for error, _ in refused]
+    assert [(None, False)] * 2 == Job(2, saves, path, "three", "t", 3, True).values()
+    assert 3 == value_in(path, "t")
+
+
+def test_an_error_that_is_about_something_else_is_one(tmp_path: Path) -> None:
+    """A full disk does not make a file system a store."""
+
+    class Full(LocalStorage):
+        def rename(self, source: str, target: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver = Checkpointer(tmp_path, storage=Full(tmp_path))
+    with pytest.raises(OSError, match="No space left"):
+        saver.save("t", {})
+    saver.close()
+
+
+KILLS = [
+    (0, "remove", "first/done"),
+    (0, "remove", "first"),
+    (0, "link_new", "first/checkpoint"),
+    (0, "write", "*/begin"),
+    (0, "create", "first/*"),
+    (1, "create", "first/*"),
+    (1, "close", "first/model/*"),
+    (1, "link_new", "first/index/*"),
+    (1, "write", "*.vote.json"),
+    (0, "link_new", "first/manifest.json"),
+    (0, "link_new", "first/done"),
+    (0, "write", "*/verdict.json"),
+]
+
+
+@pytest.mark.parametrize(("victim", "name", "pattern"), KILLS, ids=lambda value: str(value).replace("/", "|"))
+def test_sigkill_in_a_save_over_a_tag(tmp_path: Path, victim: int, name: str, pattern: str) -> None:
+    """What is visible is complete, whoever looks; the next job's first save removes what is not."""
+    path = tmp_path / "checkpoints"
+    job = Job(2, dies, path, "one", victim, name, pattern)
+    assert isinstance(job.outcome(victim), Died)
+    job.kill_all()
+    complete = [info.tag for info in list_tags(LocalStorage(path)) if info.complete]
+    expected = {"first/done": 1, "*/verdict.json": 2}.get(pattern if name != "link_new" else "")
+    assert ([] if expected is None else ["first"]) == complete
+    assert [expected] * len(complete) == [value_in(path, tag) for tag in complete]
+    assert [(None, False)] * 2 == Job(2, saves, path, "two", "second", 3, None).values()
+    assert sorted([*complete, "second"]) == sorted(name for name in os.listdir(path) if name[0] != ".")
+    assert [] == os.listdir(path / ".nxd_ckpt" / "staging")
+    assert 3 == value_in(path, "second")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_conversion_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    """It commits as a save does, its workers too: what fails leaves nothing, and what succeeds is a tag."""
+    source = save_example(tmp_path / "input", 2)
+    damaged = save_example(tmp_path / "damaged", 2)
+    shard = damaged / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    monkeypatch.setattr(LocalStorage, "rename", Mounted.rename)
+    output = tmp_path / "output"
+    with pytest.raises(CheckpointError, match="dp_rank_01"):
+        convert_zero1(damaged, output / "dp3", convert_to_sharded=True, dp_size=3, num_workers=num_workers)
+    assert not output.exists() or [".nxd_ckpt"] == os.listdir(output)
+    for overwrite in (False, True):
+        convert_zero1(
+            source, output / "dp3", convert_to_sharded=True, dp_size=3, overwrite=overwrite, num_workers=num_workers
+        )
+        assert (output / "dp3" / "done").read_bytes().endswith(b"-1")
+    cut = [sharded(whole(), 3, rank) for rank in range(3)]
+    assert None is difference(plainly(cut), plainly(optimizers(output / "dp3")))
+    assert [] == os.listdir(output / ".nxd_ckpt" / "staging")
