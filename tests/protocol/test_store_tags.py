@@ -1,0 +1,171 @@
+"""A store without renames: which tags there are, in which order, and which may be replaced."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, load_checkpoint
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, SaveFailed
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
+from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from tests.protocol.stores import Process, complete_tags, strays, value_in, values
+
+pytestmark = pytest.mark.plain
+
+MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
+
+
+@pytest.fixture
+def store() -> MemoryStorage:
+    return MemoryStorage()
+
+
+@pytest.fixture
+def job(store: MemoryStorage) -> Process:
+    return Process(store)
+
+
+def test_done_comes_last_and_goes_first(store: MemoryStorage, job: Process) -> None:
+    """Intent < what was there goes, ``done`` before all else < mark < begin < data < index < vote < manifest < done."""
+    assert None is job.save("t", 1)
+    job.arm(lambda operation: False)
+    assert None is job.save("t", 2, overwrite=True)
+    attempt = f"{job.log[0].key.split('/')[2]}"
+    steps = [
+        ("write", f".nxd_ckpt/staging/{attempt}"),
+        ("remove", "t/done"),
+        ("remove", "t"),
+        ("discard_unfinished", "t"),
+        ("link_new", "t/checkpoint"),
+        ("write", f".nxd_ckpt/votes/{attempt}/verdict/begin"),
+        ("create", f"t/{MODEL}"),
+        ("close", f"t/{MODEL}"),
+        ("link_new", f"t/index/{MODEL[6:-3]}.json"),
+        ("write", f".nxd_ckpt/votes/{attempt}/rank_00000.vote.json"),
+        ("link_new", "t/manifest.json"),
+        ("link_new", "t/done"),
+        ("write", f".nxd_ckpt/votes/{attempt}/verdict/verdict.json"),
+        ("remove", f".nxd_ckpt/staging/{attempt}"),
+    ]
+    done = [(operation.name, operation.key) for operation in job.log]
+    assert [1] * len(steps) == [done.count(step) for step in steps]
+    assert [] == [(one, other) for one, other in pairwise(steps) if done.index(one) > done.index(other)]
+    job.end()
+
+
+def test_the_order_is_that_of_the_saves(store: MemoryStorage, job: Process) -> None:
+    """Within one second, whatever the names, and when the clock goes back; the latest is what is loaded."""
+    assert [None] * 3 == [job.save(tag, number) for number, tag in enumerate(["c", "b", "a"])]
+    with patch.object(time, "time", lambda: 1e9):
+        assert None is job.save("z", 3)
+    job.end()
+    assert ["c", "b", "a", "z"] == complete_tags(store)
+    assert "z" == choose_tag(store, None)
+
+
+def test_as_many_are_kept_as_were_asked_for(store: MemoryStorage, job: Process) -> None:
+    """The oldest go, with all their keys."""
+    for number, tag in enumerate("abcd"):
+        assert None is job.save(tag, number, num_kept_ckpts=2)
+    assert {"c": 2, "d": 3} == values(store)
+    assert [] == strays(store)
+    job.end()
+
+
+@pytest.mark.parametrize("overwrite", [None, False])
+def test_a_tag_is_not_saved_over_unasked(store: MemoryStorage, job: Process, overwrite: bool | None) -> None:
+    """The error says how to ask; an async save reports it like any other failure; asked, it is replaced."""
+    assert None is job.save("t", 1)
+    error = job.save("t", 2, overwrite=overwrite)
+    assert SaveFailed is type(error)
+    assert "overwrite=True" in str(error)
+    pending = job.saver.save("t", {"weight": torch.ones(1)}, async_save=True, overwrite=overwrite)
+    with pytest.raises(SaveFailed, match="t exists"):
+        pending.wait()
+    assert {"t": 1} == values(store)
+    assert None is job.save("t", 3, overwrite=True)
+    assert {"t": 3} == values(store)
+    job.end()
+
+
+def test_what_is_no_checkpoint_is_left_alone(store: MemoryStorage, job: Process) -> None:
+    """A directory with other files, or a file of the tag's name, even with overwrite=True."""
+    store.write("notes/diary.txt", b"dear diary")
+    store.write("readme", b"read me")
+    for tag in ("notes", "readme"):
+        error = job.save(tag, 1, overwrite=True)
+        assert SaveFailed is type(error)
+        assert "not a checkpoint" in str(error)
+    assert (b"dear diary", b"read me") == (store.read("notes/diary.txt"), store.read("readme"))
+    job.end()
+
+
+def test_overwrite_on_a_file_system(tmp_path: Path) -> None:
+    """By default and with True a tag is replaced, with False refused, and nothing else will do."""
+    with Checkpointer(tmp_path) as saver:
+        for value, overwrite in enumerate([False, None, True]):
+            saver.save("t", {"weight": torch.tensor([value])}, overwrite=overwrite)
+        with pytest.raises(SaveFailed, match=r"t exists.*pass overwrite=True$"):
+            saver.save("t", {"weight": torch.tensor([9])}, overwrite=False)
+        with pytest.raises(InvalidArgument, match="overwrite must be"):
+            saver.save("t", {"weight": torch.tensor([9])}, overwrite="yes")
+    model: dict[str, torch.Tensor] = {}
+    load_checkpoint(tmp_path, "t", model)
+    assert 2 == int(model["weight"])
+
+
+def test_a_listing_asks_little_of_each_tag(store: MemoryStorage, job: Process) -> None:
+    """The names in it, and what its ``done`` holds; however many files there are."""
+    for number, tag in enumerate("abc"):
+        assert None is job.save(tag, number, use_xser=True)
+    job.end()
+    log: list[Operation] = []
+    list_tags(HookedStorage(store, recording(log)))
+    expected = [("list", ""), *(asked for tag in "abc" for asked in (("list", tag), ("read", f"{tag}/done")))]
+    assert Counter(expected) == Counter((operation.name, operation.key) for operation in log)
+
+
+def test_a_tag_that_was_copied_keeps_its_place(store: MemoryStorage, job: Process) -> None:
+    """Key by key, into another store, in any order: ``done`` says what its time would have said."""
+    for number, tag in enumerate(["c", "b", "a"]):
+        assert None is job.save(tag, number)
+    job.end()
+    copy = MemoryStorage()
+    for key in reversed(store.keys):
+        copy.write(key, store.read(key))
+    assert ["c", "b", "a"] == complete_tags(copy)
+    assert 2 == value_in(copy, choose_tag(copy, None))
+
+
+def test_another_program_saves_over_a_tag(store: MemoryStorage, job: Process) -> None:
+    """Its marker is not ours, and its files are not those of the manifest: the tag is read without that."""
+    assert [None, None] == [job.save("t", 1), job.save("u", 2)]
+    job.end()
+    assert open_complete_tag(store, "t").manifest is not None
+    store.write(f"t/{MODEL}", store.read(f"u/{MODEL}") + b" ")
+    assert open_complete_tag(store, "t").manifest is not None  # damage, which a load reports
+    store.write("t/done", b"1")
+    assert None is open_complete_tag(store, "t").manifest
+
+
+@pytest.mark.parametrize("left", [names.MARKER, f"{names.INDEX_DIR}/x.json", None])
+def test_a_tag_that_is_replaced_while_it_is_opened(store: MemoryStorage, job: Process, left: str | None) -> None:
+    """It does not pass for one of neuronx_distributed because its manifest is gone."""
+    assert None is job.save("t", 1)
+    job.end()
+    assert "t" == choose_tag(store, "t")
+    store.remove("t")
+    if left is not None:
+        store.write(f"t/{left}", b"1")
+    with pytest.raises(CheckpointNotFound, match="being replaced"):
+        open_complete_tag(store, "t")
