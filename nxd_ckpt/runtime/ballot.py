@@ -66,7 +66,7 @@ def await_votes(
 
     ``on_progress`` is called now and then while some of them make progress; False ``timeout`` seconds after the last.
     """
-    patience, backoff = _Patience(timeout, on_progress), _Backoff()
+    patience, backoff = _Patience(timeout, on_progress), _Backoff(storage)
     while True:
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
         if _votes(names) == world_size:
@@ -98,7 +98,7 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> 
     """
     found: dict[int, Vote] = {}
     missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(world_size)}
-    backoff = _Backoff()
+    backoff = _Backoff(storage)
     patience = _Patience(timeout, on_progress=lambda: report_progress(storage, attempt, 0, time.monotonic_ns()))
     while True:
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
@@ -150,7 +150,7 @@ def _first_of(
     leaving: Callable[[], bool] = lambda: False,
 ) -> str | None:
     """The first of ``keys``, all in the verdict's directory, that is there; None once patience with rank 0 is over."""
-    patience, backoff = _Patience(timeout), _Backoff()
+    patience, backoff = _Patience(timeout), _Backoff(storage)
 
     def look_closer() -> dict[str, bytes]:
         names = _listed(storage, votes_dir(attempt))
@@ -196,11 +196,13 @@ class _Backoff:
     """Pauses of a 25th of the time waited so far, 2 ms to a quarter of a second; up to 2 s where looking takes long.
 
     So what was waited for is seen soon after it came, next to how long it took. Listing thousands of votes takes long:
-    a rank that did nothing else would slow down the training beside it.
+    a rank that did nothing else would slow down the training beside it. An object store counts, and charges, every
+    look of every rank: there pauses grow up to 2 s too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._busy = 0.0
+        self._longest = 0.25 if storage.renames else 2.0
         self.reset()
 
     def reset(self) -> None:
@@ -215,7 +217,7 @@ class _Backoff:
 
     def pause(self) -> None:
         waited = time.monotonic() - self._since
-        time.sleep(max(min(max(waited / 25, 0.002), 0.25), min(8 * self._busy, 2.0)))
+        time.sleep(max(min(max(waited / 25, 0.002), self._longest), min(8 * self._busy, 2.0)))
 
 
 def _listed(storage: Storage, folder: str) -> set[str]:
