@@ -60,18 +60,24 @@ def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
 
 
 def await_votes(
-    storage: Storage, attempt: str, world_size: int, timeout: float, on_progress: Callable[[], None]
+    storage: Storage,
+    attempt: str,
+    world_size: int,
+    timeout: float,
+    on_progress: Callable[[], None],
+    leaving: Callable[[], bool],
 ) -> bool:
     """Wait until all ranks voted on an attempt, whatever they said.
 
-    ``on_progress`` is called now and then while some of them make progress; False ``timeout`` seconds after the last.
+    ``on_progress`` is called now and then while some of them make progress. False ``timeout`` seconds after the last,
+    or when this rank is ``leaving`` the job.
     """
     patience, backoff = _Patience(timeout, on_progress), _Backoff(storage)
     while True:
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
         if _votes(names) == world_size:
             return True
-        if patience.is_over(_votes(names), partial(_progress, storage, attempt, names, range(world_size))):
+        if leaving() or patience.is_over(_votes(names), partial(_progress, storage, attempt, names, range(world_size))):
             return False
         backoff.pause()
 

@@ -168,9 +168,8 @@ class InPlace:
             ballot.report_progress(storage, self.attempt, 0, time.monotonic_ns())
 
         report()
-        for attempt in attempts:
-            ours = attempt.rpartition("-")[0] == session.run_id
-            if ours and not ballot.await_votes(storage, attempt, ranks, session.timeout, report):
+        for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
+            if not ballot.await_votes(storage, attempt, ranks, session.timeout, report, session.is_leaving):
                 raise SaveFailed(
                     f"{storage.url}/{self.tag}: an earlier save of this tag failed, and not all ranks have left it "
                     f"after {session.timeout:.0f} s without progress; save under another tag"

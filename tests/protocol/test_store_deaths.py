@@ -112,8 +112,8 @@ def test_a_failure_of_every_operation(save: Save, again: str) -> None:
 def test_death_while_the_next_job_cleans_up(save: Save) -> None:
     """However far it came with it, the job after it ends it."""
     count = operations_of(save)
-    for number in range(4, count, 3):
-        for further in range(0, 40, 5):
+    for number in range(4, count, 5):
+        for further in range(0, 40, 6):
             store, process = started()
             process.arm(nth(number))
             save(process)

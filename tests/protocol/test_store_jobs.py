@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -228,6 +229,24 @@ def test_the_others_write_once_rank_0_has_begun() -> None:
     assert [] == created_before
     assert [] != [operation.key for operation in processes[1].log if operation.name == "create"]
     assert {"first": 2} == values(store, 2)
+
+
+def test_a_rank_that_ends_while_it_waits_for_rank_0() -> None:
+    """After an exception it gives rank 0 a short while, not the timeout; it wrote nothing, and votes so."""
+    store = MemoryStorage()
+    processes = ranks(store, "one", timeout=600.0)
+    processes[1].arm(lambda operation: False)
+    pending = processes[1].saver.save("t", {"weight": torch.ones(1)}, async_save=True)
+    leaver = threading.Thread(target=lambda: processes[1].saver.abandon(0.2))
+    leaver.start()
+    leaver.join(60)
+    assert not leaver.is_alive()
+    assert [] == [operation for operation in processes[1].log if operation.name == "create"]
+    assert SaveFailed is type(processes[0].save("t", 2))
+    pending.wait_decided()
+    end_all(processes)
+    assert {"first": 1} == values(store, 2)
+    assert [] == strays(store)
 
 
 def test_ranks_that_mean_different_tags() -> None:
