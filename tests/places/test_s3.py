@@ -48,6 +48,17 @@ places.open_storage = lambda path, durable, options: HookedStorage(open_storage(
 copy_checkpoint(sys.argv[1], sys.argv[2], num_workers=1, storage_options=json.loads(sys.argv[3]))
 """
 
+LOADING = """
+import json, sys
+import torch
+from nxd_ckpt import load_checkpoint
+
+state = {}
+options = json.loads(sys.argv[3])
+load_checkpoint(sys.argv[1], model=state, pre_download=True, work_dir=sys.argv[2], storage_options=options)
+assert torch.equal(torch.arange(3 * 2**20, dtype=torch.float32), state["large"])
+"""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -153,6 +164,17 @@ def test_a_download_is_as_large_as_what_is_needed(bucket: Bucket, tmp_path: Path
         assert equal(state)
         shares.append((bucket.sent() - before) / NBYTES)
     assert [True, True, True] == [1 <= shares[0] < 1.1, 1 <= shares[1] < 1.1, shares[2] < 0.1]
+
+
+def test_processes_of_a_host_share_one_download(bucket: Bucket, tmp_path: Path) -> None:
+    """Three that start at once download together what one needs."""
+    with Checkpointer(bucket.url, storage_options=bucket.options) as checkpointer:
+        checkpointer.save("one", STATE)
+    before = bucket.sent()
+    command = [sys.executable, "-c", LOADING, bucket.url, str(tmp_path), json.dumps(bucket.options)]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [0, 0, 0] == [process.wait() for process in processes]
+    assert 1 <= (bucket.sent() - before) / NBYTES < 1.1
 
 
 def test_a_tag_travels_unchanged(bucket: Bucket, tmp_path: Path) -> None:
