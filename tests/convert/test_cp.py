@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from nxd_ckpt import has_checkpoint, open_checkpoint
+from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import Copy, copy_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
 from nxd_ckpt.layout.directory import list_tags
@@ -254,3 +255,15 @@ def test_a_copy_leaves_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCap
     copy_checkpoint(source, tmp_path / "output" / "copy")
     [line] = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(rf"copied {source} to {tmp_path}/output/copy: \d+\.\d KiB in \d+\.\d\d s", line)
+
+
+def test_a_save_takes_the_place_of_what_an_interrupted_copy_left(tmp_path: Path, stores: None) -> None:
+    """In a store: the files of the copy that never became a tag are gone with it."""
+    source = save_example(tmp_path / "input", 2)
+    store = MemoryStorage(f"store://{tmp_path.name}")
+    copy_checkpoint(source, f"{store.url.removeprefix('memory://')}/step_3")
+    store.remove("step_3/done")
+    with Checkpointer("unused", storage=store) as checkpointer:
+        checkpointer.save("step_3", {"weight": torch.ones(2)})
+    assert [] == [key for key in store.keys if key.startswith("step_3/optim")]
+    assert ["step_3"] == [info.tag for info in list_tags(store) if info.complete]
