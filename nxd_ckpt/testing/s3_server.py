@@ -50,6 +50,17 @@ class S3Server:
         """``storage_options`` for this server."""
         return options_for(self.address)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same as environment variables that boto3 looks at."""
+        given = self.options
+        return {
+            "AWS_ACCESS_KEY_ID": given["key"],
+            "AWS_SECRET_ACCESS_KEY": given["secret"],
+            "AWS_ENDPOINT_URL_S3": given["endpoint_url"],
+            "AWS_DEFAULT_REGION": given["client_kwargs"]["region_name"],
+        }
+
     def make_bucket(self, name: str) -> None:
         self._client().create_bucket(Bucket=name)
 

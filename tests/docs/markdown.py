@@ -8,6 +8,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
 FORMAT = REPOSITORY / "docs" / "format.md"
+OBJECT_STORES = REPOSITORY / "docs" / "object-stores.md"
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -21,7 +21,7 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
 from tests.protocol.job import Job
 
-pytestmark = [pytest.mark.plain, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.timeout(300)]
 
 WORLD = 2
 MIB = 2**20
@@ -29,7 +29,7 @@ MIB = 2**20
 
 def model_of(value: int, rank: int) -> dict[str, torch.Tensor]:
     """A rank's state in save number ``value``: a tensor that goes up in several parts, and a small one."""
-    return {"large": torch.full((3 * MIB,), 10.0 * value + rank), "small": torch.arange(5.0) + value}
+    return {"large": torch.full((5 * MIB,), 10.0 * value + rank), "small": torch.arange(5.0) + value}
 
 
 def train(rank: int, url: str, options: dict[str, Any], number: int, begun: str) -> bool:

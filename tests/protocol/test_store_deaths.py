@@ -15,7 +15,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.protocol.stores import Process, bury, nth, strays, values
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 Save = Callable[[Process], Any]
 

@@ -13,7 +13,7 @@ from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.protocol.stores import Moment, Process, before, bury, nth, strays, values
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

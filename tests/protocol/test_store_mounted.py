@@ -22,7 +22,7 @@ from tests.layout.equality import difference
 from tests.protocol.job import Died, Job
 from tests.protocol.states import save, weights
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 class Mounted(LocalStorage):

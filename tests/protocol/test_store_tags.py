@@ -20,7 +20,7 @@ from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.protocol.stores import Process, complete_tags, strays, value_in, values
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 

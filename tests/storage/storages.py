@@ -13,8 +13,7 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.testing.storage import HookedStorage, delaying
-
-BUCKET = "bucket"
+from tests.conftest import BUCKET
 
 Maker = Callable[[Path, S3Server], Storage]
 

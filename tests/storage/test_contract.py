@@ -20,7 +20,7 @@ from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.s3_server import S3Server
 from tests.storage.storages import MAKERS
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 LARGE = os.urandom(2 * PART + 12_345)
 

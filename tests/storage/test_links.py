@@ -11,7 +11,7 @@ import pytest
 
 from nxd_ckpt.storage.local import LocalStorage
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.fixture

@@ -22,9 +22,10 @@ from nxd_ckpt.storage.s3_upload import MOST_PARTS, PART, part_nbytes
 from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
-from tests.storage.storages import BUCKET, s3
+from tests.conftest import BUCKET
+from tests.storage.storages import s3
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.fixture

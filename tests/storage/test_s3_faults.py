@@ -15,9 +15,9 @@ from nxd_ckpt.storage.s3_upload import PART
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_proxy import Fault, S3Proxy
 from nxd_ckpt.testing.s3_server import S3Server, options_for
-from tests.storage.storages import BUCKET
+from tests.conftest import BUCKET
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 DATA = os.urandom(2 * PART + 1000)
 SMALL = DATA[:1000]

@@ -7,7 +7,7 @@ import pytest
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, open_storage
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize(

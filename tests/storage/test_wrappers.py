@@ -11,7 +11,7 @@ from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Throttle, shared_throttle
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def failing_first(times: int, error: OSError) -> tuple[list[str], Hook]:

@@ -54,16 +54,9 @@ def test_a_resumed_run_is_the_same_run(xla_ranks: WorkerPool, tmp_path: Path, wh
 @pytest.mark.parametrize("options", [ASYNC, XSER], ids=["async", "xser"])
 def test_a_run_resumes_from_a_store(xla_ranks: WorkerPool, s3_server: S3Server, options: Any) -> None:
     """As from a directory, to the last bit; the store is found as boto3 finds it, in the environment."""
-    given = s3_server.options
-    environment = {
-        "AWS_ACCESS_KEY_ID": given["key"],
-        "AWS_SECRET_ACCESS_KEY": given["secret"],
-        "AWS_ENDPOINT_URL_S3": given["endpoint_url"],
-        "AWS_DEFAULT_REGION": given["client_kwargs"]["region_name"],
-    }
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16", options=options)
     url = f"s3://{BUCKET}/resume-{uuid.uuid4().hex}"
-    problems = xla_ranks.run(scenarios.resume_from_a_store, url, environment, what, 99, timeout=240)
+    problems = xla_ranks.run(scenarios.resume_from_a_store, url, s3_server.environment, what, 99, timeout=240)
     assert [[]] * 4 == problems
     assert [] == s3_server.unfinished(BUCKET)
 
