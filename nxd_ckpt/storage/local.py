@@ -251,7 +251,7 @@ class _LocalWriter:
 
     def __init__(self, path: Path, nbytes: int, durable: bool) -> None:
         self._path, self._nbytes, self._durable = path, nbytes, durable
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._direct = -1
         if durable and nbytes >= _DIRECT_FROM:
             with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or not on this disk
