@@ -26,6 +26,7 @@ from nxd_ckpt.runtime.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.runtime.publication import Staged
 from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 
 pytestmark = pytest.mark.plain
@@ -166,6 +167,20 @@ def test_without_a_digest_pass_tensor_files_are_opened(shared: dict[int, Path]) 
     """Else a file of another save would be met when live state has changed already."""
     found = planned(shared[4], Topology(dp=2), 4, verify=False)
     assert 8 == len({key for name, key in found if ".pt.tensors/tensor_" in key and name in READS})
+
+
+def test_in_a_store_planning_asks_nothing_for_each_tensor() -> None:
+    """With xser every tensor is an object: what is known of it from the index costs no request."""
+    counts = []
+    for count in (4, 40):
+        store = MemoryStorage()
+        with Checkpointer(store.url, storage=store) as saver:
+            saver.save("t", model_of(count), use_xser=True)
+        log: list[Operation] = []
+        opened = open_complete_tag(HookedStorage(store, recording(log)), "t")
+        open_trees(opened, Topology(), model_of(count), None, LoadOptions(verify="reading"))
+        counts.append(len(log))
+    assert counts[0] == counts[1]
 
 
 def test_planning_leaves_the_garbage_collector_as_it_was(shared: dict[int, Path]) -> None:

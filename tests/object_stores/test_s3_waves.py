@@ -1,0 +1,37 @@
+"""A state that is larger than the staging memory goes up in waves, each from the memory of the one before."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.storage.s3_upload import PART
+from nxd_ckpt.testing.s3_server import S3Server
+from nxd_ckpt.verify import verify_checkpoint
+from tests.conftest import BUCKET
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("cap", [8 * MIB, 20 * MIB])
+def test_waves_of_a_save_to_s3(s3_server: S3Server, cap: int) -> None:
+    """A tensor that is larger than the staging memory and than a part, between small ones, arrives bit for bit."""
+    url, options = f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_server.options
+    small = {f"small.{number}": torch.rand(MIB // 4 + number) for number in range(12)}
+    state = {**small, "large": torch.rand((2 * PART + 5 * MIB) // 4), "empty": torch.empty(0), "last": torch.rand(3)}
+    with Checkpointer(url, storage_options=options, memory_cap=cap) as saver:
+        for tag in ("first", "second"):
+            pending = saver.save(tag, state, async_save=True)
+            for tensor in state.values():
+                tensor += 1.0  # the staging memory holds what was there at the call
+            pending.wait()
+            loaded: dict[str, torch.Tensor] = {}
+            saver.load(tag, loaded)
+            assert all(torch.equal(tensor, loaded[name] + 1.0) for name, tensor in state.items())
+    assert () == verify_checkpoint(url, "second", storage_options=options).problems
+    assert [] == s3_server.unfinished(BUCKET)
