@@ -1,0 +1,93 @@
+"""In which order attention heads lie in NxD's tensors: stretches of rows of a Hugging Face tensor. Pure.
+
+With more tensor-parallel ranks than key-value heads, NxD's ``GQAQKVColumnParallelLinear`` keeps ``m`` =
+``kv_size_multiplier`` copies of k and v, so that all ranks together have ``kv_heads * m`` *places* for key-value heads.
+Beside the place lie the query heads that attend to it, a block of ``heads / (kv_heads * m)``. Which head is at which
+place depends on the hardware (source: NxD's ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``)::
+
+    4 query heads, 2 key-value heads, m = 2        k and v          q, and the columns of o_proj
+    trn1: copies are interleaved                   K0 K1 K0 K1      Q0 Q2 Q1 Q3
+    trn2: copies are neighbours                    K0 K0 K1 K1      Q0 Q1 Q2 Q3
+
+Both orders are NxD's whatever the number of ranks; each rank holds an equal part of the places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nxd_ckpt.errors import InvalidArgument
+
+HARDWARE = ("trn1", "trn2")
+
+
+class Run(NamedTuple):
+    """``length`` elements along one dimension: from ``nxd`` on in NxD's tensor, from ``hf`` on in Hugging Face's."""
+
+    nxd: int
+    hf: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention layer, of ``head_dim`` elements each, and how often NxD keeps each key-value head.
+
+    Raises:
+        InvalidArgument: counts that do not divide.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    copies: int = 1
+    hardware: str = "trn1"
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.kv_heads, self.head_dim, self.copies) < 1:
+            raise InvalidArgument(f"heads, kv_heads, head_dim and kv_size_multiplier must be at least 1, found {self}")
+        if self.hardware not in HARDWARE:
+            raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {self.hardware!r}")
+        if self.heads % (self.kv_heads * self.copies):
+            raise InvalidArgument(
+                f"{self.heads} query heads cannot be divided equally among {self.kv_heads} key-value heads that are "
+                f"each kept {self.copies} times (kv_size_multiplier={self.copies})"
+            )
+
+    def runs(self, kind: str) -> list[Run]:
+        """The rows of q ("query"; the columns of o_proj lie alike) or of k and v ("kv"), in NxD's order."""
+        places = range(self.kv_heads * self.copies)
+        if kind == "kv":
+            return _runs((self._kv_head(place) for place in places), self.head_dim)
+        return _runs(map(self._query_block, places), self.heads // len(places) * self.head_dim)
+
+    def _kv_head(self, place: int) -> int:
+        return place % self.kv_heads if self.hardware == "trn1" else place // self.copies
+
+    def _query_block(self, place: int) -> int:
+        """The block of query heads at ``place``; those that attend to one key-value head are ``copies`` blocks."""
+        if self.hardware == "trn2":
+            return place
+        copy, head = divmod(place, self.kv_heads)
+        return head * self.copies + copy
+
+
+def _runs(blocks: Iterable[int], size: int) -> list[Run]:
+    """Block after block in NxD's order; what is next to each other on both sides is one run.
+
+    Runs are equal or apart on Hugging Face's side: a block's first copy and a later one are never in one.
+    """
+    runs: list[Run] = []
+    seen: set[int] = set()
+    is_copy = False
+    for place, block in enumerate(blocks):
+        follows = bool(runs) and runs[-1].hf + runs[-1].length == block * size
+        if follows and is_copy == (block in seen):
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + size)
+        else:
+            runs.append(Run(place * size, block * size, size))
+        is_copy = block in seen
+        seen.add(block)
+    return runs

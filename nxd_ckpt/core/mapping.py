@@ -1,0 +1,169 @@
+"""Which Hugging Face tensors make up which NxD tensors: a model's mapping, as data. Pure.
+
+A mapping is a list of rules. A rule names one NxD tensor, by a pattern, and in order the Hugging Face tensors that lie
+side by side in it; a placeholder such as ``{layer}`` stands for a number::
+
+    {"nxd": "model.layers.{layer}.mlp.gate_up_proj.weight", "dim": 0,
+     "hf": ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"]}
+
+Both directions come from the same rule (:mod:`nxd_ckpt.core.counterpart`). docs/hugging-face.md describes the format.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import KeyMismatch
+
+Numbers = Mapping[str, int]
+"""What placeholders stand for."""
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name with placeholders for numbers: ``model.layers.{layer}.mlp.down_proj.weight``."""
+
+    text: str
+
+    @cached_property
+    def placeholders(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(_PLACEHOLDER.findall(self.text)))
+
+    def match(self, name: str) -> dict[str, int] | None:
+        found = self._regex.fullmatch(name)
+        return None if found is None else {key: int(value) for key, value in found.groupdict().items()}
+
+    def fill(self, numbers: Numbers) -> str:
+        return _PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), self.text)
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        found = ""
+        for number, part in enumerate(_PLACEHOLDER.split(self.text)):  # every second one is a placeholder
+            group = f"(?P={part})" if f"(?P<{part}>" in found else rf"(?P<{part}>0|[1-9]\d*)"
+            found += group if number % 2 else re.escape(part)
+        return re.compile(found)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A Hugging Face tensor in an NxD one. Along the rule's dimension it has the elements that ``heads`` says ("query"
+    or "kv", in NxD's order of heads), or as many as the size ``rows``, or an equal share of the NxD tensor."""
+
+    name: Pattern
+    heads: str | None = None
+    rows: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One NxD tensor, by pattern, and the Hugging Face tensors in it.
+
+    Attributes:
+        nxd: its name.
+        members: those tensors, side by side along ``dim``.
+        dim: the dimension of the NxD tensor that is cut over tensor-parallel ranks, each member by itself; None where
+            all ranks hold it whole.
+        transposed: the last two dimensions are swapped.
+        stacked: the placeholder that only ``members`` have: the NxD tensor has a first dimension more, one index for
+            each number of it, which is cut over expert-parallel ranks.
+        optional: not every model has it (a bias).
+    """
+
+    nxd: Pattern
+    members: tuple[Member, ...]
+    dim: int | None = None
+    transposed: bool = False
+    stacked: str | None = None
+    optional: bool = False
+
+    def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
+        """The Hugging Face tensors in the NxD tensor with these numbers."""
+        stack = [{}] if self.stacked is None else [{self.stacked: index} for index in range(sizes.get(self.stacked))]
+        return [member.name.fill({**numbers, **index}) for index in stack for member in self.members]
+
+
+@dataclass(frozen=True)
+class Match:
+    """An NxD tensor, its rule, and the numbers in its name."""
+
+    name: str
+    rule: Rule
+    numbers: Numbers
+
+
+@dataclass(frozen=True)
+class ModelMapping:
+    """The rules of a family of models.
+
+    Attributes:
+        name: how it is asked for.
+        model_types: what config.json calls such models (``model_type``).
+        tied: of two tied Hugging Face tensors the one that files leave out, and the one that they hold.
+        ignored: NxD tensors that Hugging Face computes (rotary frequencies, masks).
+        keys: where config.json has sizes under other keys than :data:`~nxd_ckpt.core.sizes.CONFIG_KEYS`.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    model_types: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[Pattern, ...] = ()
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def matches(self, names: Iterable[str]) -> list[Match]:
+        """The rule of each NxD tensor, without those that Hugging Face computes.
+
+        Raises:
+            KeyMismatch: no rule maps a name; lists them, each with the closest rules.
+        """
+        found: list[Match] = []
+        unknown: list[str] = []
+        for name in names:
+            match = self._match(name)
+            if match is not None:
+                found.append(match)
+            elif not any(pattern.match(name) is not None for pattern in self.ignored):
+                unknown.append(name)
+        if unknown:
+            raise KeyMismatch(self._in_words(unknown))
+        return found
+
+    def required(self, sizes: Sizes) -> list[str]:
+        """The Hugging Face tensors that every such model has, as far as config.json says how many layers there are."""
+        names: dict[str, None] = {}
+        for pattern in (member.name for rule in self.rules if not rule.optional for member in rule.members):
+            counts = [sizes.find(key) for key in pattern.placeholders]
+            if None not in counts:
+                for numbers in product(*(range(count or 0) for count in counts)):
+                    names[pattern.fill(dict(zip(pattern.placeholders, numbers, strict=True)))] = None
+        return [name for name in names if not (self.are_tied(sizes) and name in self.tied)]
+
+    def are_tied(self, sizes: Sizes) -> bool:
+        """Whether files leave out what is tied."""
+        return bool(sizes.config.get("tie_word_embeddings"))
+
+    def _match(self, name: str) -> Match | None:
+        found = ((rule, rule.nxd.match(name)) for rule in self.rules)
+        return next((Match(name, rule, numbers) for rule, numbers in found if numbers is not None), None)
+
+    def _in_words(self, unknown: list[str]) -> str:
+        patterns = [rule.nxd.text for rule in self.rules]
+        shown = []
+        for name in unknown[:_SHOWN]:
+            close = difflib.get_close_matches(re.sub(r"\d+", "{layer}", name), patterns, n=2)
+            shown.append(f"{name!r}" + (f" (closest rules: {', '.join(close)})" if close else ""))
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        return (
+            f"mapping {self.name!r} has no rule for {', '.join(shown)}{more}; choose another mapping, or add rules "
+            "to a mapping file of your own"
+        )

@@ -1,0 +1,114 @@
+"""Mappings as JSON documents: reading and checking them. docs/hugging-face.md describes the format. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxd_ckpt.core.mapping import Member, ModelMapping, Pattern, Rule
+from nxd_ckpt.core.sizes import CONFIG_KEYS
+from nxd_ckpt.errors import InvalidArgument
+
+FORMAT_VERSION = 1
+
+
+def load_mapping(document: Any, where: str) -> ModelMapping:
+    """The mapping that a JSON document describes.
+
+    Raises:
+        InvalidArgument: not such a document; names ``where`` and what is wrong.
+    """
+    reader = _Fields(document, where)
+    version = reader.take("format_version", int)
+    if version != FORMAT_VERSION:
+        raise InvalidArgument(f"{where}: format_version {version}, expected {FORMAT_VERSION}")
+    keys = {size: _strings(names, f"{where}: config") for size, names in reader.take("config", dict, {}).items()}
+    if not set(keys) <= set(CONFIG_KEYS):
+        raise InvalidArgument(f"{where}: config names {sorted(set(keys) - set(CONFIG_KEYS))}, known: {[*CONFIG_KEYS]}")
+    rules = tuple(_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(reader.take("rules", list)))
+    mapping = ModelMapping(
+        name=reader.take("name", str),
+        rules=rules,
+        model_types=_strings(reader.take("model_types", list, []), f"{where}: model_types"),
+        tied=dict(reader.take("tied", dict, {})),
+        ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
+        keys=keys,
+    )
+    reader.done()
+    return mapping
+
+
+def _rule(document: Any, where: str) -> Rule:
+    reader = _Fields(document, where)
+    nxd = Pattern(reader.take("nxd", str))
+    where = f"{where} ({nxd.text})"
+    names = _strings(reader.take("hf", (str, list)), f"{where}: hf")
+    heads = _strings(reader.take("heads", (str, list), []), f"{where}: heads") or (None,) * len(names)
+    rows = reader.take("rows", str, None)
+    if len(heads) != len(names):
+        raise InvalidArgument(f"{where}: heads must say one thing for each of {len(names)} tensors, found {heads}")
+    rule = Rule(
+        nxd,
+        tuple(Member(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
+        dim=reader.take("dim", int, None),
+        transposed=reader.take("transposed", bool, False),
+        stacked=reader.take("stacked", str, None),
+        optional=reader.take("optional", bool, False),
+    )
+    reader.done()
+    _check_rule(rule, where)
+    return rule
+
+
+def _check_rule(rule: Rule, where: str) -> None:
+    if not rule.members:
+        raise InvalidArgument(f"{where}: hf names no tensor; list NxD's own tensors under 'ignored'")
+    for member in rule.members:
+        if member.heads not in (None, "query", "kv"):
+            raise InvalidArgument(f"{where}: heads must be 'query' or 'kv', found {member.heads!r}")
+        if member.rows is not None and member.rows not in CONFIG_KEYS:
+            raise InvalidArgument(f"{where}: rows must be one of {[*CONFIG_KEYS]}, found {member.rows!r}")
+    if rule.dim is not None and rule.dim < (rule.stacked is not None):
+        raise InvalidArgument(f"{where}: dim must be a dimension of the tensor, the stacked one excepted")
+    if rule.dim is None and (len(rule.members) > 1 or rule.members[0].heads or rule.members[0].rows):
+        raise InvalidArgument(f"{where}: several tensors, heads and rows need dim, along which they lie")
+    if len(rule.members) > 1 and any(member.rows for member in rule.members):
+        raise InvalidArgument(f"{where}: rows is for a tensor that is alone")
+    expected = {*rule.nxd.placeholders, *([] if rule.stacked is None else [rule.stacked])}
+    for member in rule.members:
+        if set(member.name.placeholders) != expected:
+            raise InvalidArgument(f"{where}: {member.name.text} must have the placeholders {sorted(expected)}")
+    for key in expected - set(CONFIG_KEYS):
+        raise InvalidArgument(f"{where}: placeholder {{{key}}} must be one of the sizes {[*CONFIG_KEYS]}")
+
+
+def _strings(values: Any, where: str) -> tuple[str, ...]:
+    values = [values] if isinstance(values, str) else values
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise InvalidArgument(f"{where}: expected strings, found {values!r}")
+    return tuple(values)
+
+
+_REQUIRED: Any = object()
+
+
+class _Fields:
+    """The members of a JSON object, taken one by one; none may be left."""
+
+    def __init__(self, document: Any, where: str) -> None:
+        if not isinstance(document, dict):
+            raise InvalidArgument(f"{where}: expected a JSON object, found {type(document).__name__}")
+        self._left, self._where = dict(document), where
+
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
+        if name not in self._left:
+            if default is _REQUIRED:
+                raise InvalidArgument(f"{self._where}: {name!r} is missing")
+            return default
+        value = self._left.pop(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise InvalidArgument(f"{self._where}: {name!r} is {value!r}, of another type than expected")
+        return value
+
+    def done(self) -> None:
+        if self._left:
+            raise InvalidArgument(f"{self._where}: unknown {sorted(self._left)}")

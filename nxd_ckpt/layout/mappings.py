@@ -1,0 +1,63 @@
+"""Finding a mapping: one of those that the package ships, a file of the user's, or a document."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.errors import InvalidArgument
+
+Given = str | os.PathLike[str] | Mapping[str, Any] | None
+"""The name of a mapping that the package ships, the path of a JSON file, the document itself, or None."""
+
+
+def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
+    """The mapping; None chooses by the ``model_type`` of config.json.
+
+    Raises:
+        InvalidArgument: there is none of that name, for such models, or at that path; or it is malformed.
+    """
+    if isinstance(given, Mapping):
+        return load_mapping(dict(given), "mapping")
+    shipped = shipped_mappings()
+    if given is None:
+        return _for_model_type(config.get("model_type"), shipped)
+    name = os.fspath(given)
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if not path.is_file():
+        raise InvalidArgument(f"mapping {name!r}: neither one of {', '.join(shipped)} nor the path of a file")
+    try:
+        return load_mapping(json.loads(path.read_text()), name)
+    except ValueError as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"mapping {name}: not JSON: {error}") from error
+
+
+@cache
+def shipped_mappings() -> dict[str, ModelMapping]:
+    """Those of the package, by name."""
+    folder = resources.files("nxd_ckpt") / "mappings"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    found = [load_mapping(json.loads(file.read_text()), f"mappings/{file.name}") for file in files]
+    return {mapping.name: mapping for mapping in found}
+
+
+def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> ModelMapping:
+    for mapping in shipped.values():
+        if model_type in mapping.model_types:
+            return mapping
+    known = sorted(name for mapping in shipped.values() for name in mapping.model_types)
+    raise InvalidArgument(
+        f"config.json: no mapping for model_type {model_type!r} (there are some for {', '.join(known)}); pass "
+        "mapping=, a mapping file for this model"
+    )

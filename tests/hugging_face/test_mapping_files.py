@@ -1,0 +1,93 @@
+"""Mapping files: what the package ships, a user's own, and what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_ckpt.core.counterpart import counterparts
+from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.layout.mappings import find_mapping
+
+pytestmark = pytest.mark.plain
+
+RULE = {"nxd": "block.{layer}.w", "hf": "h.{layer}.w", "dim": 0}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {"format_version": 1, "name": "mine", "rules": [RULE], **changes}
+
+
+def with_rule(**changes: Any) -> dict[str, Any]:
+    return document(rules=[{key: value for key, value in {**RULE, **changes}.items() if value is not None}])
+
+
+def test_config_json_chooses_among_the_shipped_ones() -> None:
+    """By its model_type; Mistral is mapped as Llama."""
+    expected = {"llama": "llama", "mistral": "llama", "mixtral": "mixtral", "gpt_neox": "gpt_neox"}
+    assert expected == {kind: find_mapping(None, {"model_type": kind}).name for kind in expected}
+
+
+def test_a_model_without_a_mapping_is_named() -> None:
+    """With what there are mappings for."""
+    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, mistral, mixtral.*mapping="):
+        find_mapping(None, {"model_type": "bert"})
+
+
+def test_a_users_file_is_a_mapping(tmp_path: Path) -> None:
+    """By its path, or as a document: with sizes under keys of its own."""
+    mine = document(config={"layer": "depth"}, tied={"head": "embed"}, ignored=["mask"])
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(mine))
+    mapping = find_mapping(path, {})
+    assert find_mapping(mine, {}) == mapping
+    sizes = Sizes({"depth": 2}, keys=mapping.keys)
+    assert ["h.0.w", "h.1.w"] == mapping.required(sizes)
+    (match,) = mapping.matches(["block.1.w", "mask"])
+    assert ["h.1.w"] == [one.name for one in counterparts(match, (4, 2), sizes)]
+
+
+def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
+    """The error lists the shipped ones, or says that a file is no JSON."""
+    with pytest.raises(InvalidArgument, match="neither one of gpt_neox, llama, mixtral nor the path"):
+        find_mapping("lama", {})
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(InvalidArgument, match=r"broken\.json: not JSON"):
+        find_mapping(tmp_path / "broken.json", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ([], "expected a JSON object"),
+        (document(format_version=2), "format_version 2, expected 1"),
+        (document(rules="all"), "'rules' is 'all'"),
+        (document(name=None), "'name' is None"),
+        (document(extra=1), "unknown \\['extra'\\]"),
+        (document(config={"depth": "n_layer"}), "config names \\['depth'\\]"),
+        (document(ignored=[1]), "ignored: expected strings"),
+        (with_rule(nxd=None), "'nxd' is missing"),
+        (with_rule(hf=[]), "names no tensor"),
+        (with_rule(dim=True), "'dim' is True"),
+        (with_rule(dim=-1), "dim must be a dimension"),
+        (with_rule(dim=None, hf=["h.{layer}.a", "h.{layer}.b"]), "need dim"),
+        (with_rule(dim=None, rows="vocab"), "need dim"),
+        (with_rule(rows="vocab", hf=["h.{layer}.a", "h.{layer}.b"]), "rows is for a tensor that is alone"),
+        (with_rule(rows="words"), "rows must be one of"),
+        (with_rule(heads="value"), "heads must be 'query' or 'kv'"),
+        (with_rule(heads=["query", "kv"]), "one thing for each of 1 tensors"),
+        (with_rule(hf="h.w"), "must have the placeholders \\['layer'\\]"),
+        (with_rule(stacked="expert", dim=1), "must have the placeholders \\['expert', 'layer'\\]"),
+        (with_rule(stacked="expert", dim=0, hf="h.{layer}.{expert}.w"), "the stacked one excepted"),
+        (with_rule(nxd="b.{block}.w", hf="h.{block}.w"), "must be one of the sizes"),
+    ],
+)
+def test_a_malformed_document_is_refused(given: Any, complaint: str) -> None:
+    """The error names the rule and what is wrong with it."""
+    with pytest.raises(InvalidArgument, match=complaint):
+        load_mapping(given, "mine.json")
