@@ -55,6 +55,10 @@ class Box:
         size[dim] = length
         return Box(tuple(offset), tuple(size))
 
+    def permuted(self, order: tuple[int, ...]) -> Box:
+        """This box of a tensor whose dimensions are put into ``order``."""
+        return Box(tuple(self.offset[dim] for dim in order), tuple(self.size[dim] for dim in order))
+
     def minus(self, other: Box) -> list[Box]:
         """This box without ``other``, as at most two disjoint boxes per dimension."""
         common = self.intersect(other)

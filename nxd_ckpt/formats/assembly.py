@@ -65,7 +65,9 @@ def blocks_of(part: Part) -> Iterator[int]:
     """The digest blocks that the part's bytes lie in, numbered within the record of its stub, ascending."""
     stub, size = part.stub, itemsize(part.stub.dtype)
     if not stub.is_contiguous:
-        yield from range(-(-stub.storage.nbytes // CRC_BLOCK))
+        order = stub.storage_order
+        whole = range(-(-stub.storage.nbytes // CRC_BLOCK))
+        yield from whole if order is None else blocks_of(part.permuted(order))
         return
     begin = stub.offset - stub.storage.offset
     following = 0
@@ -92,7 +94,12 @@ def direct_run(part: Part, out: torch.Tensor) -> tuple[int, memoryview] | None:
 def slabs_of(part: Part) -> Iterator[Part]:
     """The part in parts of at most :data:`SLAB` bytes."""
     if not part.stub.is_contiguous:
-        yield part
+        order = part.stub.storage_order
+        if order is None:
+            yield part
+        else:
+            back = tuple(order.index(dim) for dim in range(len(order)))
+            yield from (slab.permuted(back) for slab in slabs_of(part.permuted(order)))
         return
     for source in _slabs(part.source, max(1, SLAB // itemsize(part.stub.dtype))):
         moved = source.shifted(part.source.offset)
@@ -102,6 +109,10 @@ def slabs_of(part: Part) -> Iterator[Part]:
 
 def read_part(slab: Part, out: torch.Tensor, read: ReadRanges) -> None:
     """Put one of :func:`slabs_of` where it belongs in ``out``."""
+    order = None if slab.stub.is_contiguous else slab.stub.storage_order
+    if order is not None:  # transposed on the way: read as it lies in the file
+        read_part(slab.permuted(order), out.permute(order), read)
+        return
     stub, source, target = slab.stub, slab.source, _view(out, slab.target)
     if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)

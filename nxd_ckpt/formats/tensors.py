@@ -83,6 +83,17 @@ class TensorStub:
             have == want for size, have, want in zip(self.shape, self.stride, tight, strict=True) if size > 1
         )
 
+    @property
+    def storage_order(self) -> tuple[int, ...] | None:
+        """The dimensions in which the bytes in the file are a tight, row-major tensor; None where they are in none."""
+        order = tuple(sorted(range(len(self.shape)), key=lambda dim: (self.shape[dim] > 1, -self.stride[dim])))
+        return order if self.permuted(order).is_contiguous else None
+
+    def permuted(self, order: tuple[int, ...]) -> TensorStub:
+        """The same bytes with the dimensions ``order``, as ``torch.permute`` has it."""
+        shape, stride = (tuple(sizes[dim] for dim in order) for sizes in (self.shape, self.stride))
+        return TensorStub(self.file, self.offset, self.dtype, shape, stride, self.storage)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -91,6 +102,10 @@ class Part:
     stub: TensorStub
     source: Box
     target: Box
+
+    def permuted(self, order: tuple[int, ...]) -> Part:
+        """The same with the dimensions ``order`` of both tensors."""
+        return Part(self.stub.permuted(order), self.source.permuted(order), self.target.permuted(order))
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,21 @@ def test_any_run_of_elements(case: tuple[Files, Assembly, torch.Tensor, int], da
     assert torch.equal(expected.flatten()[start:stop], memory)
 
 
+@given(cases(), st.data(), st.sampled_from([4, 16, 2**20]))
+def test_tensors_are_transposed_on_the_way(
+    case: tuple[Files, Assembly, torch.Tensor, int], data: st.DataObject, slab: int
+) -> None:
+    """Parts of stubs whose dimensions are in another order than in the file: as much is read as without that."""
+    files, leaf, expected, needed = case
+    order = tuple(data.draw(st.permutations(range(expected.dim()))))
+    parts = tuple(part.permuted(order) for part in leaf.parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "SLAB", slab)
+        found = read_assembly(Assembly(leaf.dtype, tuple(expected.permute(order).shape), parts), files.read)
+    assert torch.equal(expected.permute(order), found)
+    assert needed <= files.nbytes <= needed * 17 / 16
+
+
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
 def test_boxes_of_a_run_are_that_run(shape: list[int], data: st.DataObject) -> None:
     """In their order, row by row, they are the run's elements; they are few."""
@@ -123,3 +138,4 @@ def test_blocks_of_a_part() -> None:
     some_columns = Box((0, 5), (rows, 2))
     assert [0, 1] == list(blocks_of(Part(stub, some_rows, some_rows.shifted((1023, 0)))))
     assert [0, 1, 2, 3] == list(blocks_of(Part(stub, some_columns, some_columns.shifted((0, 5)))))
+    assert [0, 1] == list(blocks_of(Part(stub, some_rows, some_rows.shifted((1023, 0))).permuted((1, 0))))
