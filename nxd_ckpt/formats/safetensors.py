@@ -1,0 +1,196 @@
+"""Safetensors files: 8 bytes with the length of a JSON header, the header, and the tensors' bytes without a hole.
+
+Source: the format's own description and the checks of its library (github.com/huggingface/safetensors), which this
+reader makes all of. Only headers are handled here: bytes go from storage to their tensors, and back, as those of any
+other file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from nxd_ckpt.errors import InvalidArgument, MalformedFile, UnsupportedState
+from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
+from nxd_ckpt.formats.zip_directory import Pread
+
+METADATA = "__metadata__"
+
+_LENGTH = struct.Struct("<Q")
+_LONGEST = 100_000_000
+"""Bytes that a header may have: the library's limit."""
+_ALIGNMENT = 8
+_SIZES = range(2**64)
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_OTHERS = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
+"""Dtypes of newer files that have no tensors of whole bytes, or that no checkpoint of ours can hold."""
+
+
+class TensorForm(NamedTuple):
+    """A tensor to be written; ``dtype`` is torch's name without prefix."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file holds: where each tensor lies, by name, and what its writer noted (plain strings)."""
+
+    tensors: Mapping[str, TensorStub]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file to be written: its first bytes, each tensor with the offset of its bytes in the file, and its size."""
+
+    head: bytes
+    tensors: tuple[tuple[TensorForm, int], ...]
+    nbytes: int
+
+
+def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> FileLayout:
+    """A file of these tensors. They are sorted as the library sorts them, so that each is aligned to its dtype.
+
+    Raises:
+        UnsupportedState: the format has no such dtype.
+        InvalidArgument: more names than a header may hold.
+    """
+    ordered = sorted(tensors, key=lambda form: (-itemsize(form.dtype), form.name))
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at, begins = 0, []
+    for form in ordered:
+        if form.dtype not in _NAMES:
+            raise UnsupportedState(f"{form.name}: safetensors files cannot hold {form.dtype}; cast it, with dtype=")
+        offsets = [at, at + form.nbytes]
+        header[form.name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
+        begins.append(at)
+        at += form.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > _LONGEST:
+        raise InvalidArgument(f"{len(begins)} tensors need a header of {len(text)} bytes; use a smaller size_per_shard")
+    head = _LENGTH.pack(len(text)) + text
+    placed = tuple((form, len(head) + begin) for form, begin in zip(ordered, begins, strict=True))
+    return FileLayout(head, placed, len(head) + at)
+
+
+def read_header(pread: Pread, size: int, file: str) -> Header:
+    """What the file of ``size`` bytes holds. ``file`` names it in errors, and is the key that stubs carry.
+
+    Raises:
+        MalformedFile: truncated, or not a safetensors file; names what is wrong.
+        UnsupportedState: a dtype that torch has no tensors of.
+    """
+    header, begin = _parse(pread, size, file)
+    metadata = header.pop(METADATA, None) or {}
+    strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if not strings:
+        raise _malformed(file, f"{METADATA} must hold strings only")
+    spans = {name: _span(name, about, file) for name, about in header.items()}
+    end = 0
+    for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if span.begin != end:
+            raise _malformed(file, f"tensor {name!r} begins at byte {span.begin} of the data, expected {end}")
+        end = span.end
+    if begin + end != size:
+        raise _malformed(file, f"its header describes {begin + end} bytes, it has {size}: truncated, or not whole")
+    return Header({name: _stub(file, begin, span) for name, span in spans.items()}, metadata)
+
+
+class _Span(NamedTuple):
+    begin: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _parse(pread: Pread, size: int, file: str) -> tuple[dict[str, Any], int]:
+    """The header, and the offset of the first tensor's bytes."""
+    if size < _LENGTH.size:
+        raise _malformed(file, f"{size} bytes are too few for the length of its header")
+    length: int = _LENGTH.unpack(pread(0, _LENGTH.size))[0]
+    if length > _LONGEST:
+        raise _malformed(file, f"its header should have {length} bytes, at most {_LONGEST} are allowed")
+    if _LENGTH.size + length > size:
+        raise _malformed(file, f"its header should have {length} bytes, the file has {size}")
+    text = pread(_LENGTH.size, length)
+    if text[:1] != b"{":
+        raise _malformed(file, "its header does not begin with '{'")
+    try:
+        header = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(file, f"its header is not valid JSON: {error}") from error
+    return header, _LENGTH.size + length
+
+
+def _span(name: str, about: Any, file: str) -> _Span:
+    if not isinstance(about, dict) or not {"dtype", "shape", "data_offsets"} <= set(about):
+        raise _malformed(file, f"tensor {name!r}: expected dtype, shape and data_offsets, found {about!r:.80}")
+    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    if dtype in _OTHERS:
+        raise UnsupportedState(f"{file}: tensor {name!r} is {dtype}, of which torch has no tensors; cast it first")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise _malformed(file, f"tensor {name!r} has the unknown dtype {dtype!r:.40}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise _malformed(file, f"tensor {name!r}: shape {shape!r:.80} and data_offsets {offsets!r:.80} must be sizes")
+    begin, end = offsets
+    expected = prod(shape) * itemsize(_DTYPES[dtype])
+    if end - begin != expected:
+        raise _malformed(file, f"tensor {name!r}: {dtype} {shape} has {expected} bytes, its offsets say {end - begin}")
+    return _Span(begin, end, _DTYPES[dtype], tuple(shape))
+
+
+def _stub(file: str, data: int, span: _Span) -> TensorStub:
+    record = StorageSpan("", data + span.begin, span.end - span.begin, None)
+    return TensorStub(file, data + span.begin, span.dtype, span.shape, contiguous_stride(span.shape), record)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value in _SIZES for value in values)
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _malformed(file: str, what: str) -> MalformedFile:
+    return MalformedFile(f"{file}: not a whole safetensors file: {what}")
