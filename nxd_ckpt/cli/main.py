@@ -14,7 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from nxd_ckpt.cli import convert_zero1, cp_command, inspect_command, list_command, reshard, text, verify_command
+from nxd_ckpt.cli import (
+    convert_zero1,
+    cp_command,
+    export_command,
+    inspect_command,
+    list_command,
+    reshard,
+    text,
+    verify_command,
+)
 from nxd_ckpt.errors import CheckpointError
 
 
@@ -31,7 +40,15 @@ class Command(Protocol):
         """Do it and return the exit code. Errors of nxd_ckpt and of the operating system are for :func:`main`."""
 
 
-COMMANDS: tuple[Command, ...] = (list_command, inspect_command, verify_command, cp_command, reshard, convert_zero1)
+COMMANDS: tuple[Command, ...] = (
+    list_command,
+    inspect_command,
+    verify_command,
+    cp_command,
+    reshard,
+    convert_zero1,
+    export_command,
+)
 
 _PIPE_CLOSED = 128 + 13
 _INTERRUPTED = 128 + 2

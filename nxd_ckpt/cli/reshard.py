@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         **{name: getattr(args, name) for name in _SIZES},
         partitions=_partitions(args.partitions),
-        stages=_lists(args.stages, depth=2),
-        saved_param_names=_lists(args.param_names, depth=3),
+        stages=nested_lists(args.stages, depth=2),
+        saved_param_names=nested_lists(args.param_names, depth=3),
         num_workers=args.num_workers,
         overwrite=args.overwrite,
         storage_options=nested(args.storage_option),
@@ -75,7 +75,7 @@ def _partitions(path: str | None) -> dict[str, Partition] | None:
         raise InvalidArgument(f"{path}: {error}") from error
 
 
-def _lists(path: str | None, depth: int) -> Any:
+def nested_lists(path: str | None, depth: int) -> Any:
     """Lists of names, nested ``depth`` deep."""
 
     def fits(value: Any, depth: int) -> bool:

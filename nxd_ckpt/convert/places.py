@@ -42,7 +42,7 @@ class Place:
 
 def locate_input(path: StrPath, options: Options | None = None) -> Place:
     """The tag ``path``. Raises CheckpointNotFound where there is none."""
-    place = _place(path, "input_dir", options)
+    place = place_of(path, "input_dir", options)
     if not place.open().is_dir(place.name):
         raise CheckpointNotFound(f"input_dir {place.path} does not exist, or is not a directory")
     return place
@@ -55,13 +55,9 @@ def locate_output(path: StrPath, source: Place, overwrite: bool, options: Option
         InvalidArgument: it is or contains the input, or lies inside it; it exists, and ``overwrite`` is not given or
             it is not a checkpoint. Nothing was touched.
     """
-    target = _place(path, "output_dir", options)
+    target = place_of(path, "output_dir", options)
     validate_tag(target.name)
-    if f"{target.path}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.path}/"):
-        raise InvalidArgument(
-            f"output_dir {target.path} and input_dir {source.path} are the same, or one lies inside the other; a "
-            "conversion never touches its input: write to a directory of its own"
-        )
+    refuse_overlap(source, target)
     storage = target.open()
     if storage.is_file(target.name):
         raise InvalidArgument(f"output_dir {target.path} is a file; choose another path")
@@ -82,12 +78,22 @@ def locate_output(path: StrPath, source: Place, overwrite: bool, options: Option
     return target
 
 
+def refuse_overlap(source: Place, target: Place) -> None:
+    """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
+    if f"{target.path}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.path}/"):
+        raise InvalidArgument(
+            f"output_dir {target.path} and input_dir {source.path} are the same, or one lies inside the other; a "
+            "conversion never touches its input: write to a directory of its own"
+        )
+
+
 def written_with(options: Options | None, output_options: Options | None) -> Options | None:
     """What the output is opened with: its own options, if it has any, else those of both."""
     return options if output_options is None else output_options
 
 
-def _place(path: StrPath, what: str, options: Options | None) -> Place:
+def place_of(path: StrPath, what: str, options: Options | None) -> Place:
+    """The place that a path or URL names; ``what`` it is, for errors. Raises InvalidArgument where it names none."""
     text = os.fspath(path)
     if not text:
         raise InvalidArgument(f"{what} must not be empty")

@@ -48,6 +48,10 @@ class Box:
         """This box in coordinates whose zero is at ``origin``."""
         return Box(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.size)
 
+    def moved(self, by: tuple[int, ...]) -> Box:
+        """This box, ``by`` further in each dimension."""
+        return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.size)
+
     def narrowed(self, dim: int, start: int, length: int) -> Box:
         """The part ``start <= index < start + length`` along ``dim``, counted from this box's own offset."""
         offset, size = list(self.offset), list(self.size)

@@ -126,6 +126,13 @@ class ModelMapping:
         Raises:
             KeyMismatch: no rule maps a name; lists them, each with the closest rules.
         """
+        found, unknown = self.split(names)
+        if unknown:
+            raise KeyMismatch(self._in_words(unknown))
+        return found
+
+    def split(self, names: Iterable[str]) -> tuple[list[Match], list[str]]:
+        """The same, and apart the names that no rule maps."""
         found: list[Match] = []
         unknown: list[str] = []
         for name in names:
@@ -134,9 +141,12 @@ class ModelMapping:
                 found.append(match)
             elif not any(pattern.match(name) is not None for pattern in self.ignored):
                 unknown.append(name)
-        if unknown:
-            raise KeyMismatch(self._in_words(unknown))
-        return found
+        return found, unknown
+
+    def closest(self, name: str) -> list[str]:
+        """The NxD patterns of rules that are most like ``name``, at most two."""
+        patterns = [rule.nxd.text for rule in self.rules]
+        return difflib.get_close_matches(re.sub(r"\b\d+\b", "{layer}", name), patterns, n=2)
 
     def required(self, sizes: Sizes) -> list[str]:
         """The Hugging Face tensors that every such model has, as far as config.json says how many layers there are."""
@@ -157,10 +167,9 @@ class ModelMapping:
         return next((Match(name, rule, numbers) for rule, numbers in found if numbers is not None), None)
 
     def _in_words(self, unknown: list[str]) -> str:
-        patterns = [rule.nxd.text for rule in self.rules]
         shown = []
         for name in unknown[:_SHOWN]:
-            close = difflib.get_close_matches(re.sub(r"\d+", "{layer}", name), patterns, n=2)
+            close = self.closest(name)
             shown.append(f"{name!r}" + (f" (closest rules: {', '.join(close)})" if close else ""))
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         return (

@@ -1,0 +1,112 @@
+"""``nxd-ckpt export``: the model of a tag as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.reshard import nested_lists
+from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.core.heads import HARDWARE
+from nxd_ckpt.core.units import size
+
+NAME = "export"
+SUMMARY = "write a checkpoint's model as a Hugging Face directory"
+DESCRIPTION = (
+    "Make a directory that transformers' from_pretrained loads, of a checkpoint of nxd_ckpt's or neuronx-distributed's "
+    "on any sizes: safetensors files with their index, config.json and the tokenizer's files. Names and shapes are "
+    "translated by a mapping, shipped for Llama, Mistral, Mixtral and GPT-NeoX, or a file of your own. The input is "
+    "only read, its digests are proved, and the output appears once all of it is written. "
+    "For a model that is too large for one machine, start it on several with torchrun (-m nxd_ckpt.cli export ...): "
+    "each writes a share of the files."
+)
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tag", metavar="TAG", help="a tag's directory or URL")
+    parser.add_argument("out", metavar="OUT", help="the directory or URL that is made")
+    parser.add_argument(
+        "--config", metavar="PATH", help="the model's config.json, or a Hugging Face directory with one; it is copied"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="a directory whose tokenizer files are copied")
+    parser.add_argument(
+        "--mapping",
+        metavar="NAME",
+        help="a shipped mapping (gpt_neox, llama, mixtral) or a JSON file (default: what config.json says)",
+    )
+    parser.add_argument(
+        "--kv_size_multiplier",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how often the job that saved it kept each key-value head (default: 1)",
+    )
+    parser.add_argument(
+        "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
+    )
+    parser.add_argument(
+        "--size-per-shard", default="5GB", metavar="SIZE", help="bytes of a file at most, or 512MiB (default: 5GB)"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast to this (default: as saved)")
+    parser.add_argument("--master-weights", action="store_true", help="take the optimizer's master weights")
+    parser.add_argument(
+        "--param_names",
+        metavar="FILE",
+        help="JSON: the optimizer's parameter names, for each pipeline stage a list of names for each param group",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing Hugging Face directory at OUT")
+    parser.add_argument("--dry-run", action="store_true", help="show what maps to what and what does not")
+    add_storage_options(parser, output=True)
+    text.add_quiet(parser)
+    text.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.convert import export_checkpoint
+
+    done = export_checkpoint(
+        args.tag,
+        args.out,
+        config=args.config,
+        tokenizer=args.tokenizer,
+        mapping=args.mapping,
+        kv_size_multiplier=args.kv_size_multiplier,
+        hardware=args.hw_backend,
+        size_per_shard=args.size_per_shard,
+        dtype=args.dtype,
+        master_weights=args.master_weights,
+        param_names=nested_lists(args.param_names, depth=3),
+        overwrite=args.overwrite,
+        dry_run=args.dry_run,
+        storage_options=nested(args.storage_option),
+        output_options=nested(args.output_option),
+        progress=not args.quiet,
+    )
+    document = {**asdict(done), "nbytes": done.nbytes, "dry_run": args.dry_run}
+    if args.json or not args.quiet:
+        text.show(document, _lines(document), as_json=args.json)
+    return 1 if document["unknown"] or document["missing"] else 0
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    files, tensors = document["files"], document["tensors"]
+    done = "would be exported" if document["dry_run"] else "is exported"
+    counts = f"{text.count(len(tensors), 'tensor')}, {text.count(len(files), 'file')}, {size(document['nbytes'])}"
+    yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {counts}"
+    if not document["dry_run"]:
+        return
+    rows = [
+        (one["name"], one["dtype"], text.shape(one["shape"]), one["source"], text.shape(one["source_shape"]))
+        for one in tensors
+    ]
+    yield from text.table(("Hugging Face", "dtype", "shape", "NxD", "whole shape"), rows)
+    if document["unknown"]:
+        yield "no rule maps:"
+        rules = document["unknown"].items()
+        yield from text.table(("NxD", "closest rules"), [(name, ", ".join(close)) for name, close in rules])
+    if document["missing"]:
+        yield f"missing, though every such model has them: {', '.join(document['missing'])}"

@@ -1,0 +1,240 @@
+"""``export_checkpoint``: the model of a tag as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
+from nxd_ckpt.convert.crew import joined
+from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
+from nxd_ckpt.convert.output import Output
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.shard_writer import ShardWriter
+from nxd_ckpt.convert.shards import INDEX, Shard, bytes_of, cast_dtype, index_of, plan_shards
+from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.formats.safetensors import TensorForm
+from nxd_ckpt.layout import legacy
+from nxd_ckpt.layout.mappings import Given, find_mapping
+from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.mapped_tag import MappedTag
+from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.progress import report, watched
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A Hugging Face tensor, and where it comes from: the ``source`` of the tag, whose whole shape is
+    ``source_shape``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    source_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported, or would be.
+
+    Attributes:
+        source, target: as given.
+        mapping: the mapping's name.
+        tensors: what the target holds.
+        unknown: names in the tag that no rule maps, each with the closest rules. Empty unless nothing was written.
+        missing: tensors that the model should have and the tag does not. Empty unless nothing was written.
+        files: weight files and their bytes.
+    """
+
+    source: str
+    target: str
+    mapping: str
+    tensors: tuple[ExportedTensor, ...]
+    unknown: Mapping[str, tuple[str, ...]]
+    missing: tuple[str, ...]
+    files: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(self.files.values())
+
+
+def export_checkpoint(
+    tag: StrPath,
+    out: StrPath,
+    *,
+    config: StrPath | None = None,
+    tokenizer: StrPath | None = None,
+    mapping: Given = None,
+    kv_size_multiplier: int = 1,
+    hardware: str = "trn1",
+    size_per_shard: int | str = "5GB",
+    dtype: str | None = None,
+    master_weights: bool = False,
+    param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    durable: bool = True,
+    timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Options | None = None,
+    output_options: Options | None = None,
+    progress: bool = False,
+) -> Export:
+    """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
+
+    Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are proved on the way; the
+    directory appears when all of it is written. Extra memory: about 100 MiB, whatever the size of the model. Under
+    torchrun every process calls this and writes its share of the files.
+
+    Args:
+        tag: a tag's directory or URL.
+        out: the directory or URL that is made.
+        config: the model's config.json, or a Hugging Face directory with one. It says which mapping and how many heads
+            and experts, and is copied, with generation_config.json beside it.
+        tokenizer: a directory whose tokenizer files are copied.
+        mapping: the name of a shipped mapping, a JSON file or document; by default chosen by config.json.
+        kv_size_multiplier: how often the job that saved it kept each key-value head.
+        hardware: "trn1" or "trn2": the order of those copies.
+        size_per_shard: bytes of a weight file at most (a larger tensor has a file of its own), or such as "5GB".
+        dtype: "float32", "bfloat16" or "float16": what numbers of floating point are cast to; None keeps theirs.
+        master_weights: export the optimizer's master weights, where it has them.
+        param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group, where the
+            tag does not say (NxD's do not) and master weights are needed.
+        overwrite: replace an existing Hugging Face directory.
+        dry_run: write nothing, and raise nothing for names that are not mapped.
+        durable, timeout, storage_options, output_options, progress: as for ``reshard``.
+
+    Raises:
+        KeyMismatch: names that no rule maps, with the closest rules; or tensors that the tag lacks.
+        ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json and mapping.
+        DtypeMismatch: a value does not fit into ``dtype``.
+        InvalidArgument: arguments that cannot be, or an ``out`` that must not be touched.
+        CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
+    """
+    started = time.monotonic()
+    size = bytes_of(size_per_shard)
+    if dtype is not None and dtype not in DTYPES:
+        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+
+    def prepare() -> _Job:
+        source = locate_input(tag, storage_options)
+        target = place_of(out, "output", written_with(storage_options, output_options))
+        refuse_overlap(source, target)
+        files = [] if config is None else read_config(os.fspath(config), storage_options)
+        chosen = find_mapping(mapping, config_in(files))
+        sizes = Sizes(config_in(files), kv_size_multiplier, hardware, chosen.keys)
+        if tokenizer is not None:
+            files += read_tokenizer(os.fspath(tokenizer), storage_options)
+        opened = _open(source)
+        mapped = MappedTag(opened, chosen, sizes, master_weights=master_weights, param_names=param_names)
+        return _Job(source, target, opened, chosen, mapped, files, size, dtype)
+
+    with joined(timeout) as agreement:
+        job = on_all(agreement, prepare)
+        if dry_run:
+            return on_all(agreement, job.summary)
+        output = on_all(agreement, lambda: _ready(job, overwrite, durable))
+        _write(job, output, agreement, progress)
+        if agreement.rank == 0:
+            report("exported", f"{job.source.path} to {job.target.path}", job.summary().nbytes, started)
+        return job.summary()
+
+
+class _Job:
+    """One export, as each of its processes knows it."""
+
+    def __init__(
+        self,
+        source: Place,
+        target: Place,
+        opened: OpenTag,
+        mapping: ModelMapping,
+        mapped: MappedTag,
+        files: Sequence[ModelFile],
+        size_per_shard: int,
+        dtype: str | None,
+    ) -> None:
+        self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
+        self._mapping, self._files = mapping, files
+        self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.tensors]
+        self.shards: list[Shard] = plan_shards(self._forms, size_per_shard)
+
+    def summary(self) -> Export:
+        tensors = tuple(
+            ExportedTensor(one.name, form.dtype, one.shape, one.source.name, one.source.shape)
+            for one, form in zip(self.mapped.tensors, self._forms, strict=True)
+        )
+        return Export(
+            self.source.path,
+            self.target.path,
+            self._mapping.name,
+            tensors,
+            {name: tuple(self._mapping.closest(name)) for name in self.mapped.unknown},
+            tuple(self.mapped.missing),
+            {shard.file: shard.layout.nbytes for shard in self.shards},
+        )
+
+    def last_files(self) -> Iterator[ModelFile]:
+        """What is written when all shards are."""
+        sizes: dict[str, int] = {}
+        for form in self._forms:
+            sizes[form.dtype] = sizes.get(form.dtype, 0) + form.nbytes
+        yield from with_dtype(self._files, max(sizes, key=sizes.__getitem__))
+        if len(self.shards) > 1:
+            yield ModelFile(INDEX, index_of(self.shards))
+
+
+def _open(place: Place) -> OpenTag:
+    storage = place.open()
+    if any(legacy.parse(entry.name) for entry in storage.list(place.name)):
+        return open_complete_tag(storage, place.name)  # a checkpoint of NxD 0.1 to 0.5, which has no tags
+    return open_source(place)
+
+
+def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
+    """Where to write to, once it is known that all can be."""
+    if not job.opened.parts.model:
+        raise PartNotFound(f"{job.opened.where} was saved without a model: there is nothing to export")
+    job.mapped.require_all()
+    return Output(job.target, overwrite=overwrite, durable=durable)
+
+
+def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
+    decided_by_rank0(agreement, output.begin)
+    tensors = {tensor.name: tensor for tensor in job.mapped.tensors}
+    writer = ShardWriter(job.opened, job.mapped, tensors, output.storage, output.folder)
+    mine = job.shards[agreement.rank :: agreement.world_size]
+    nbytes = sum(shard.layout.nbytes for shard in mine)
+    try:
+        with watched("export", nbytes, lambda: writer.written.nbytes, progress and agreement.rank == 0):
+            for turn in range(-(-len(job.shards) // agreement.world_size)):
+                # One file each at a time: nobody waits for others longer than a file takes.
+                on_all(agreement, partial(_write_one, writer, mine, turn))
+        decided_by_rank0(agreement, lambda: _finish(job, output))
+    except BaseException:
+        if agreement.rank == 0:
+            output.discard()
+        raise
+
+
+def _write_one(writer: ShardWriter, shards: Sequence[Shard], turn: int) -> None:
+    if turn < len(shards):
+        writer.write(shards[turn])
+
+
+def _finish(job: _Job, output: Output) -> None:
+    for file in job.last_files():
+        output.storage.write(f"{output.folder}/{file.name}", file.content)
+    output.publish()
+
+

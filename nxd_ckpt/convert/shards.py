@@ -1,0 +1,78 @@
+"""How a Hugging Face model is spread over safetensors files: names, order, and what the index says. Touches no file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats.safetensors import FileLayout, TensorForm, lay_out
+from nxd_ckpt.formats.tensors import torch_dtype
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
+_UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
+_METADATA = {"format": "pt"}
+"""transformers refuses files that do not say this."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file and the tensors in it."""
+
+    file: str
+    forms: tuple[TensorForm, ...]
+
+    @cached_property
+    def layout(self) -> FileLayout:
+        return lay_out(self.forms, _METADATA)
+
+
+def plan_shards(forms: Sequence[TensorForm], size_per_shard: int) -> list[Shard]:
+    """The files, in the order of the tensors: each of at most ``size_per_shard`` bytes, or of one tensor.
+
+    Raises UnsupportedState for a dtype that such files cannot hold.
+    """
+    groups: list[list[TensorForm]] = [[]]
+    nbytes = 0
+    for form in forms:
+        if groups[-1] and nbytes + form.nbytes > size_per_shard:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(form)
+        nbytes += form.nbytes
+    if len(groups) == 1:
+        return [Shard(SINGLE, tuple(groups[0]))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def index_of(shards: Sequence[Shard]) -> bytes:
+    """The index file: which tensor is in which shard."""
+    total = sum(form.nbytes for shard in shards for form in shard.forms)
+    places = {form.name: shard.file for shard in shards for form in shard.forms}
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def bytes_of(size: int | str) -> int:
+    """``5GB``, ``512MiB`` or a number of bytes. Raises InvalidArgument."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
+    unit = found[2].upper() if found else ""
+    if found is None or unit not in _UNITS or float(found[1]) * _UNITS[unit] < 1 or isinstance(size, bool):
+        raise InvalidArgument(f"size_per_shard must be bytes, or such as 5GB or 512MiB, found {size!r}")
+    return int(float(found[1]) * _UNITS[unit])
+
+
+def cast_dtype(dtype: str, wanted: str | None) -> str:
+    """The dtype that a tensor is exported in: numbers of floating point in the ``wanted`` one, others as they are."""
+    if wanted is None or not torch_dtype(dtype).is_floating_point:
+        return dtype
+    return wanted

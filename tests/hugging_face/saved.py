@@ -1,0 +1,64 @@
+"""Tags of jobs that train Hugging Face models, and the directories that are exported from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from nxd_ckpt import Topology
+from tests.hugging_face.reference import Job, State
+from tests.interop.saving import save_as_every_rank
+
+
+def save_job(directory: Path, job: Job, state: State, *, dp: int = 1, **options: Any) -> Path:
+    """The tag that the job saves, its model having the Hugging Face tensors ``state`` and no attributes."""
+    sizes = Topology(dp=max(dp, job.ep), tp=job.tp, pp=job.pp, ep=job.ep)
+    topologies = [sizes.at(rank) for rank in range(sizes.world_size)]
+
+    def what(rank: int) -> dict[str, Any]:
+        return {"model": local_state(job, state, topologies[rank])}
+
+    save_as_every_rank(directory, "step_1", topologies, what, durable=False, **options)
+    return directory / "step_1"
+
+
+def local_state(job: Job, state: State, at: Topology) -> State:
+    """What one rank saves."""
+    held = job.rank(state, at.tp_rank, at.ep_rank)
+    return {name: tensor for name, tensor in held.items() if job.stage(name) == at.pp_rank}
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> Path:
+    """A config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path / "config.json"
+
+
+def weights(directory: Path) -> State:
+    """All tensors of a Hugging Face directory, read by the safetensors library; the index must agree with the files."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(directory / "model.safetensors")
+    document = json.loads(index.read_text())
+    state: State = {}
+    for file in sorted(set(document["weight_map"].values())):
+        held = load_file(directory / file)
+        assert {name for name, place in document["weight_map"].items() if place == file} == set(held)
+        state |= held
+    assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    return state
+
+
+def differences(expected: State, found: State) -> list[str]:
+    """Names that only one has, or whose tensors are not bit for bit the same."""
+    return [name for name in sorted({*expected, *found}) if not _same(expected.get(name), found.get(name))]
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
