@@ -85,7 +85,6 @@ class MappedTag:
         self._opened, self._mapping, self._sizes = opened, mapping, sizes
         self._prefers_masters, self._masters = master_weights, MasterWeights(opened, param_names)
         self._trees: dict[Coordinates, dict[str, Any]] = {}
-        self._compared: set[str] = set()
 
     @cached_property
     def unknown(self) -> list[str]:
@@ -119,7 +118,12 @@ class MappedTag:
         return [name for name in self._mapping.required(self._sizes) if name not in held]
 
     def require_all(self) -> None:
-        """Raises KeyMismatch where names are not mapped, or tensors are missing."""
+        """Prove that this is the tag of such a model, as far as names and digests tell; reads no tensor.
+
+        Raises:
+            KeyMismatch: names are not mapped, or tensors are missing.
+            TopologyMismatch: ranks that should hold the same hold different values.
+        """
         if self.unknown:
             self._mapping.matches(self.unknown)
         if self.missing:
@@ -127,16 +131,16 @@ class MappedTag:
                 f"{self._opened.where} lacks {', '.join(self.missing[:_SHOWN])} ({len(self.missing)} tensors), which "
                 f"every model of mapping {self._mapping.name!r} has with this config.json; is it this model's?"
             )
+        for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
+            self._refuse_unequal_copies(source)
 
     def assembly(self, tensor: HfTensor) -> Assembly:
         """What the Hugging Face tensor is made of, row-major as in its file; stacked ones have a 1 in front.
 
         Raises:
-            TopologyMismatch: tensor-parallel ranks that should hold the same hold different values.
             PartNotFound: a tensor is in no file.
         """
         source, transposed = tensor.source, tensor.source.match.rule.transposed
-        self._refuse_unequal_copies(source)
         cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
         held = [
             place
@@ -227,9 +231,6 @@ class MappedTag:
 
         That is where a wrong kv_size_multiplier, hardware or mapping shows. Digests tell, as far as files have them.
         """
-        if source.name in self._compared:
-            return
-        self._compared.add(source.name)
         members = [
             (one.name, piece)
             for one in counterparts(source.match, source.shape, self._sizes)

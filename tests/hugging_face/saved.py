@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nxd_ckpt import Topology
+from nxd_ckpt.layout.names import rank_file
 from tests.hugging_face.reference import Job, State
 from tests.interop.saving import save_as_every_rank
 
@@ -25,6 +27,19 @@ def save_job(directory: Path, job: Job, state: State, *, dp: int = 1, **options:
 
     save_as_every_rank(directory, "step_1", topologies, what, durable=False, **options)
     return directory / "step_1"
+
+
+def write_as_nxd(directory: Path, job: Job, state: State) -> Path:
+    """The same as neuronx-distributed writes it: no index, no manifest."""
+    tag = directory / "step_1"
+    (tag / "model").mkdir(parents=True)
+    for pp_rank, ep_rank, tp_rank in product(range(job.pp), range(job.ep), range(job.tp)):
+        at = Topology(dp=job.ep, tp=job.tp, pp=job.pp, ep=job.ep, dp_rank=ep_rank, tp_rank=tp_rank, pp_rank=pp_rank)
+        name = rank_file(0, ep_rank if job.ep > 1 else None, tp_rank, pp_rank)
+        torch.save(local_state(job, state, at), tag / "model" / name)
+    for marker in ("checkpoint", "done"):
+        (tag / marker).write_text("1")
+    return tag
 
 
 def local_state(job: Job, state: State, at: Topology) -> State:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
 
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.convert import export_checkpoint, shard_writer
+from nxd_ckpt.convert.export import Export
+from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import differences, save_job, weights, write_config
+from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
 
 pytestmark = pytest.mark.plain
 
@@ -25,6 +31,13 @@ JOBS = {
 }
 
 
+def export(tag: Path, out: Path, job: Job, **options: Any) -> Export:
+    """With the job's config.json, beside the output."""
+    config = write_config(out.parent / "config", job.model.config)
+    how = {"kv_size_multiplier": job.copies, "hardware": job.hardware, **options}
+    return export_checkpoint(tag, out, config=config, **how)
+
+
 @pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize("name", JOBS)
 def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) -> None:
@@ -32,13 +45,87 @@ def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) 
     job = JOBS[name]
     state = job.model.state()
     tag = save_job(tmp_path / "run", job, state, use_xser=use_xser)
-    export_checkpoint(
-        tag,
-        tmp_path / "out",
-        config=write_config(tmp_path / "config", job.model.config),
-        kv_size_multiplier=job.copies,
-        hardware=job.hardware,
-        size_per_shard=1000,
-    )
+    export(tag, tmp_path / "out", job, size_per_shard=1000)
     assert [] == differences(state, weights(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_tags_of_nxd_are_exported_too(tmp_path: Path, name: str) -> None:
+    """Without index and manifest: files and mapping say all that is needed."""
+    job = JOBS[name]
+    state = job.model.state()
+    export(write_as_nxd(tmp_path / "run", job, state), tmp_path / "out", job)
+    assert [] == differences(state, weights(tmp_path / "out"))
+    assert ["config.json", "model.safetensors"] == sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_checkpoints_of_old_versions_are_exported(tmp_path: Path) -> None:
+    """NxD 0.3 to 0.5: the directory itself is the checkpoint."""
+    job = Job(Model(), tp=2)
+    state = job.model.state()
+    for tp_rank in range(2):
+        path = tmp_path / "old" / f"tp_rank_{tp_rank:02d}_pp_rank_00" / "checkpoint.pt"
+        path.parent.mkdir(parents=True)
+        torch.save({"model": job.rank(state, tp_rank)}, path)
+    export(tmp_path / "old", tmp_path / "out", job)
+    assert [] == differences(state, weights(tmp_path / "out"))
+
+
+@given(job=jobs())
+@settings(max_examples=15)
+def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+    """Random sizes, numbers of heads and copies, written as NxD writes them, in windows that cut through tensors."""
+    directory, state = tmp_path_factory.mktemp("any"), job.model.state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_writer, "_WINDOW", 64)
+        export(write_as_nxd(directory / "run", job, state), directory / "out", job, size_per_shard=500)
+    assert [] == differences(state, weights(directory / "out"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dtype_is_cast_to(tmp_path: Path, dtype: str) -> None:
+    """As torch casts it, and config.json says so."""
+    job = Job(Model(), tp=2)
+    state = {name: tensor / 3 for name, tensor in job.model.state().items()}
+    tag = save_job(tmp_path / "run", job, state)
+    config = write_config(tmp_path / "config", {**job.model.config, "torch_dtype": "float64"})
+    export_checkpoint(tag, tmp_path / "out", config=config, dtype=dtype)
+    wanted = getattr(torch, dtype)
+    assert [] == differences({name: tensor.to(wanted) for name, tensor in state.items()}, weights(tmp_path / "out"))
+    assert dtype == json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"]
+
+
+def test_what_belongs_to_the_model_is_copied(tmp_path: Path) -> None:
+    """config.json and generation_config.json, the tokenizer's files, and nothing else."""
+    job = Job(Model())
+    given_files = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "training.log")
+    write_config(tmp_path / "hf", job.model.config)
+    for name in given_files:
+        (tmp_path / "hf" / name).write_text(name)
+    tag = save_job(tmp_path / "run", job, job.model.state())
+    export_checkpoint(tag, tmp_path / "out", config=tmp_path / "hf", tokenizer=tmp_path / "hf")
+    found = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
+    assert json.loads(found.pop("config.json")) == job.model.config
+    assert {name: name for name in given_files if name != "training.log"} == found
+
+
+def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
+    """As save_pretrained does: without the head, under the name that files keep."""
+    job = Job(Model(), tp=2, pp=2)
+    state = job.model.state()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    tag = save_job(tmp_path / "run", job, state)
+    config = write_config(tmp_path / "config", {**job.model.config, "tie_word_embeddings": True})
+    export_checkpoint(tag, tmp_path / "out", config=config)
+    assert [] == differences({n: t for n, t in state.items() if n != "lm_head.weight"}, weights(tmp_path / "out"))
+
+
+def test_an_export_says_what_it_did(tmp_path: Path) -> None:
+    """Tensors with where they came from, and the files."""
+    job = Job(Model(), tp=2)
+    done = export(save_job(tmp_path / "run", job, job.model.state()), tmp_path / "out", job)
+    gate = next(one for one in done.tensors if one.name == "model.layers.1.mlp.gate_proj.weight")
+    assert ("model.layers.1.mlp.gate_up_proj.weight", (24, 8), (12, 8)) == (gate.source, gate.source_shape, gate.shape)
+    assert {"model.safetensors": (tmp_path / "out" / "model.safetensors").stat().st_size} == done.files
+    assert ("llama", {}, ()) == (done.mapping, done.unknown, done.missing)

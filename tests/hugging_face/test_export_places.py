@@ -1,0 +1,158 @@
+"""Where and by whom an export is written: object stores, several processes, little memory, and deaths on the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load
+
+import nxd_ckpt
+from nxd_ckpt.convert import export_checkpoint, output, shard_writer
+from nxd_ckpt.convert.places import Place
+from nxd_ckpt.errors import DtypeMismatch
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import differences, save_job, weights, write_config
+
+pytestmark = pytest.mark.plain
+
+ROOT = Path(__file__).parents[2]
+JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
+
+MEMBER = """
+import sys
+from nxd_ckpt.convert import export_checkpoint
+
+done = export_checkpoint(
+    sys.argv[1], sys.argv[2], config=sys.argv[3], kv_size_multiplier=2, size_per_shard="1kB", timeout=30
+)
+print(len(done.files))
+"""
+
+GROWTH = """
+import resource, sys, torch
+from nxd_ckpt.convert import export_checkpoint
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+export_checkpoint(sys.argv[1], sys.argv[2], config=sys.argv[3], size_per_shard="64MiB")
+print(peak() - before)
+"""
+
+
+def stored(url: str) -> State:
+    """All tensors below a URL of the store in memory."""
+    files = fsspec.filesystem("memory")
+    state: State = {}
+    for path in files.glob(f"{url.removeprefix('memory:/')}/*.safetensors"):
+        state |= load(files.cat_file(path))
+    return state
+
+
+@pytest.mark.parametrize("size_per_shard", ["1kB", "1GB"])
+def test_an_export_goes_to_an_object_store(tmp_path: Path, size_per_shard: str) -> None:
+    """Straight to a URL, from a tag in another; a second one replaces it on request."""
+    url = f"memory://{uuid.uuid4().hex}"
+    config = write_config(tmp_path / "config", JOB.model.config)
+    how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "size_per_shard": size_per_shard}
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    export_checkpoint(tag, f"{url}/hf", **how)
+    assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
+    export_checkpoint(tag, f"{url}/hf", overwrite=True, **{**how, "size_per_shard": "2kB"})
+    assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
+
+
+def test_on_a_store_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds it finds everything; what fails before leaves nothing."""
+    log: list[Operation] = []
+    opened = Place.open
+    monkeypatch.setattr(Place, "open", lambda place, durable=True: _recording(opened(place, durable), log))
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    url = f"memory://{uuid.uuid4().hex}/hf"
+    export_checkpoint(tag, url, config=config, kv_size_multiplier=2, size_per_shard="1kB")
+    written = [one.key for one in log if one.name in ("write", "close") and one.key.startswith("hf/")]
+    assert ["hf/config.json", "hf/model.safetensors.index.json"] == written[-2:]
+
+    state = {name: tensor * 1e30 for name, tensor in JOB.model.state().items()}
+    large = save_job(tmp_path / "large", JOB, state)
+    with pytest.raises(DtypeMismatch):
+        export_checkpoint(large, f"{url}2", config=config, kv_size_multiplier=2, dtype="float16")
+    assert {} == stored(f"{url}2")
+
+
+def _recording(storage: Storage, log: list[Operation]) -> Storage:
+    return HookedStorage(storage, log.append)
+
+
+def test_processes_share_the_files(tmp_path: Path) -> None:
+    """Under torchrun each writes some; the result is that of one."""
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(tag), str(tmp_path / "out"), str(config)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    counts = [int(member.communicate(timeout=100)[0]) for member in members]
+    assert [0, 0] == [member.returncode for member in members]
+    assert counts == [len(list((tmp_path / "out").glob("*.safetensors")))] * 2
+    assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
+
+
+def test_what_an_interrupted_export_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed one leaves nothing that looks like a model; the next one starts anew."""
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    with monkeypatch.context() as patch:
+        patch.setattr(output.Output, "discard", lambda self: None)  # as if it had been killed
+        patch.setattr(shard_writer.ShardWriter, "_fill", _no_memory)
+        with pytest.raises(MemoryError):
+            export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.incomplete").is_dir()
+    export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
+    assert ["config", "out", "run"] == sorted(path.name for path in tmp_path.iterdir())
+    assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
+
+
+def _no_memory(*given: object) -> memoryview:
+    raise MemoryError
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A model of 512 MiB needs a fraction of that, transposed experts included."""
+    model = Model("mixtral", layers=1, heads=8, kv_heads=8, head_dim=64, intermediate=16384, vocab=1024, experts=4)
+    job = Job(model, tp=1)
+    state = {name: torch.ones(tensor.shape) for name, tensor in model.state().items()}
+    nxd_ckpt.save_checkpoint(str(tmp_path / "run"), "step_1", job.rank(state), durable=False)
+    nxd_ckpt.close_checkpointers()
+    config = write_config(tmp_path / "config", model.config)
+    arguments = [str(tmp_path / "run" / "step_1"), str(tmp_path / "out"), str(config)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    grown = subprocess.run(
+        [sys.executable, "-c", GROWTH, *arguments], env=environment, check=True, capture_output=True, text=True
+    )
+    size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert size > 380 * 2**20
+    assert int(grown.stdout) < 2 * 80 * 2**20

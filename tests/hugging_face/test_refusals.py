@@ -1,0 +1,153 @@
+"""What an export refuses, with the reason, leaving everything as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DigestMismatch,
+    DtypeMismatch,
+    IncompatibleState,
+    InvalidArgument,
+    KeyMismatch,
+    MalformedFile,
+    PartNotFound,
+    ShapeMismatch,
+    TopologyMismatch,
+)
+from tests.convert.tags import contents
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
+
+pytestmark = pytest.mark.plain
+
+JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
+
+
+def refused(
+    directory: Path, kind: type[CheckpointError], complaint: str, state: State | None = None, **options: Any
+) -> None:
+    """The export of a tag of :data:`JOB` raises, and makes nothing."""
+    held = JOB.model.state() if state is None else state
+    config = write_config(directory / "config", {**JOB.model.config, **options.pop("changes", {})})
+    tag = save_job(directory / "run", JOB, held)
+    before = contents(directory / "run")
+    how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, **options}
+    with pytest.raises(kind, match=complaint):
+        export_checkpoint(tag, directory / "out" / "model", **how)
+    assert before == contents(directory / "run")
+    assert {} == contents(directory / "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint", "options"),
+    [
+        (TopologyMismatch, "ranks 0 and 1 hold the same of .*weight_k, but .*'trn2'", {"hardware": "trn2"}),
+        (ShapeMismatch, "weight_k.*kv_size_multiplier=1", {"kv_size_multiplier": 1}),
+        (InvalidArgument, "8 query heads cannot be divided", {"kv_size_multiplier": 3}),
+        (InvalidArgument, "hardware must be one of trn1, trn2", {"hardware": "inf2"}),
+        (KeyMismatch, "lacks model.layers.2", {"changes": {"num_hidden_layers": 3}}),
+        (ShapeMismatch, "should have 100 rows|24 elements", {"changes": {"vocab_size": 100}}),
+        (IncompatibleState, "ties lm_head.weight to model.embed_tokens", {"changes": {"tie_word_embeddings": True}}),
+        (InvalidArgument, "no mapping for model_type 'opt'", {"changes": {"model_type": "opt"}}),
+        (KeyMismatch, "no rule for", {"mapping": "gpt_neox"}),
+        (InvalidArgument, "does not say vocab_size", {"config": None, "mapping": "llama"}),
+        (InvalidArgument, "dtype must be one of", {"dtype": "int8"}),
+        (InvalidArgument, "size_per_shard must be bytes", {"size_per_shard": "5 apples"}),
+        (InvalidArgument, "size_per_shard must be bytes", {"size_per_shard": 0}),
+        (InvalidArgument, "expected config.json", {"config": "/nowhere"}),
+        (InvalidArgument, "expected a directory with a tokenizer", {"tokenizer": "/nowhere"}),
+    ],
+)
+def test_what_does_not_fit(
+    tmp_path: Path, kind: type[CheckpointError], complaint: str, options: dict[str, Any]
+) -> None:
+    """Before anything is written; the error names tensor, argument or key."""
+    refused(tmp_path, kind, complaint, **options)
+
+
+def test_values_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
+    """They would become infinite."""
+    state = JOB.model.state()
+    state["model.norm.weight"][3] = 1e9
+    refused(tmp_path, DtypeMismatch, r"model\.norm\.weight: exported from float32 as .*float16", state, dtype="float16")
+
+
+def test_damage_in_the_checkpoint(tmp_path: Path) -> None:
+    """Bytes that changed are noticed where they are read, and an existing directory stays."""
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag = write_as_nxd(tmp_path / "run", JOB, JOB.model.state())
+    export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
+    before = contents(tmp_path / "out")
+    file = next(tag.glob("model/*tp_rank_02*.pt"))
+    data = bytearray(file.read_bytes())
+    data[data.index(JOB.rank(JOB.model.state(), 2)["lm_head.weight"].numpy().tobytes()[:16]) + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DigestMismatch, match=r"tensor 'lm_head\.weight'"):
+        export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2, overwrite=True)
+    assert before == contents(tmp_path / "out")
+    assert ["config", "out", "run"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+    """Named as what it is."""
+    (tmp_path / "config.json").write_text(text)
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    with pytest.raises(MalformedFile, match=r"config\.json: (not JSON|expected a JSON object)"):
+        export_checkpoint(tag, tmp_path / "out", config=tmp_path / "config.json")
+
+
+def test_an_existing_directory_is_replaced_only_on_request(tmp_path: Path) -> None:
+    """And one that holds anything else never."""
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag, out = save_job(tmp_path / "run", JOB, JOB.model.state()), tmp_path / "out"
+    how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2}
+    out.mkdir()
+    export_checkpoint(tag, out, size_per_shard="1kB", **how)
+    with pytest.raises(InvalidArgument, match="is not empty; pass --overwrite"):
+        export_checkpoint(tag, out, **how)
+    export_checkpoint(tag, out, overwrite=True, **how)
+    assert ["config.json", "model.safetensors"] == sorted(contents(out))
+    assert [] == differences(JOB.model.state(), weights(out))
+    (out / "thesis.tex").write_text("precious")
+    with pytest.raises(InvalidArgument, match=r"holds thesis\.tex"):
+        export_checkpoint(tag, out, overwrite=True, **how)
+    assert "precious" == (out / "thesis.tex").read_text()
+
+
+def test_input_and_output_must_be_apart(tmp_path: Path) -> None:
+    """An export never writes into a tag."""
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    with pytest.raises(InvalidArgument, match="one lies inside the other"):
+        export_checkpoint(tag, tag / "hf", mapping="llama")
+
+
+def test_a_tag_without_a_model(tmp_path: Path) -> None:
+    """Has nothing to export."""
+    tag = write_as_nxd(tmp_path / "run", JOB, JOB.model.state())
+    (tag / "optim").mkdir()
+    for path in (tag / "model").iterdir():
+        path.rename(tag / "optim" / path.name)
+    (tag / "model").rmdir()
+    with pytest.raises((PartNotFound, MalformedFile)):
+        export_checkpoint(tag, tmp_path / "out", mapping="llama")
+
+
+def test_two_tensors_for_one(tmp_path: Path) -> None:
+    """A tag with q_proj both alone and fused: the mapping cannot tell which is meant."""
+    job = Job(Model())
+    state = {**job.rank(job.model.state()), **Job(Model(), qkv="fused").rank(job.model.state())}
+    path = tmp_path / "run" / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
+    (path.parents[1] / "done").write_text("1")
+    config = write_config(tmp_path / "config", job.model.config)
+    with pytest.raises(IncompatibleState, match=r"would come from .* and from"):
+        export_checkpoint(path.parents[1], tmp_path / "out", config=config)
