@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.convert.places import Options
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.layout.hugging_face import CONFIG
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import directory_and_name, open_storage
-
-CONFIG = "config.json"
 
 _MODEL = (CONFIG, "generation_config.json")
 _TOKENIZER = (

@@ -11,9 +11,7 @@ from functools import cached_property
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import FileLayout, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import torch_dtype
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from nxd_ckpt.layout.hugging_face import SINGLE
 
 _UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 _UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}

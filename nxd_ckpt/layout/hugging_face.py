@@ -1,0 +1,140 @@
+"""Hugging Face directories: config.json, and tensors in safetensors files, found by their index. Only read.
+
+Headers are read when a tensor of their file is asked for: a rank opens the files that hold its slices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.formats.safetensors import read_header
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.storage.base import Storage
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+
+_SUFFIX = ".safetensors"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SHOWN = 5
+
+
+def is_hugging_face(storage: Storage, folder: str = "") -> bool:
+    """Whether the directory holds a model as Hugging Face keeps it, or one that we refuse to read."""
+    names = {entry.name for entry in storage.list(folder) if not entry.is_dir}
+    return CONFIG in names and any(name.endswith(_SUFFIX) or name in (INDEX, *_PICKLES) for name in names)
+
+
+class HuggingFaceDirectory:
+    """The directory ``folder`` of ``storage``; "" is its root.
+
+    Raises:
+        UnsupportedState: its weights are pickles.
+        PartNotFound: it has no weights, or a file that its index names is missing.
+        MalformedFile: index or config.json are not what they should be.
+    """
+
+    def __init__(self, storage: Storage, folder: str = "") -> None:
+        self.files = TagFiles(storage, folder)
+        self._shards: dict[str, Mapping[str, TensorStub]] = {}
+        self._places = self._listed() if self.files.has(INDEX) else self._alone()
+
+    @property
+    def where(self) -> str:
+        """The directory, as errors name it."""
+        return self.files.where("").rstrip("/")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; empty without one."""
+        return self._document(CONFIG) if self.files.has(CONFIG) else {}
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return sorted(self._places)
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
+        """Where a tensor's bytes lie; ``tied`` says under which name files hold one that they leave out.
+
+        Raises:
+            KeyMismatch: there is none of that name, nor the one that it is tied to.
+            MalformedFile: its file is malformed, or holds other tensors than the index says.
+        """
+        held = name if name in self._places else (tied or {}).get(name, name)
+        if held not in self._places:
+            tie = f", nor {held}, to which it is tied" if held != name else ""
+            raise KeyMismatch(f"{self.where} has no tensor {name}{tie}; is it a model of this mapping, and complete?")
+        return self._shard(self._places[held])[held]
+
+    def _listed(self) -> dict[str, str]:
+        """The file of each tensor, by the index."""
+        places = self._document(INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise MalformedFile(f"{self.files.where(INDEX)}: weight_map must say the file of each tensor")
+        for file in sorted(set(places.values())):
+            if "/" in file or not file.endswith(_SUFFIX):
+                raise MalformedFile(f"{self.files.where(INDEX)}: {file!r} is no safetensors file of this directory")
+            if not self.files.has(file):
+                count = list(places.values()).count(file)
+                raise PartNotFound(
+                    f"{self.files.where(file)} is missing, in which {INDEX} says {count} tensors are; download it again"
+                )
+        return dict(places)
+
+    def _alone(self) -> dict[str, str]:
+        """The same of a directory without an index, which has one file."""
+        found = sorted(name for name, is_dir in self.files.names().items() if name.endswith(_SUFFIX) and not is_dir)
+        if SINGLE in found:
+            found = [SINGLE]
+        if len(found) == 1:
+            return dict.fromkeys(self._read(found[0]), found[0])
+        if found:
+            shown = ", ".join(found[:_SHOWN])
+            raise PartNotFound(f"{self.files.where(INDEX)} is missing, which says what belongs to the model of {shown}")
+        if any(self.files.has(name) for name in _PICKLES):
+            raise UnsupportedState(
+                f"{self.where} holds its weights as pickles (pytorch_model.bin), which can run code when read; save "
+                "the model with transformers' save_pretrained(..., safe_serialization=True) and load that"
+            )
+        raise PartNotFound(f"{self.where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
+
+    def _shard(self, file: str) -> Mapping[str, TensorStub]:
+        if file not in self._shards:
+            tensors = self._read(file)
+            listed = {name for name, place in self._places.items() if place == file}
+            if listed != set(tensors):
+                shown = ", ".join(sorted(listed ^ set(tensors))[:_SHOWN])
+                raise MalformedFile(
+                    f"{self.files.where(file)} holds other tensors than {INDEX} says ({shown}); the directory mixes "
+                    "files of two models, or of two versions of one"
+                )
+            self._shards[file] = tensors
+        return self._shards[file]
+
+    def _read(self, file: str) -> Mapping[str, TensorStub]:
+        key = self.files.key(file)
+        with self.files.named(file), closing(self.files.storage.open(key)) as reader:
+
+            def pread(offset: int, nbytes: int) -> bytes:
+                data = bytearray(nbytes)
+                reader.read_ranges([(offset, memoryview(data))])
+                return bytes(data)
+
+            return read_header(pread, self.files.storage.size(key), file).tensors
+
+    def _document(self, file: str) -> dict[str, Any]:
+        try:
+            document = json.loads(self.files.storage.read(self.files.key(file)))
+        except (ValueError, RecursionError) as error:
+            raise MalformedFile(f"{self.files.where(file)}: not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise MalformedFile(f"{self.files.where(file)}: expected a JSON object, found {type(document).__name__}")
+        return document
