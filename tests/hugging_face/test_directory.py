@@ -25,7 +25,7 @@ from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import write_config
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def write_model(path: Path, model: Model, shards: int = 1) -> State:

@@ -16,7 +16,7 @@ from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOBS = {
     "Llama, one rank": Job(Model()),

@@ -11,7 +11,7 @@ from nxd_ckpt.cli.main import main
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_config
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOB = Job(Model(heads=8), tp=4, qkv="fused", copies=2, hardware="trn2")
 

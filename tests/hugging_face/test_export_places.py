@@ -24,7 +24,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_config
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ROOT = Path(__file__).parents[2]
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)

@@ -16,7 +16,7 @@ from nxd_ckpt.layout.mappings import shipped_mappings
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def sizes_of(job: Job) -> Sizes:

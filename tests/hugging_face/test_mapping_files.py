@@ -14,7 +14,7 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import find_mapping
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 RULE = {"nxd": "block.{layer}.w", "hf": "h.{layer}.w", "dim": 0}
 

@@ -15,7 +15,7 @@ from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, local_state, weights, write_config
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 MASTERS: State = {name: tensor / 7 for name, tensor in JOB.model.state().items()}

@@ -25,7 +25,7 @@ from tests.convert.tags import contents
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 

@@ -14,7 +14,7 @@ from tests.hugging_face.saved import save_job
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
