@@ -10,7 +10,7 @@ from tools.bench.results import SAVE, STALL, WARM, Results, Row, Spread, best, f
 from tools.bench.scenarios import SCENARIOS
 from tools.bench.targets import TARGETS, Judged, Target, judge
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 HERE = "W1 cpu 1p"
 

@@ -11,7 +11,7 @@ from tools.bench.report import sections
 from tools.bench.results import SAVE, SLOWDOWN, STALL, WARM, Results, Row
 from tools.bench.targets import Target, judge
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 HERE = "W3 cpu 1p"
 RESULTS = Results(

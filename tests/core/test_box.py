@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.box import Box
 from tests.core.cuts import numbered, part_of
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SHAPE = (3, 4, 2)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core import document
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -33,7 +33,7 @@ from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SPECS = {
     "embed.weight": ParameterSpec("bfloat16", (4, 3), Partition(0, num_partitions=2)),

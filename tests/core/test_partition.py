@@ -14,7 +14,7 @@ from nxd_ckpt.core.section import Section, blocks_in
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from tests.core.cuts import Array, Job, two_fused_jobs, two_jobs
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def along(pieces: list[Piece] | None, dim: int = 0) -> list[int]:

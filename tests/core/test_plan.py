@@ -12,7 +12,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.plan import contiguous_runs
 from tests.core.cuts import numbered, part_of
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @st.composite

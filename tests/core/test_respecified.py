@@ -11,7 +11,7 @@ from nxd_ckpt.core.resharding import derived, rescaled, respecified
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.errors import TopologyMismatch
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def spec(*shape: int, **partition: object) -> ParameterSpec:

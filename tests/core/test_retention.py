@@ -11,7 +11,7 @@ from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import InvalidArgument
 from tests.core.test_tags import TAGS
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize(("given_number", "expected"), [(None, None), (-1, None), (1, 1), (7, 7)])

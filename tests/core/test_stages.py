@@ -7,7 +7,7 @@ import pytest
 from nxd_ckpt.core.stages import restaged
 from nxd_ckpt.errors import TopologyMismatch
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 LAYERS = [f"model.layers.{number}.{part}" for number in range(5) for part in ("attention.0.weight", "norm.weight")]
 NAMES = ["embed.weight", *LAYERS, "norm.weight", "head.weight"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, next_order_time, validate_tag
 from nxd_ckpt.errors import InvalidTag
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 NAMES = st.text("abc_0123456789", min_size=1, max_size=8)
 TAGS = st.lists(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.topology import Coordinates, Topology, topology_from_groups
 from nxd_ckpt.errors import InvalidArgument
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @st.composite

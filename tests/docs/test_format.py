@@ -17,7 +17,7 @@ from nxd_ckpt import Checkpointer, Partition
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import FORMAT, code_blocks, tables, unquoted
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 CUT = Partition(partition_dim=1, partition_stride=2, num_partitions=2, rank_ordering=(1, 0), expert=True, known=False)
 

@@ -13,7 +13,7 @@ from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import CONFIG_KEYS
 from tests.docs.markdown import REPOSITORY, code_blocks, tables, unquoted
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 PAGE = REPOSITORY / "docs" / "hugging-face.md"
 SHIPPED = sorted((REPOSITORY / "nxd_ckpt" / "mappings").glob("*.json"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.markdown import REPOSITORY, anchors, headings, links, tables
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.md")])
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"

@@ -14,7 +14,7 @@ import nxd_ckpt
 from nxd_ckpt.testing.s3_server import S3Server
 from tests.docs.markdown import OBJECT_STORES, README, code_blocks, prose, tables, unquoted
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 

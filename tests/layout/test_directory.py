@@ -18,7 +18,7 @@ from nxd_ckpt.layout.directory import (
 )
 from nxd_ckpt.storage.local import LocalStorage
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MANIFEST = dump_manifest(Manifest("t", "run-1", 1.0, Topology(), Parts(), ranks=()))
 RANK_FILE = "model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt"

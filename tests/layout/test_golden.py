@@ -17,7 +17,7 @@ from nxd_ckpt.layout.tag import NxdTag, TagLayout, open_tag, restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 CONFIGURATIONS = [
     "a_dp2_zero1_pt",

@@ -16,7 +16,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.layout.equality import difference
 from tests.layout.xser_files import save_xser
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.names import ParsedName
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ranks = st.integers(0, 12_000)
 

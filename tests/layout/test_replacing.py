@@ -13,7 +13,7 @@ from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.layout.directory import list_tags, may_be_replaced
 from nxd_ckpt.storage.local import LocalStorage
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize("file", ["model/weights.safetensors", "index/faiss.bin", "manifest.json", "checkpoint"])

@@ -19,7 +19,7 @@ from tests.formats.helpers import rendered
 from tests.layout.equality import difference
 from tests.layout.xser_files import save_xser
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 STATE = {"a": torch.arange(4.0), "nested": {"b": [torch.ones(2, 2), torch.tensor(7)]}}

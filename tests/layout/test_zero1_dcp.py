@@ -20,7 +20,7 @@ from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.storage.local import LocalStorage
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 Shards = list[tuple[tuple[int, ...], torch.Tensor]]
 """(offsets, rows) of one tensor, by dp rank."""

@@ -17,7 +17,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 class Gate:

@@ -13,7 +13,7 @@ from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 Log = list[tuple[int, int, str, str]]
 """Nanoseconds on the host's clock, rank, operation, key; in this order."""

@@ -14,7 +14,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.states import visible_tags
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def save_all(path: Path, tags: list[str], num_kept_ckpts: int | None) -> list[list[str]]:

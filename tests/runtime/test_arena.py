@@ -9,7 +9,7 @@ import pytest
 
 from nxd_ckpt.runtime.arena import PAGE, Arena, available_memory, default_cap
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 GIB = 2**30
 

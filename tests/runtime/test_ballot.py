@@ -16,7 +16,7 @@ from nxd_ckpt.runtime.paths import rank_file, verdict_file, votes_dir
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ATTEMPT = "run-1"
 LONG = 30.0

@@ -11,7 +11,7 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.runtime.delivery import Delivery
 from nxd_ckpt.runtime.reading import Leaf, LeafReader
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MIB = 2**20
 

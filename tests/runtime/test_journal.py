@@ -15,7 +15,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ATTEMPT, TAG = "run-1", "tag"
 PARTS = ("model/weights", "manifest.json", "done")

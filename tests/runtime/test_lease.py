@@ -17,7 +17,7 @@ from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.local import LocalStorage
 from tests.protocol.job import Job
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SHAPES = {"large": (3 * 2**20,), "small": (5,), "scalar": ()}
 

@@ -8,7 +8,7 @@ import pytest
 
 from nxd_ckpt.runtime.read_pool import PIECE, ReadPool
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

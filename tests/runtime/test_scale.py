@@ -29,7 +29,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ATTEMPT = "run-1"
 READS = ("read", "read_into", "read_ranges")
