@@ -95,7 +95,8 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
     if MARKER in files:
         marked = storage.read(f"{tag}/{MARKER}") in (b"1", b"")
     else:  # a tag of NxD 0.6 or 0.7 has no mark either
-        marked = not storage.renames and DONE not in files and not storage.is_file(NEWEST)
+        foreign = DONE in files and recorded_order_time(storage, tag) is None
+        marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
     known = files <= _NXD_FILES | {MANIFEST} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
     inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
     return marked and known and all(map(_of_a_rank, inside))
@@ -136,7 +137,9 @@ def _listed_in_newest(storage: Storage) -> dict[str, float]:
 def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | None:
     try:
         files = {entry.name for entry in storage.list(tag) if not entry.is_dir}
-    except PermissionError:
+    except PermissionError as error:
+        if error.errno is None:  # a store's, about credentials: no tag may seem to be absent for that
+            raise
         return None  # another user's directory, beside the tags
     ours = MANIFEST in files
     if DONE not in files and tag in newest:
@@ -145,22 +148,20 @@ def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | 
     if dated is None:
         return None
     try:
-        order_time = _order_time(storage, tag, dated, ours)
+        recorded = recorded_order_time(storage, tag) if dated == DONE else None
+        order_time = _order_time(storage, tag, dated, ours) if recorded is None else recorded
     except FileNotFoundError:
         return None  # another process removed the tag since it was listed
-    return TagInfo(tag, order_time, complete=dated == DONE, ours=ours)
+    # Beside a ``done`` of ours there is a manifest, unless a job that was taken over wrote it too late.
+    return TagInfo(tag, order_time, complete=dated == DONE and (ours or recorded is None), ours=ours)
 
 
 def _order_time(storage: Storage, tag: str, dated: str, ours: bool) -> float:
-    """What the marker holds, or its modification time; for a tag of ours that was copied, which loses that, the
-    manifest's.
+    """The marker's modification time; for a tag of ours that was copied, which loses that, the manifest's.
 
     We set whole seconds, a copy within a file system hardly ever does, and a store knows nothing else. A marker newer
     than the manifest is another program's save.
     """
-    recorded = recorded_order_time(storage, tag) if dated == DONE else None
-    if recorded is not None:
-        return recorded
     marked = storage.time(f"{tag}/{dated}")
     if not ours or dated != DONE or (storage.renames and marked == int(marked)):
         return marked

@@ -17,6 +17,9 @@ from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.base import Storage
 
+_EXCHANGE_TAKES = 1.0
+"""Seconds for which a mounted store may show no lease while its heartbeat replaces it."""
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -92,8 +95,21 @@ def release(storage: Storage, lease: Lease) -> None:
 
 
 def require(storage: Storage, mine: Lease) -> None:
-    """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life."""
+    """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
+
+    That job may have given it back since. A staging directory tells: it was swept. Where tags are written in place,
+    nothing would: there a lease that is gone is lost.
+    """
     holder = read(storage)
+    if holder is None and not storage.renames:
+        time.sleep(_EXCHANGE_TAKES)
+        holder = read(storage)
+        if holder is None:
+            raise DirectoryInUse(
+                f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of "
+                "life for too long, and has ended since, or somebody removed it. This job must not save there any "
+                "more; start it anew"
+            )
     if holder is not None and holder.run_id != mine.run_id:
         raise DirectoryInUse(
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
@@ -131,7 +147,8 @@ class Heartbeat:
     def _beat(self) -> None:
         found, renewed = _found(self._storage), _encode(self._lease)
         if found is None:
-            self._storage.link_new(LEASE, renewed)
+            if self._storage.renames:  # elsewhere it was lost, see require
+                self._storage.link_new(LEASE, renewed)
         elif _decode(found).run_id != self._lease.run_id:
             return  # it was taken over: the next save says so
         elif self._storage.renames:

@@ -103,8 +103,11 @@ def test_a_job_that_was_taken_over_and_wakes_up(moment: Moment, tag: str) -> Non
     assert {"first": 1, tag: 3, "t": 4} == values(store)
 
 
-def test_a_job_that_wakes_up_at_any_moment() -> None:
-    """Of two that save the same tag, the later one's is what is there; the other says what it knows."""
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
+    back; the other says what it knows."""
+    monkeypatch.setattr("nxd_ckpt.runtime.lease._EXCHANGE_TAKES", 0.0)  # here an exchange takes no time
     rehearsal = Process(MemoryStorage())
     rehearsal.save("first", 1)
     rehearsal.arm(lambda operation: False)
@@ -125,6 +128,8 @@ def test_a_job_that_wakes_up_at_any_moment() -> None:
         successor = Process(store)
         was_there = "t" in values(store)
         assert None is successor.save("t", 3, overwrite=True), operations[number]
+        if ended:
+            successor.end()
         awake.set()
         thread.join(30)
         assert was_there or outcome[0] is not None, operations[number]
@@ -133,6 +138,34 @@ def test_a_job_that_wakes_up_at_any_moment() -> None:
         assert None is successor.save("u", 4), operations[number]
         successor.end()
         assert {"first": 1, "t": 3, "u": 4} == values(store), operations[number]
+
+
+def test_a_job_that_wakes_up_only_to_die() -> None:
+    """Its ``done``, beside which all else was removed, makes no tag; the name can be saved to."""
+    store = MemoryStorage()
+    sleeper = Process(store)
+    assert None is sleeper.save("first", 1)
+    awake = threading.Event()
+
+    def sleep() -> None:
+        awake.wait()
+        sleeper.arm(before("sync_dir", "t"))
+
+    sleeper.arm(before("link_new", "t/done"), sleep)
+    thread = threading.Thread(target=sleeper.save, args=("t", 2))
+    thread.start()
+    assert sleeper.reached.wait(10)
+    bury(store)
+    successor = Process(store)
+    assert None is successor.save("other", 3)
+    awake.set()
+    thread.join(30)
+    assert ["t/done"] == [key for key in store.keys if key.startswith("t/")]
+    assert {"first": 1, "other": 3} == values(store)
+    assert None is successor.save("t", 4, overwrite=True)
+    sleeper.end()
+    successor.end()
+    assert {"first": 1, "other": 3, "t": 4} == values(store)
 
 
 def test_a_key_that_another_job_took_meanwhile() -> None:

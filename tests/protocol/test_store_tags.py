@@ -17,7 +17,7 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, strays, value_in, values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -133,6 +133,15 @@ def test_a_listing_asks_little_of_each_tag(store: MemoryStorage, job: Process) -
     list_tags(HookedStorage(store, recording(log)))
     expected = [("list", ""), *(asked for tag in "abc" for asked in (("list", tag), ("read", f"{tag}/done")))]
     assert Counter(expected) == Counter((operation.name, operation.key) for operation in log)
+
+
+def test_a_tag_that_cannot_be_looked_at(store: MemoryStorage, job: Process) -> None:
+    """Is an error: credentials that expire while tags are listed must not make an older one the latest."""
+    assert [None, None] == [job.save("t", 1), job.save("u", 2)]
+    job.end()
+    expired = HookedStorage(store, failing("list", "u", PermissionError("memory://u: ExpiredToken")))
+    with pytest.raises(PermissionError, match="ExpiredToken"):
+        choose_tag(expired, None)
 
 
 def test_a_tag_that_was_copied_keeps_its_place(store: MemoryStorage, job: Process) -> None:
