@@ -122,8 +122,8 @@ class _Attempt:
     def __init__(self, job: Job, session: Session, crew: Crew, ranks: range) -> None:
         self._job, self._session, self._crew = job, session, crew
         self._storage, self._attempt = session.storage, session.attempt(1)
-        # Whether the result may be replaced was asked, and answered, before anything was read.
-        self._publication = publication_of(session, 1, job.target.name, overwrite=True)
+        # Asked again, though it was answered before anything was read: another job may have saved there since.
+        self._publication = publication_of(session, 1, job.target.name, job.overwrite)
         self._unwritten = list(ranks)
         self._failure_told = False
         self._looked = time.monotonic()

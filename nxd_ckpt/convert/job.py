@@ -19,6 +19,7 @@ class Job:
         parts: what the result holds, as its manifest will say.
         keeps_model: the model's files are taken over as they are: the result's ranks have the input's.
         durable: fsync everything before the result becomes visible.
+        overwrite: replace a checkpoint that is there, even one that was completed since the target was looked at.
     """
 
     source: Place
@@ -27,6 +28,7 @@ class Job:
     parts: Parts
     keeps_model: bool = False
     durable: bool = True
+    overwrite: bool = False
 
     @property
     def topology(self) -> Topology:

@@ -77,7 +77,7 @@ def reshard(
             stages=stages,
             saved_names=saved_param_names,
         )
-        return _job(opened, Job(source, target, what, opened.parts, durable=durable))
+        return _job(opened, Job(source, target, what, opened.parts, durable=durable, overwrite=overwrite))
 
     convert(prepare, means)
 

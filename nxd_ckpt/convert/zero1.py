@@ -82,7 +82,8 @@ def convert_zero1(
             optimizer="zero1_full" if convert_to_full else "zero1",
             model=False,
         )
-        return _job(opened, Job(source, target, what, opened.parts, durable=durable), optim_only)
+        job = Job(source, target, what, opened.parts, durable=durable, overwrite=overwrite)
+        return _job(opened, job, optim_only)
 
     convert(prepare, means)
 

@@ -9,14 +9,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from nxd_ckpt import has_checkpoint, open_checkpoint
-from nxd_ckpt.convert import convert_zero1
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
+from nxd_ckpt.convert import conversion, convert_zero1, places
+from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.session import Session, open_session
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.memory import MemoryStorage
 from tests.convert.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
 from tests.layout.equality import difference
 
@@ -43,6 +48,35 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("in_a_store", [False, True])
+def test_a_tag_that_another_job_completed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_store: bool
+) -> None:
+    """While the input was looked at: it is replaced only by a conversion that may overwrite."""
+    source = save_example(tmp_path / "input", 2)
+    target: Storage = MemoryStorage() if in_a_store else LocalStorage(tmp_path / "output")
+    monkeypatch.setattr(
+        places, "open_storage", lambda path, durable, options: target if "output" in path else LocalStorage(path)
+    )
+
+    def convert(overwrite: bool) -> None:
+        convert_zero1(source, tmp_path / "output" / "t", convert_to_full=True, overwrite=overwrite)
+
+    def late_session(*arguments: Any) -> Session:
+        with Checkpointer("unused", storage=target) as other:
+            other.save("t", {"weight": torch.ones(2)}, overwrite=True)
+        return open_session(*arguments)
+
+    monkeypatch.setattr(conversion, "open_session", late_session)
+    with pytest.raises(SaveFailed, match=r"t exists.*overwrite=True"):
+        convert(overwrite=False)
+    model: dict[str, torch.Tensor] = {}
+    Checkpointer("unused", storage=target).load("t", model)
+    assert {"weight": [1.0, 1.0]} == {name: tensor.tolist() for name, tensor in model.items()}
+    convert(overwrite=True)
+    assert target.is_dir("t/optim")
 
 
 def test_killed_in_the_middle(tmp_path: Path) -> None:
