@@ -32,9 +32,10 @@ def open_storage(
     options = dict(storage_options or {})
     scheme = _scheme(text)
     if scheme in ("", "file", "local"):
+        path = local_path(text)
         if options:
             raise InvalidArgument(f"{text}: a directory takes no storage_options, found {', '.join(sorted(options))}")
-        return LocalStorage(local_path(text), durable)
+        return LocalStorage(path, durable)
     if scheme in ("s3", "s3a"):
         from nxd_ckpt.storage.s3 import open_s3
 
@@ -50,9 +51,14 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """The path of a local directory, given as itself or as ``file://`` URL. Raises InvalidArgument for another host."""
+    """The path of a local directory, given as itself or as ``file://`` URL.
+
+    Raises InvalidArgument for another host, and for a URL that pathlib took for a path: it must not become a directory.
+    """
     text = os.fspath(path)
     if not _scheme(text):
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
+            raise InvalidArgument(f"{text!r} was a URL before it became a path, which keeps one slash; pass a string")
         return text
     rest = text.partition("://")[2]
     host, slash, below = rest.partition("/")

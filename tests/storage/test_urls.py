@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, open_storage
 
@@ -46,3 +49,11 @@ def test_file_urls_are_directories() -> None:
     """Of this host."""
     assert "/data/run" == local_path("file:///data/run") == local_path("file://localhost/data/run")
     assert isinstance(open_storage("file:///data/run"), LocalStorage)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket", "file:///data/run"])
+def test_a_url_that_was_made_a_path(url: str) -> None:
+    """Is refused, with or without options: it would be saved to a local directory of that name."""
+    for options in (None, {"retries": 1}):
+        with pytest.raises(InvalidArgument, match="pass a string"):
+            open_storage(Path(url), storage_options=options)
