@@ -109,6 +109,9 @@ class FileWriter:
                     self._write_whole(span.file, view, self._threads)
             for written in small:
                 written.result()
+            for handle in self._open.values():
+                with _naming(handle.planned.key):
+                    handle.writer.settle()  # the next wave comes into the same memory
         finally:
             _end(small)
 
@@ -147,7 +150,6 @@ class FileWriter:
             self._open_storage(handle, span.storage)
             handle.blocks[-1] += crc32.block_crcs(view)
             self._put(handle.writer, span.start, view)
-            handle.writer.settle()  # the next wave comes into the same memory
 
     def _open_storage(self, handle: _OpenFile, index: int) -> None:
         """Put the headers of the storages before number ``index``: empty ones are in no span."""

@@ -9,6 +9,8 @@ import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import StagingTooLarge
+from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from nxd_ckpt.verify import verify_checkpoint
 
 MIB = 2**20
@@ -49,6 +51,21 @@ def test_files_written_in_waves_are_bit_identical(tmp_path: Path, use_xser: bool
     in_waves = files_of(tmp_path / "in_waves", 4 * MIB, use_xser)
     assert at_once.keys() == in_waves.keys()
     assert [] == [name for name in at_once if at_once[name] != in_waves[name]]
+
+
+@pytest.mark.plain
+@pytest.mark.once
+def test_waves_into_a_store() -> None:
+    """Uploads of a whole wave go on side by side; they are waited for before the next wave takes their memory."""
+    log: list[Operation] = []
+    state = {f"tensor.{number}": torch.full((256 * 1024,), float(number)) for number in range(20)}
+    storage = HookedStorage(MemoryStorage(), recording(log))
+    with Checkpointer("unused", storage=storage, memory_cap=8 * MIB) as saver:
+        saver.save("t", state)
+        model: dict[str, torch.Tensor] = {}
+        saver.load("t", model)
+    assert [] == [name for name in state if not torch.equal(state[name], model[name])]
+    assert 3 == [operation.name for operation in log].count("settle")  # 20 MiB, 8 at a time
 
 
 def test_an_async_save_in_waves_is_the_same(tmp_path: Path) -> None:
