@@ -68,7 +68,10 @@ class S3Options:
         }
         session = boto3.Session(self.key, self.secret, self.token, profile_name=self.profile)
         arguments = {"endpoint_url": self.endpoint_url, **self.client_kwargs}
-        return session.client("s3", config=Config(**config), **arguments)
+        try:
+            return session.client("s3", config=Config(**config), **arguments)
+        except TypeError as error:  # it names the option, and no value
+            raise InvalidArgument(f"storage_options, client_kwargs or config_kwargs: {error}") from None
 
 
 class Bucket:
@@ -103,6 +106,8 @@ class Bucket:
 
         try:
             reply: dict[str, Any] = getattr(self._connected(), operation)(Bucket=self.name, **parameters)
+        except InvalidArgument:
+            raise
         except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
             raise as_os_error(error, f"{self.url}/{key}", self.name) from error
         except RecursionError as error:  # of the library, where every request is redirected to nowhere

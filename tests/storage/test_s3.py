@@ -175,6 +175,14 @@ def test_wrong_urls_and_options(url: str, options: dict[str, object], text: str)
         open_storage(url, storage_options=options)
 
 
+@pytest.mark.parametrize("name", ["client_kwargs", "config_kwargs"])
+def test_options_that_botocore_does_not_know(name: str) -> None:
+    """The first request says which it is, and asks nobody."""
+    storage = open_storage("s3://bucket", storage_options={name: {"regoin_name": "eu-central-1"}})
+    with pytest.raises(InvalidArgument, match="regoin_name"):
+        storage.read("key")
+
+
 def test_places_that_are_not_there(s3_server: S3Server) -> None:
     """A missing bucket is not a missing file; an endpoint where nobody listens is said so."""
     nowhere = open_storage("s3://no-such-bucket/x", storage_options=s3_server.options)
