@@ -18,6 +18,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.layout.mappings import Given
 from nxd_ckpt.runtime.load_options import Verify
 from nxd_ckpt.runtime.opening import settle_swap
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
@@ -128,12 +129,16 @@ def load_checkpoint(
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = True,
+    mapping: Given = None,
+    kv_size_multiplier: int = 1,
+    hardware: str = "trn1",
 ) -> Any:
     """Load a checkpoint into live objects and return its user content, or None.
 
     Positional parameters are neuronx_distributed's: ``tag=None`` takes the latest complete tag; only what is not None
     is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.load_options.LoadOptions` for the others. With
-    ``topology``, one process without a process group loads what that rank would.
+    ``topology``, one process without a process group loads what that rank would. ``path`` may be a Hugging Face
+    directory, from which live models load: see :meth:`Checkpointer.load`.
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
@@ -165,6 +170,9 @@ def load_checkpoint(
         work_dir=work_dir,
         trust_pickle=trust_pickle,
         progress=progress,
+        mapping=mapping,
+        kv_size_multiplier=kv_size_multiplier,
+        hardware=hardware,
     )
 
 

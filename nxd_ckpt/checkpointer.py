@@ -201,6 +201,12 @@ class Checkpointer:
         ``options`` are the fields of :class:`LoadOptions`. Everything is validated on all ranks before anything is
         changed on any (digests too, unless ``verify`` says otherwise). Empty dicts are filled.
 
+        A directory without tags that holds a Hugging Face model (config.json and safetensors files) is loaded into a
+        live model of any sizes: each rank reads its slices only. Such files hold no optimizer, no scheduler and no
+        digests. Numbers take the live dtype, unless that has a smaller range. Parameters and buffers on the meta device
+        get memory on the CPU, this rank's part of the model and no more, and stay the same objects, with their
+        attributes and ties; what is on another device stays there.
+
         Raises:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
                 ``verify="reading"`` or ``verify=False`` find too late.

@@ -15,6 +15,7 @@ import torch
 from nxd_ckpt.adapters.parameters import (
     form_of,
     is_tensor,
+    materialize,
     memory_for,
     memory_of,
     refuse_unsupported,
@@ -33,15 +34,16 @@ _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_sta
 _SHOWN = 8
 
 
-def open_model(model: Any) -> ModelAdapter:
+def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
     """The adapter of ``model``: a module, an NxD wrapper, or a dict of tensors. For one save or one load.
 
+    With ``may_be_meta``, for a load that calls :meth:`ModelAdapter.materialize`, tensors may be on the meta device.
     Raises InvalidArgument for anything else.
     """
     if isinstance(model, dict):
-        return DictModel(model)
+        return DictModel(model, may_be_meta)
     if callable(getattr(model, "state_dict", None)):
-        return ModuleModel(model)
+        return ModuleModel(model, may_be_meta)
     raise InvalidArgument(
         f"model must be a torch.nn.Module, an NxD model or a state dict, found {type(model).__name__}"
     )
@@ -50,8 +52,8 @@ def open_model(model: Any) -> ModelAdapter:
 class ModelAdapter:
     """Named live values: tensors (parameters as such, with NxD's attributes on them), and others as extra state."""
 
-    def __init__(self, live: dict[str, Any]) -> None:
-        self._live = live
+    def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
+        self._live, self._may_be_meta = live, may_be_meta
 
     def capture(self, tp: int) -> ModelState:
         """The state of the model on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
@@ -115,7 +117,7 @@ class ModelAdapter:
             logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
         names = [name for name in saved if name in self._live]
         for name in names:
-            self._check_writable(name)
+            self.check_writable(name)
             if not _is_extra_state(name):
                 _check_form(name, saved[name], self._live[name])
         return names
@@ -126,6 +128,20 @@ class ModelAdapter:
         Tensors are written in place and may be reused afterwards. No device computation, nothing compiled.
         """
         copy_in(self._live[name], value)
+
+    def ids(self, names: Iterable[str]) -> set[int]:
+        """The ids of the live tensors with these names."""
+        return {id(self._live[name]) for name in names}
+
+    def on_meta(self) -> dict[int, str]:
+        """What is on the meta device, by id; also what no state dict has, as buffers that a module computes."""
+        return {id(tensor): name for name, tensor in self._tensors.items() if tensor.is_meta}
+
+    def materialize(self, names: Iterable[str]) -> None:
+        """Give those of ``names`` that are on the meta device memory on the CPU, whose values are arbitrary."""
+        for name in names:
+            if self._tensors[name].is_meta:  # of tied names, at the first
+                materialize(self._tensors[name])
 
     def destination(self, name: str) -> torch.Tensor | None:
         """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
@@ -139,7 +155,8 @@ class ModelAdapter:
     @cached_property
     def _ties(self) -> dict[str, str]:
         for name, tensor in self._tensors.items():
-            refuse_unsupported(f"model/{name}", tensor)
+            if not (tensor.is_meta and self._may_be_meta):
+                refuse_unsupported(f"model/{name}", tensor)
         return _find_ties(self._tensors)
 
     @cached_property
@@ -153,7 +170,7 @@ class ModelAdapter:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
 
-    def _check_writable(self, name: str) -> None:
+    def check_writable(self, name: str) -> None:
         """Raise UnsupportedState if assigning to ``name`` would be lost."""
 
 
@@ -163,16 +180,25 @@ class ModuleModel(ModelAdapter):
     Pipeline models are recognised by ``local_state_dict``: it holds this stage under the whole model's names.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, may_be_meta: bool = False) -> None:
         local = getattr(model, "local_state_dict", None)
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
-        super().__init__(dict(local(keep_vars=True) if callable(local) else model.state_dict(keep_vars=True)))
+        live = local(keep_vars=True) if callable(local) else model.state_dict(keep_vars=True)
+        super().__init__(dict(live), may_be_meta)
         self._model = model
         self._modules = list(model.local_modules()) if callable(local) else [model]
 
     @cached_property
     def _held(self) -> set[int]:
         return {id(held) for module in self._modules for held in (*module.parameters(), *module.buffers())}
+
+    def on_meta(self) -> dict[int, str]:
+        found = super().on_meta()
+        for module in self._modules:
+            for name, held in (*module.named_parameters(), *module.named_buffers()):
+                if held.is_meta:
+                    found.setdefault(id(held), name)
+        return found
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):
@@ -184,7 +210,7 @@ class ModuleModel(ModelAdapter):
         owner: torch.nn.Module = self._model.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
         return owner
 
-    def _check_writable(self, name: str) -> None:
+    def check_writable(self, name: str) -> None:
         if _is_extra_state(name):
             try:
                 self._owner(name)

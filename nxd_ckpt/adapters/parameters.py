@@ -72,6 +72,16 @@ def memory_for(live: Any) -> torch.Tensor | None:
     return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
 
 
+def materialize(tensor: torch.Tensor) -> None:
+    """Give a tensor on the meta device memory on the CPU, uninitialised. It stays the same object, with its attributes:
+    optimizers, and modules that share it, need not be told."""
+    found = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
+    vars(found).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, found)  # type: ignore[no-untyped-call]
+
+
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for tensors whose values this process does not simply hold."""
     if tensor.layout is torch.strided and type(tensor) in _PLAIN and not tensor.is_meta and not torch_xla.is_spmd():

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.layout.mappings import Given
 
 Verify = bool | Literal["reading"]
 
@@ -39,6 +40,10 @@ class LoadOptions:
         work_dir: the local directory for that; by default one of this user's below the system's temporary one.
         trust_pickle: unpickle objects of any class. Only for checkpoints from sources you trust like your own code.
         progress: show a bar on rank 0's standard error for what takes longer than two seconds, if it is a terminal.
+        mapping: of a Hugging Face directory, as the next two, which are without effect on tags: the name of a shipped
+            mapping, a JSON file or document; by default chosen by config.json.
+        kv_size_multiplier: how often the live model keeps each key-value head.
+        hardware: "trn1" or "trn2": the order of those copies.
     """
 
     strict: bool = True
@@ -54,6 +59,9 @@ class LoadOptions:
     work_dir: str | os.PathLike[str] | None = None
     trust_pickle: bool = False
     progress: bool = True
+    mapping: Given = None
+    kv_size_multiplier: int = 1
+    hardware: str = "trn1"
 
     @property
     def verifies_first(self) -> bool:

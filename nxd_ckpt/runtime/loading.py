@@ -20,23 +20,26 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters import torch_xla
-from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
+    CheckpointNotFound,
     CorruptCheckpoint,
     IncompatibleState,
     OptimizerMismatch,
     PartNotFound,
     RanksDisagree,
 )
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors, torch_dtype
+from nxd_ckpt.formats.tensors import torch_dtype
+from nxd_ckpt.layout.hugging_face import is_hugging_face
 from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.delivery import Delivery
 from nxd_ckpt.runtime.downloading import download, open_cache
+from nxd_ckpt.runtime.load_hugging_face import load_hugging_face
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.load_trees import open_trees
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.progress import is_watched, report, watched
 from nxd_ckpt.runtime.reading import Leaf
 from nxd_ckpt.runtime.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
@@ -44,8 +47,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 
 logger = logging.getLogger("nxd_ckpt")
-
-_PARTLY = "The live state is partly overwritten: load another tag before training on"
 
 _MEASURED = 64 * 2**20
 """Bytes that are read to learn how fast reading is."""
@@ -66,7 +67,10 @@ def load(
     agreement = agreement or Alone()
     started = time.monotonic()
     asked = agreement.gather(tag)
-    chosen: str = decided_by_rank0(agreement, lambda: choose_tag(storage, _same_on_all(asked)))
+    chosen: str | None = decided_by_rank0(agreement, lambda: _tag_at(storage, _same_on_all(asked)))
+    if chosen is None:
+        load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
+        return None
 
     def prepare() -> _Prepared:
         options.validate()
@@ -202,21 +206,18 @@ class _Prepared:
 
     def apply(self) -> None:
         """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
-        with self._broadcast or nullcontext():
-            try:
-                with self._watched("load", (leaf for _, leaf in self._trees.leaves())):
-                    self._fill()
-            except CheckpointError as error:
-                raise type(error)(f"{error}. {_PARTLY}") from error
-            except OSError as error:
-                logger.error("%s: %s. %s", self._opened.where, error, _PARTLY)
-                raise
+        with (
+            self._broadcast or nullcontext(),
+            overwriting(self.where),
+            self._watched("load", (leaf for _, leaf in self._trees.leaves())),
+        ):
+            self._fill()
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
             with _garbage_left():
-                self._fill_model(model)
+                fill_model(model, self._trees.names, self._trees.model_tree, self._delivery)
             self._delivery.finish()
         if optimizer is not None:
             with _garbage_left():
@@ -253,27 +254,6 @@ class _Prepared:
             )
         return content
 
-    def _fill_model(self, model: ModelAdapter) -> None:
-        tree = self._trees.model_tree
-        # All before the first is read: beside threads that read, asking a tensor anything takes ten times as long.
-        destinations = {name: model.destination(name) for name in self._trees.names}
-        for name in self._trees.names:
-            if isinstance(tree[name], (TensorStub, Assembly)):
-                self._assign(model, name, tree[name], destinations[name])
-                continue
-            # Extra state: a module may look at its parameters when it is given that, and may replace them.
-            self._delivery.finish()
-            model.assign(name, map_tensors(tree[name], self._delivery, (TensorStub, Assembly)))
-            destinations = {name: model.destination(name) for name in self._trees.names}
-
-    def _assign(self, model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tensor | None) -> None:
-        if destination is None and model.is_on_host(name):
-            model.assign(name, self._delivery(leaf))  # at once: it may share memory with what comes next
-        elif destination is None:
-            self._delivery.then(leaf, partial(model.assign, name))
-        else:
-            self._delivery.into(leaf, destination)
-
     def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
         """Begin to fill ``out``; where replicas share the reading, all of them at once, and at once."""
         owner = None if self._shares is None or self._broadcast is None else self._shares.owner(leaf)
@@ -304,9 +284,14 @@ def _garbage_left() -> Iterator[None]:
             gc.enable()
 
 
-def nbytes_of(leaf: Leaf) -> int:
-    """Bytes of a tensor in memory."""
-    return math.prod(leaf.shape) * itemsize(leaf.dtype)
+def _tag_at(storage: Storage, tag: str | None) -> str | None:
+    """The tag to load; None where there is none, but a Hugging Face directory. Raises as :func:`choose_tag`."""
+    try:
+        return choose_tag(storage, tag)
+    except CheckpointNotFound:
+        if tag is None and is_hugging_face(storage):
+            return None
+        raise
 
 
 def _demand(opened: OpenTag, model: Any, optimizer: Any, scheduler: Any) -> None:

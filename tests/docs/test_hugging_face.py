@@ -19,16 +19,16 @@ PAGE = REPOSITORY / "docs" / "hugging-face.md"
 SHIPPED = sorted((REPOSITORY / "nxd_ckpt" / "mappings").glob("*.json"))
 
 
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And prints what its comments say."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    (block,) = code_blocks(PAGE, "python")
+    code = "\n".join(code_blocks(PAGE, "python"))
     try:
-        exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})
+        exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
     finally:
         nxd_ckpt.close_checkpointers()
-    assert re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE) == capsys.readouterr().out.splitlines()
+    assert re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE) == capsys.readouterr().out.splitlines()
 
 
 def test_the_mapping_on_the_page_is_one() -> None:

@@ -1,0 +1,338 @@
+"""Live models load straight from a Hugging Face directory: each rank its slices, on any sizes, and all or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file, save_file
+
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    DtypeMismatch,
+    InvalidArgument,
+    KeyMismatch,
+    PartNotFound,
+    ShapeMismatch,
+    UnsupportedState,
+)
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.workers import WorkerError, WorkerPool
+from tests.hugging_face.jobs import jobs
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import differences, local_state, weights, write_config
+from tests.hugging_face.test_directory import write_model
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
+
+
+def live(state: State, device: str = "cpu", dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """A module with parameters of these names, shapes and dtypes, whose values are others."""
+    root = torch.nn.Module()
+    for name, tensor in state.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, torch.nn.Parameter(torch.full_like(tensor, -1, device=device, dtype=dtype)))
+    return root
+
+
+def held(model: torch.nn.Module) -> State:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    return {"kv_size_multiplier": job.copies, "hardware": job.hardware}
+
+
+def topologies(job: Job) -> list[Topology]:
+    sizes = Topology(dp=job.ep, tp=job.tp, pp=job.pp, ep=job.ep)
+    return [sizes.at(rank) for rank in range(sizes.world_size)]
+
+
+@given(job=jobs())
+@settings(max_examples=25)
+def test_every_rank_holds_what_a_conversion_by_hand_gives_it(
+    tmp_path_factory: pytest.TempPathFactory, job: Job
+) -> None:
+    """Any sizes, heads and copies, to the last bit."""
+    path = tmp_path_factory.mktemp("hf")
+    state = write_model(path, job.model, shards=2)
+    for at in topologies(job):
+        expected = local_state(job, state, at)
+        model = live(expected)
+        assert load_checkpoint(path, model=model, topology=at, **options_of(job)) is None
+        assert [] == differences(expected, held(model))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 8}, {"tp": 2, "qkv": "coalesced", "pp": 2}),
+    "llama-gqa-trn1": ("LlamaConfig", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "linear", "copies": 2, "pp": 2}),
+    "llama-gqa-trn2": (
+        "LlamaConfig", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "fused", "copies": 2, "hardware": "trn2"}
+    ),
+    "mistral": ("MistralConfig", {"num_key_value_heads": 4}, {"tp": 2, "qkv": "linear"}),
+    "mixtral": (
+        "MixtralConfig", {"num_key_value_heads": 4, "num_local_experts": 4}, {"tp": 2, "ep": 2, "qkv": "linear"}
+    ),
+    "gpt-neox": ("GPTNeoXConfig", {}, {"tp": 2, "pp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_saves_is_loaded(tmp_path: Path, name: str) -> None:
+    """By save_pretrained, in several files, into ranks that cut it by tensors, stages and experts."""
+    transformers = pytest.importorskip("transformers")
+    kind, changes, how = CASES[name]
+    config = getattr(transformers, kind)(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, **changes
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    state = weights(tmp_path)
+    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    job = Job(Model(family, 2, 8, changes.get("num_key_value_heads", 8), 4, 48, 64, 4), **how)
+    for at in topologies(job):
+        expected = local_state(job, state, at)
+        model = live(expected)
+        load_checkpoint(tmp_path, model=model, topology=at, **options_of(job))
+        assert [] == differences(expected, held(model))
+
+
+def test_a_rank_reads_hardly_more_than_its_part(tmp_path: Path) -> None:
+    """Of files much larger than their headers: at most 1.1 times the bytes that it holds."""
+    job = Job(Model(heads=8, head_dim=32, intermediate=512, vocab=512), tp=4, qkv="linear", copies=2)
+    state = write_model(tmp_path, job.model, shards=2)
+    log: list[Operation] = []
+    for at in topologies(job):
+        expected = local_state(job, state, at)
+        model = live(expected)
+        log.clear()
+        storage = HookedStorage(LocalStorage(tmp_path), log.append)
+        Checkpointer(tmp_path, topology=at, storage=storage).load(model=model, **options_of(job))
+        assert [] == differences(expected, held(model))
+        assert sum(one.nbytes for one in log) <= 1.1 * sum(tensor.nbytes for tensor in expected.values())
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    """Gets memory for this rank's part; parameters stay the same objects, with attributes, and so do ties."""
+    state = write_model(tmp_path, JOB.model)
+    at = Topology(tp=4, rank=2)
+    expected = local_state(JOB, state, at)
+    model = live(expected, device="meta")
+    before = dict(model.named_parameters())
+    before["lm_head.weight"].partition_dim = 0  # type: ignore[attr-defined]
+    before["model.norm.weight"].requires_grad_(False)
+    load_checkpoint(tmp_path, model=model, topology=at, **options_of(JOB))
+    assert [] == differences(expected, held(model))
+    after = dict(model.named_parameters())
+    assert [] == [name for name in before if after[name] is not before[name]]
+    assert vars(after["lm_head.weight"])["partition_dim"] == 0
+    assert ["model.norm.weight"] == [name for name, parameter in after.items() if not parameter.requires_grad]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tied_weights(tmp_path: Path, device: str) -> None:
+    """A head that the files leave out is that of the embedding, tied in the live model or not."""
+    model = Model()
+    state = write_model(tmp_path, model)
+    write_config(tmp_path, {**model.config, "tie_word_embeddings": True})
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    save_file({name: state[name] for name in state if name != "lm_head.weight"}, tmp_path / "model.safetensors")
+    job = Job(model, fused_mlp=False)
+    apart, tied = live(local_state(job, state, Topology()), device), live(local_state(job, state, Topology()), device)
+    tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr]
+    for one in (apart, tied):
+        load_checkpoint(tmp_path, model=one)
+        assert [] == differences(state, held(one))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_numbers_take_the_live_dtype(tmp_path: Path, saved: torch.dtype, dtype: torch.dtype) -> None:
+    """Wider or narrower, if its range is no smaller."""
+    state = {name: tensor.to(saved) for name, tensor in write_model(tmp_path, Model()).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    job = Job(Model(), tp=2)
+    for at in topologies(job):
+        expected = {name: tensor.to(dtype) for name, tensor in local_state(job, state, at).items()}
+        model = live(expected)
+        load_checkpoint(tmp_path, model=model, topology=at)
+        assert [] == differences(expected, held(model))
+
+
+def test_a_state_dict_is_overwritten_in_place(tmp_path: Path) -> None:
+    """As from a tag."""
+    state = write_model(tmp_path, Model())
+    job = Job(Model())
+    expected = local_state(job, state, Topology())
+    model = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    memory = {name: tensor.data_ptr() for name, tensor in model.items()}
+    load_checkpoint(tmp_path, model=model)
+    assert [] == differences(expected, model)
+    assert memory == {name: tensor.data_ptr() for name, tensor in model.items()}
+
+
+def test_a_tag_in_the_directory_goes_first(tmp_path: Path) -> None:
+    """A run that saves into the directory that it started from resumes from what it saved."""
+    write_model(tmp_path, Model())
+    save_checkpoint(tmp_path, "step_1", {"a": torch.ones(2)})
+    model: dict[str, Any] = {}
+    load_checkpoint(tmp_path, model=model)
+    assert ["a"] == list(model)
+
+
+def _without_norm(model: torch.nn.Module) -> None:
+    del model.model.norm
+
+
+def _with_another(model: torch.nn.Module) -> None:
+    model.extra = torch.nn.Parameter(torch.zeros(1))
+
+
+def _with_computed_meta(model: torch.nn.Module) -> None:
+    model.register_buffer("computed", torch.zeros(2, device="meta"), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (_without_norm, r"holds model\.norm\.weight, which no rank's model has"),
+        (_with_another, r"no rule for 'extra'"),
+        (_with_computed_meta, r"computed of the live model are on the meta device and in no file"),
+    ],
+)
+def test_names_that_differ(
+    tmp_path: Path,
+    change: Callable[[torch.nn.Module], None],
+    complaint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Are refused, and nothing is changed; with strict=False the rest is loaded, and a warning says what is not."""
+    state = write_model(tmp_path, Model())
+    model = live(local_state(Job(Model()), state, Topology()))
+    change(model)
+    before = {name: tensor.clone() for name, tensor in held(model).items()}
+    with pytest.raises(KeyMismatch, match=complaint):
+        load_checkpoint(tmp_path, model=model)
+    assert [] == differences(before, held(model))
+    with caplog.at_level(logging.WARNING, "nxd_ckpt"):
+        load_checkpoint(tmp_path, model=model, strict=False)
+    assert "strict=False" in caplog.text
+    assert torch.equal(state["lm_head.weight"], held(model)["lm_head.weight"])
+
+
+def test_a_tensor_that_the_files_lack(tmp_path: Path) -> None:
+    """Is refused, and with strict=False left as it is."""
+    state = write_model(tmp_path, Model())
+    whole = live(local_state(Job(Model()), state, Topology()))
+    del state["model.norm.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(KeyMismatch, match=r"has no tensor model\.norm\.weight"):
+        load_checkpoint(tmp_path, model=whole)
+    load_checkpoint(tmp_path, model=whole, strict=False)
+    assert [-1.0] == held(whole)["model.norm.weight"].unique().tolist()
+    assert torch.equal(state["lm_head.weight"], held(whole)["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint", "arguments"),
+    [
+        (PartNotFound, "holds a model and no optimizer", {"optimizer": {}}),
+        (PartNotFound, "holds a model and no scheduler", {"scheduler": {}}),
+        (InvalidArgument, "loaded into a live model", {"model": {}}),
+        (InvalidArgument, "loaded into a live model", {"model": None}),
+        (InvalidArgument, "without pre_download=True", {"pre_download": True}),
+        (InvalidArgument, "neither one of .*llama.* nor the path of a file", {"mapping": "another"}),
+        (KeyMismatch, "no rule for", {"mapping": "gpt_neox"}),
+        (ShapeMismatch, r"q_proj\.weight: 16 elements along dimension 0", {"topology": Topology(tp=2)}),
+        (CheckpointNotFound, "no tag 'step_1'", {"tag": "step_1"}),
+    ],
+)
+def test_arguments_that_cannot_be(
+    tmp_path: Path, kind: type[CheckpointError], complaint: str, arguments: dict[str, Any]
+) -> None:
+    """The error says why, and nothing is changed."""
+    state = write_model(tmp_path, Model())
+    model = live(local_state(Job(Model()), state, Topology()))
+    before = {name: tensor.clone() for name, tensor in held(model).items()}
+    with pytest.raises(kind, match=complaint):
+        load_checkpoint(tmp_path, **{"model": model, **arguments})
+    assert [] == differences(before, held(model))
+
+
+def test_a_dtype_of_a_smaller_range_is_refused(tmp_path: Path) -> None:
+    """As float16 for numbers that were float32 or bfloat16."""
+    state = write_model(tmp_path, Model())
+    model = live(local_state(Job(Model()), state, Topology()), dtype=torch.float16)
+    with pytest.raises(DtypeMismatch, match=r"float32, live it is float16, which has a smaller range"):
+        load_checkpoint(tmp_path, model=model)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    """They could run code."""
+    write_config(tmp_path, Model().config)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedState, match="safe_serialization=True"):
+        load_checkpoint(tmp_path, model={"a": torch.zeros(1)})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WorkerPool]:
+    with WorkerPool(nproc=4) as pool:
+        yield pool
+
+
+PIPELINE = Job(Model(), tp=2, pp=2)
+
+
+def load_one_rank(rank: int, path: str, broken: int | None) -> State:
+    """What the rank holds after the load, or after it failed; ``broken`` has a parameter of another shape."""
+    state = load_file(Path(path) / "model.safetensors")
+    at = topologies(PIPELINE)[rank]
+    model = live(local_state(PIPELINE, state, at), device="meta" if broken is None else "cpu")
+    if rank == broken:
+        model.get_submodule("model.layers.1.mlp.down_proj").weight = torch.nn.Parameter(torch.zeros(3, 3))
+    try:
+        load_checkpoint(path, model=model, topology=at, timeout=60.0)
+    except CheckpointError:
+        found = held(model).values()
+        assert {float(value) for tensor in found if not tensor.is_meta for value in tensor.unique()} <= {-1.0, 0.0}
+        raise
+    return held(model)
+
+
+def test_the_ranks_of_a_job_load_together(ranks: WorkerPool, tmp_path: Path) -> None:
+    """Each its part, from the meta device; a failing rank fails all of them, and nothing is changed on any."""
+    state = write_model(tmp_path, PIPELINE.model)
+    found = ranks.run(load_one_rank, str(tmp_path), None)
+    expected = [local_state(PIPELINE, state, at) for at in topologies(PIPELINE)]
+    assert [[], [], [], []] == [differences(*pair) for pair in zip(expected, found, strict=True)]
+    outcomes = ranks.start(load_one_rank, str(tmp_path), 3).result(timeout=120, return_errors=True)
+    causes = [outcome.cause for outcome in outcomes if isinstance(outcome, WorkerError)]
+    assert [ShapeMismatch] * 4 == [type(cause) for cause in causes]
+
+
+def test_a_tensor_of_no_stage_is_refused(ranks: WorkerPool, tmp_path: Path) -> None:
+    """What all stages together do not take."""
+    state = write_model(tmp_path, PIPELINE.model)
+    save_file({**state, "model.layers.9.mlp.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
+    outcomes = ranks.start(load_one_rank, str(tmp_path), None).result(timeout=120, return_errors=True)
+    causes = [str(outcome.cause) for outcome in outcomes if isinstance(outcome, WorkerError)]
+    assert 4 == len(causes)
+    assert [] == [cause for cause in causes if "holds model.layers.9.mlp.bias, which no rank's model has" not in cause]
