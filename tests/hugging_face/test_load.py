@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -186,6 +188,18 @@ def test_a_state_dict_is_overwritten_in_place(tmp_path: Path) -> None:
     load_checkpoint(tmp_path, model=model)
     assert [] == differences(expected, model)
     assert memory == {name: tensor.data_ptr() for name, tensor in model.items()}
+
+
+def test_a_store_is_loaded_from(tmp_path: Path) -> None:
+    """By its URL."""
+    state = write_model(tmp_path, Model(), shards=3)
+    name = uuid.uuid4().hex
+    fsspec.filesystem("memory").put(str(tmp_path), f"/{name}/model", recursive=True)
+    for at in topologies(Job(Model(), tp=2)):
+        expected = local_state(Job(Model(), tp=2), state, at)
+        model = live(expected, device="meta")
+        load_checkpoint(f"memory://{name}/model", model=model, topology=at)
+        assert [] == differences(expected, held(model))
 
 
 def test_a_tag_in_the_directory_goes_first(tmp_path: Path) -> None:
