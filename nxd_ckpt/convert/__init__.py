@@ -1,9 +1,18 @@
 """Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place;
-or its model as a Hugging Face directory."""
+its model as a Hugging Face directory; or a tag from such a directory."""
 
 from nxd_ckpt.convert.cp import Copy, copy_checkpoint
 from nxd_ckpt.convert.export import Export, export_checkpoint
+from nxd_ckpt.convert.importing import import_checkpoint
 from nxd_ckpt.convert.resharding import reshard
 from nxd_ckpt.convert.zero1 import convert_zero1
 
-__all__ = ["Copy", "Export", "convert_zero1", "copy_checkpoint", "export_checkpoint", "reshard"]
+__all__ = [
+    "Copy",
+    "Export",
+    "convert_zero1",
+    "copy_checkpoint",
+    "export_checkpoint",
+    "import_checkpoint",
+    "reshard",
+]

@@ -14,12 +14,13 @@ from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read
 from nxd_ckpt.convert.output import Output
 from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
 from nxd_ckpt.convert.shard_writer import ShardWriter
-from nxd_ckpt.convert.shards import Shard, bytes_of, cast_dtype, index_of, plan_shards
+from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, PartNotFound
 from nxd_ckpt.formats.safetensors import TensorForm
+from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.hugging_face import INDEX
 from nxd_ckpt.layout.mappings import Given, find_mapping

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from nxd_ckpt.core.box import boxes_of_run
+from nxd_ckpt.convert.inputs import Fill, Input
 from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.plan import PlannedFile
-from nxd_ckpt.runtime.reading import LeafReader
 from nxd_ckpt.runtime.staging import Span, Wave, contents_of, plan_waves, views_of
 
 WAVE = 32 * 2**20
@@ -18,10 +16,10 @@ WAVE = 32 * 2**20
 
 
 class Filling:
-    """Fills planned files whose leaves stand for tensors of the tag ``opened``. Its two buffers are reused."""
+    """Fills planned files whose leaves stand for tensors of ``source``. Its two buffers are reused."""
 
-    def __init__(self, opened: OpenTag) -> None:
-        self._opened = opened
+    def __init__(self, source: Input) -> None:
+        self._source = source
         self._arenas = (Arena(WAVE), Arena(WAVE))
 
     def waves(self, files: Sequence[PlannedFile]) -> Iterator[tuple[Wave, list[memoryview]]]:
@@ -31,36 +29,28 @@ class Filling:
             DigestMismatch: what is read is not what was written; names the tensor.
         """
         waves = plan_waves(files, WAVE)
-        with self._opened.reader() as prover, ThreadPoolExecutor(1, "nxd_ckpt-reader") as reader:
-            filled = reader.submit(self._fill, prover, files, waves[0], self._arenas[0])
+        with self._source.filler() as fill, ThreadPoolExecutor(1, "nxd_ckpt-reader") as reader:
+            filled = reader.submit(self._fill, fill, files, waves[0], self._arenas[0])
             for number, wave in enumerate(waves):
                 views = filled.result()
                 if number + 1 < len(waves):
                     arena = self._arenas[(number + 1) % 2]
-                    filled = reader.submit(self._fill, prover, files, waves[number + 1], arena)
+                    filled = reader.submit(self._fill, fill, files, waves[number + 1], arena)
                 yield wave, views
 
-    def _fill(
-        self, prover: LeafReader, files: Sequence[PlannedFile], wave: Wave, arena: Arena
-    ) -> list[memoryview]:
+    def _fill(self, fill: Fill, files: Sequence[PlannedFile], wave: Wave, arena: Arena) -> list[memoryview]:
         views = views_of(wave, arena)
         names = {number: _names(files[number]) for number in {span.file for span in wave}}
         for span, view in zip(wave, views, strict=True):
-            self._fill_span(prover, files[span.file], names[span.file], span, view)
+            _fill_span(fill, files[span.file], names[span.file], span, view)
         return views
 
-    def _fill_span(
-        self, prover: LeafReader, planned: PlannedFile, names: Mapping[int, str], span: Span, view: memoryview
-    ) -> None:
-        for number, start, stop, at in contents_of(planned, span):
-            leaf = Assembly.of(planned.image.tensors[number])
-            size = itemsize(leaf.dtype)
-            first, last = start // size, stop // size
-            # Just before they are read once more, from the page cache then: no tensor has to fit into memory.
-            for box in boxes_of_run(first, last, leaf.shape):
-                prover.prove(leaf.within(box), names[number])
-            prover.finish()
-            self._opened.read_run(leaf, first, last, view[at : at + stop - start])
+
+def _fill_span(fill: Fill, planned: PlannedFile, names: Mapping[int, str], span: Span, view: memoryview) -> None:
+    for number, start, stop, at in contents_of(planned, span):
+        leaf = Assembly.of(planned.image.tensors[number])
+        size = itemsize(leaf.dtype)
+        fill(leaf, start // size, stop // size, view[at : at + stop - start], names[number])
 
 
 def _names(planned: PlannedFile) -> dict[int, str]:

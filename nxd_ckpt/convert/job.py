@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.imported_model import ImportTarget
 from nxd_ckpt.runtime.target import Target
 
 
@@ -24,7 +25,7 @@ class Job:
 
     source: Place
     target: Place
-    what: Target
+    what: Target | ImportTarget
     parts: Parts
     keeps_model: bool = False
     durable: bool = True
@@ -33,7 +34,3 @@ class Job:
     @property
     def topology(self) -> Topology:
         return self.what.topology
-
-    def of_rank(self, rank: int) -> Target:
-        """What the global ``rank`` of the result holds."""
-        return replace(self.what, topology=self.topology.at(rank))

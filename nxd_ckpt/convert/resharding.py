@@ -10,6 +10,7 @@ from nxd_ckpt.convert.conversion import Means, convert
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
+from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound
@@ -77,7 +78,7 @@ def reshard(
             stages=stages,
             saved_names=saved_param_names,
         )
-        return _job(opened, Job(source, target, what, opened.parts, durable=durable, overwrite=overwrite))
+        return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite)
 
     convert(prepare, means)
 
@@ -93,11 +94,10 @@ def _kind(saved: str | None) -> str | None:
     return "zero1" if saved in ("zero1_full", "zero1_dcp") else saved
 
 
-def _job(opened: OpenTag, job: Job) -> Job:
-    parts = replace(
+def _parts(opened: OpenTag, what: Target) -> Parts:
+    return replace(
         opened.parts,
-        optimizer=job.what.optimizer,
+        optimizer=what.optimizer,
         lower_precision_weights=True,  # what was left out of the model is written, from the master weights
-        rank_content=opened.parts.rank_content and job.topology == opened.topology,
+        rank_content=opened.parts.rank_content and what.topology == opened.topology,
     )
-    return replace(job, parts=parts)

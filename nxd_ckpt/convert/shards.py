@@ -10,7 +10,6 @@ from functools import cached_property
 
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import FileLayout, TensorForm, lay_out
-from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.layout.hugging_face import SINGLE
 
 _UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
@@ -67,10 +66,3 @@ def bytes_of(size: int | str) -> int:
     if found is None or unit not in _UNITS or float(found[1]) * _UNITS[unit] < 1 or isinstance(size, bool):
         raise InvalidArgument(f"size_per_shard must be bytes, or such as 5GB or 512MiB, found {size!r}")
     return int(float(found[1]) * _UNITS[unit])
-
-
-def cast_dtype(dtype: str, wanted: str | None) -> str:
-    """The dtype that a tensor is exported in: numbers of floating point in the ``wanted`` one, others as they are."""
-    if wanted is None or not torch_dtype(dtype).is_floating_point:
-        return dtype
-    return wanted

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from nxd_ckpt.convert.carrying import Carried, Carrying
+from nxd_ckpt.convert.carrying import Carried
 from nxd_ckpt.convert.filling import Filling
+from nxd_ckpt.convert.inputs import open_input
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.layout import names
-from nxd_ckpt.runtime.opening import open_complete_tag
 from nxd_ckpt.runtime.plan import SavePlan, plan_save
 from nxd_ckpt.runtime.publication import Publication
-from nxd_ckpt.runtime.target import target_state
 from nxd_ckpt.runtime.writing import WRITERS, FileWriter, write_index
 
 Progress = Callable[[int], None]
@@ -29,10 +28,9 @@ class Sink:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._opened = open_complete_tag(job.source.open(), job.source.name)
         self._storage = job.target.open(job.durable)
-        self._filling = Filling(self._opened)
-        self._carrying = Carrying(job, self._opened, self._storage)
+        self._input = open_input(job, self._storage)
+        self._filling = Filling(self._input)
 
     def survey(self, rank: int) -> int:
         """The bytes that the rank's files will have, but for those taken over. Writes nothing.
@@ -47,7 +45,7 @@ class Sink:
         topology, folder = self._job.topology.at(rank), publication.folder
         plan = self._plan(topology)
         writer = self._write_files(plan, folder, progress)
-        carried = self._carrying.bring(topology, folder, progress)
+        carried = self._input.bring(topology, folder, progress)
         return Vote(
             rank,
             plan=plan.agreed(self._job.target.name, topology),
@@ -59,7 +57,7 @@ class Sink:
         )
 
     def _plan(self, topology: Topology) -> SavePlan:
-        plan = plan_save(target_state(self._opened, self._job.of_rank(topology.rank)), topology)
+        plan = plan_save(self._input.state(topology), topology)
         return replace(plan, parts=self._job.parts)
 
     def _write_files(self, plan: SavePlan, folder: str, progress: Progress) -> FileWriter:

@@ -82,7 +82,8 @@ def convert_zero1(
             optimizer="zero1_full" if convert_to_full else "zero1",
             model=False,
         )
-        job = Job(source, target, what, opened.parts, durable=durable, overwrite=overwrite)
+        parts = replace(opened.parts, optimizer=what.optimizer)
+        job = Job(source, target, what, parts, durable=durable, overwrite=overwrite)
         return _job(opened, job, optim_only)
 
     convert(prepare, means)
@@ -118,7 +119,7 @@ def _topology(saved: Topology, dp: int) -> Topology:
 
 
 def _job(opened: OpenTag, job: Job, optim_only: bool) -> Job:
-    parts = replace(opened.parts, optimizer=job.what.optimizer)
+    parts = job.parts
     if optim_only:
         alone = Parts(optimizer=parts.optimizer, use_xser=parts.use_xser, master_weights=parts.master_weights)
         return replace(job, parts=alone)

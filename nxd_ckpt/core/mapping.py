@@ -77,6 +77,8 @@ class Rule:
         stacked: the placeholder that only ``members`` have: the NxD tensor has a first dimension more, one index for
             each number of it, which is cut over expert-parallel ranks.
         optional: not every model has it (a bias).
+        variant: where Hugging Face's tensors may become one of several: the option that asks for this one; None where
+            none has to.
     """
 
     nxd: Pattern
@@ -85,6 +87,7 @@ class Rule:
     transposed: bool = False
     stacked: str | None = None
     optional: bool = False
+    variant: str | None = None
 
     def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
         """The Hugging Face tensors in the NxD tensor with these numbers."""

@@ -10,6 +10,9 @@ from nxd_ckpt.errors import InvalidArgument
 
 FORMAT_VERSION = 1
 
+VARIANTS = ("qkv_linear", "fuse_qkv", "coalesce_qkv", "split_gate_up")
+"""The options of an import that rules may depend on."""
+
 
 def load_mapping(document: Any, where: str) -> ModelMapping:
     """The mapping that a JSON document describes.
@@ -53,6 +56,7 @@ def _rule(document: Any, where: str) -> Rule:
         transposed=reader.take("transposed", bool, False),
         stacked=reader.take("stacked", str, None),
         optional=reader.take("optional", bool, False),
+        variant=reader.take("variant", str, None),
     )
     reader.done()
     _check_rule(rule, where)
@@ -62,6 +66,8 @@ def _rule(document: Any, where: str) -> Rule:
 def _check_rule(rule: Rule, where: str) -> None:
     if not rule.members:
         raise InvalidArgument(f"{where}: hf names no tensor; list NxD's own tensors under 'ignored'")
+    if rule.variant not in (None, *VARIANTS):
+        raise InvalidArgument(f"{where}: variant must be one of {[*VARIANTS]}, found {rule.variant!r}")
     for member in rule.members:
         if member.heads not in (None, "query", "kv"):
             raise InvalidArgument(f"{where}: heads must be 'query' or 'kv', found {member.heads!r}")

@@ -189,6 +189,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def cast_dtype(dtype: str, wanted: str | None) -> str:
+    """The dtype that a tensor is cast to: numbers of floating point to the ``wanted`` one, if any; others stay."""
+    if wanted is None or not torch_dtype(dtype).is_floating_point:
+        return dtype
+    return wanted
+
+
 def itemsize(name: str) -> int:
     """Bytes per element of the dtype of that name."""
     return torch_dtype(name).itemsize

@@ -1,0 +1,280 @@
+"""Imports: a Hugging Face directory becomes the tag of a job of any sizes, bit for bit, and comes back from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import save_file
+
+from nxd_ckpt import Topology, load_checkpoint
+from nxd_ckpt.convert import export_checkpoint, filling, import_checkpoint
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    DtypeMismatch,
+    InvalidArgument,
+    KeyMismatch,
+    ShapeMismatch,
+    TopologyMismatch,
+)
+from nxd_ckpt.verify import verify_checkpoint
+from tests.hugging_face.jobs import jobs
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import differences, local_state, weights, write_config
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+JOBS = {
+    "Llama, one rank": Job(Model()),
+    "Llama, q k v apart": Job(Model(kv_heads=4, bias=True), tp=4, pp=2),
+    "Llama, copies on trn1": Job(Model(heads=8), tp=4, qkv="linear", copies=2),
+    "Llama, copies on trn2": Job(Model(heads=8, bias=True), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"),
+    "Llama, coalesced": Job(Model(kv_heads=4), tp=2, qkv="coalesced", fused_mlp=False),
+    "Llama, padded vocabulary": Job(Model(vocab=21), tp=2, padded_vocab=22),
+    "Mixtral": Job(Model("mixtral"), tp=2, qkv="linear"),
+    "Mixtral, expert parallel": Job(Model("mixtral"), tp=2, pp=2, ep=2, fused_mlp=False),
+    "GPT-NeoX": Job(Model("gpt_neox"), tp=2, pp=2),
+}
+
+
+def write_model(path: Path, model: Model, state: State | None = None) -> State:
+    """The directory of a model; what it holds."""
+    state = model.state() if state is None else state
+    write_config(path, model.config)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return state
+
+
+def bring(source: Path, tag: Path, job: Job, **options: Any) -> None:
+    """Import it for the job."""
+    how = {
+        "qkv_linear": job.qkv in ("linear", "fused"),
+        "fuse_qkv": job.qkv == "fused",
+        "coalesce_qkv": job.qkv == "coalesced",
+        "split_gate_up": not job.fused_mlp and job.model.family != "gpt_neox",
+        "durable": False,
+    }
+    sizes = {"dp": job.ep, "tp": job.tp, "pp": job.pp, "ep": job.ep}
+    heads = {"kv_size_multiplier": job.copies, "hardware": job.hardware}
+    import_checkpoint(source, tag, **{**how, **sizes, **heads, **options})
+
+
+def loaded(tag: Path, at: Topology) -> State:
+    """What the rank loads."""
+    state: State = {}
+    load_checkpoint(tag.parent, tag.name, model=state, topology=at)
+    return state
+
+
+def ranks(job: Job) -> list[Topology]:
+    sizes = Topology(dp=job.ep, tp=job.tp, pp=job.pp, ep=job.ep)
+    return [sizes.at(rank) for rank in range(sizes.world_size)]
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.parametrize("name", JOBS)
+def test_every_rank_loads_what_a_conversion_by_hand_gives_it(tmp_path: Path, name: str, use_xser: bool) -> None:
+    """Any way to keep heads and experts, any sizes, both kinds of files; and the whole tag is proved."""
+    job, tag = JOBS[name], tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    bring(tmp_path / "hf", tag, job, use_xser=use_xser)
+    for at in ranks(job):
+        assert [] == differences(local_state(job, state, at), loaded(tag, at)), at
+    assert () == verify_checkpoint(tag.parent).problems
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+    """Import, then export: the same tensors, bit for bit."""
+    job, tag = JOBS[name], tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    bring(tmp_path / "hf", tag, job)
+    heads: dict[str, Any] = {"kv_size_multiplier": job.copies, "hardware": job.hardware}
+    export_checkpoint(tag, tmp_path / "out", config=tmp_path / "hf", **heads)
+    assert [] == differences(state, weights(tmp_path / "out"))
+
+
+@given(job=jobs())
+@settings(max_examples=15)
+def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+    """Random sizes, numbers of heads and copies."""
+    path = tmp_path_factory.mktemp("any")
+    state = write_model(path / "hf", job.model)
+    bring(path / "hf", path / "run" / "step_0", job)
+    for at in ranks(job):
+        assert [] == differences(local_state(job, state, at), loaded(path / "run" / "step_0", at))
+
+
+def test_neuronx_distributed_reads_the_files(tmp_path: Path) -> None:
+    """They have NxD's names and hold what torch.load gives: a state dict of plain tensors."""
+    job, tag = JOBS["Mixtral, expert parallel"], tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    bring(tmp_path / "hf", tag, job)
+    assert ("1", "1") == ((tag / "checkpoint").read_text(), (tag / "done").read_text())
+    at = Topology(dp=2, tp=2, pp=2, ep=2, dp_rank=1, tp_rank=1, pp_rank=1)
+    held = torch.load(tag / "model" / "dp_rank_00_ep_rank_01_tp_rank_01_pp_rank_01.pt")
+    assert [] == differences(local_state(job, state, at), held)
+
+
+def test_a_tied_head_is_there_though_files_leave_it_out(tmp_path: Path) -> None:
+    """NxD's model has both."""
+    job, tag = Job(Model(), tp=2, pp=2), tmp_path / "run" / "step_0"
+    state = job.model.state()
+    head = state.pop("lm_head.weight")
+    write_model(tmp_path / "hf", job.model, state)
+    write_config(tmp_path / "hf", {**job.model.config, "tie_word_embeddings": True})
+    bring(tmp_path / "hf", tag, job)
+    found = loaded(tag, Topology(tp=2, pp=2, pp_rank=1))
+    assert torch.equal(state["model.embed_tokens.weight"][: len(head) // 2], found["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_dtype_is_cast_to(tmp_path: Path, dtype: str) -> None:
+    """As torch casts it."""
+    job, tag = Job(Model(), tp=2), tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model, {name: one / 3 for name, one in job.model.state().items()})
+    bring(tmp_path / "hf", tag, job, dtype=dtype)
+    for at in ranks(job):
+        expected = {name: one.to(getattr(torch, dtype)) for name, one in local_state(job, state, at).items()}
+        assert [] == differences(expected, loaded(tag, at))
+
+
+def test_stages_can_be_chosen(tmp_path: Path) -> None:
+    """Every name on the stage that lists it."""
+    job, tag = Job(Model(), pp=2), tmp_path / "run" / "step_0"
+    state = job.rank(write_model(tmp_path / "hf", job.model))
+    first = [name for name in state if ".layers." in name or "embed" in name]
+    bring(tmp_path / "hf", tag, job, stages=[first, [name for name in state if name not in first]])
+    assert sorted(first) == sorted(loaded(tag, Topology(pp=2)))
+
+
+def _lose_a_tensor(path: Path, model: Model) -> None:
+    state = model.state()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    write_model(path, model, state)
+
+
+def _lose_a_layer(path: Path, model: Model) -> None:
+    write_model(path, model, {name: one for name, one in model.state().items() if ".layers.1." not in name})
+
+
+def _add_a_tensor(path: Path, model: Model) -> None:
+    write_model(path, model, {**model.state(), "model.layers.0.self_attn.q_norm.weight": torch.ones(2)})
+
+
+def _mix_dtypes(path: Path, model: Model) -> None:
+    state = model.state()
+    name = "model.layers.0.mlp.up_proj.weight"
+    write_model(path, model, {**state, name: state[name].bfloat16()})
+
+
+def _claim_other_heads(path: Path, model: Model) -> None:
+    write_model(path, model)
+    write_config(path, {**model.config, "num_key_value_heads": 4})
+
+
+def _overflow(path: Path, model: Model) -> None:
+    write_model(path, model, {**model.state(), "model.norm.weight": torch.full((8,), 1e30)})
+
+
+def _whole(path: Path, model: Model) -> None:
+    write_model(path, model)
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "kind", "complaint"),
+    [
+        (_lose_a_tensor, {}, KeyMismatch, r"tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+        (_lose_a_layer, {}, KeyMismatch, r"missing: model\.layers\.1\..* and 1 more, which"),
+        (_add_a_tensor, {}, KeyMismatch, r"no rule for model\.layers\.0\.self_attn\.q_norm.*closest.*_proj"),
+        (_mix_dtypes, {}, DtypeMismatch, r"gate_up_proj\.weight is made of tensors of bfloat16 and float32"),
+        (_claim_other_heads, {}, ShapeMismatch, r"k_proj\.weight has shape \(4, 8\), expected \(8, 8\)"),
+        (_overflow, {"dtype": "float16"}, DtypeMismatch, r"model/model\.norm\.weight.*become infinite"),
+        (_whole, {"dtype": "float8"}, InvalidArgument, r"dtype must be one of"),
+        (_whole, {"tp": 3}, TopologyMismatch, r"cannot be divided equally among 3 tensor-parallel ranks"),
+        (_whole, {"pp": 3}, TopologyMismatch, r"3 pipeline stages for 2 repeated layers"),
+        (_whole, {"pp": 2, "stages": [[]]}, TopologyMismatch, r"lists 1 pipeline stages, but pp is 2"),
+        (_whole, {"stages": [["lm_head.weight"]]}, KeyMismatch, r"stages= must list every NxD tensor"),
+        (_whole, {"fuse_qkv": True, "coalesce_qkv": True}, InvalidArgument, r"pass one or the other"),
+        (_whole, {"mapping": "gpt_neox", "qkv_linear": True}, InvalidArgument, r"has no rules for qkv_linear"),
+        (_whole, {"config": "nowhere"}, InvalidArgument, r"expected config\.json"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(
+    tmp_path: Path,
+    damage: Callable[[Path, Model], None],
+    options: dict[str, Any],
+    kind: type[CheckpointError],
+    complaint: str,
+) -> None:
+    """Naming tensors and sizes; no tag is there then."""
+    damage(tmp_path / "hf", Model())
+    with pytest.raises(kind, match=complaint):
+        bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model()), **options)
+    assert not (tmp_path / "run" / "step_0").exists()
+
+
+def test_experts_must_divide(tmp_path: Path) -> None:
+    """Among expert-parallel ranks."""
+    write_model(tmp_path / "hf", Model("mixtral"))
+    with pytest.raises(TopologyMismatch, match=r"4 experts cannot be divided equally among 3"):
+        bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model("mixtral"), ep=3))
+
+
+def test_a_directory_must_be_there(tmp_path: Path) -> None:
+    """And is named."""
+    with pytest.raises(CheckpointNotFound, match=r"hf_directory .*/hf does not exist"):
+        bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model()))
+
+
+def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    """As by any conversion."""
+    job, tag = Job(Model()), tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    bring(tmp_path / "hf", tag, job)
+    doubled = write_model(tmp_path / "hf", job.model, {name: 2 * one for name, one in state.items()})
+    with pytest.raises(InvalidArgument, match=r"exists; pass --overwrite"):
+        bring(tmp_path / "hf", tag, job)
+    bring(tmp_path / "hf", tag, job, overwrite=True)
+    assert [] == differences(job.rank(doubled), loaded(tag, Topology()))
+
+
+def test_tensors_larger_than_a_wave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused and transposed, in waves that cut through them: memory does not grow with the model."""
+    monkeypatch.setattr(filling, "WAVE", 4 * 2**20)
+    state = {name: torch.randn(1024, 1500) for name in ("a.weight", "b.weight")}
+    (tmp_path / "hf").mkdir()
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    rule = {"nxd": "both.weight", "hf": ["a.weight", "b.weight"], "dim": 1, "transposed": True}
+    mapping = {"format_version": 1, "name": "mine", "rules": [rule]}
+    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2, mapping=mapping, durable=False)
+    for tp_rank in range(2):
+        parts = [state[name].T.chunk(2, dim=1)[tp_rank] for name in ("a.weight", "b.weight")]
+        found = loaded(tmp_path / "run" / "step_0", Topology(tp=2, tp_rank=tp_rank))
+        assert [] == differences({"both.weight": torch.cat(parts, dim=1)}, found)
+
+
+def test_other_models_need_a_mapping_file(tmp_path: Path) -> None:
+    """Of the user's; the first of rules without a variant is taken where several map a tensor."""
+    document = {
+        "format_version": 1,
+        "name": "mine",
+        "rules": [
+            {"nxd": "both.weight", "hf": ["a.weight", "b.weight"], "dim": 0},
+            {"nxd": "a.weight", "hf": "a.weight"},
+        ],
+    }
+    state = {"a.weight": torch.arange(4.0).reshape(2, 2), "b.weight": torch.arange(4.0, 8.0).reshape(2, 2)}
+    (tmp_path / "hf").mkdir()
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    mapping = tmp_path / "mine.json"
+    mapping.write_text(json.dumps(document))
+    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2, mapping=mapping, durable=False)
+    found = loaded(tmp_path / "run" / "step_0", Topology(tp=2, tp_rank=1))
+    assert [] == differences({"both.weight": torch.tensor([[2.0, 3.0], [6.0, 7.0]])}, found)
