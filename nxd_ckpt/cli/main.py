@@ -18,6 +18,7 @@ from nxd_ckpt.cli import (
     convert_zero1,
     cp_command,
     export_command,
+    import_command,
     inspect_command,
     list_command,
     reshard,
@@ -48,6 +49,7 @@ COMMANDS: tuple[Command, ...] = (
     reshard,
     convert_zero1,
     export_command,
+    import_command,
 )
 
 _PIPE_CLOSED = 128 + 13

@@ -96,7 +96,8 @@ def import_checkpoint(
         chosen = find_mapping(mapping, document)
         sizes = Sizes(document, kv_size_multiplier, hardware, chosen.keys)
         what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, stages)
-        return Job(source, target, what, Parts(model=True, use_xser=use_xser), durable=durable)
+        parts = Parts(model=True, use_xser=use_xser)
+        return Job(source, target, what, parts, durable=durable, overwrite=overwrite)
 
     convert(prepare, means)
 

@@ -20,15 +20,15 @@ SHIPPED = sorted((REPOSITORY / "nxd_ckpt" / "mappings").glob("*.json"))
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """And prints what its comments say."""
+    """One after the other, and print what their comments say."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(code_blocks(PAGE, "python"))
+    page = "\n".join(code_blocks(PAGE, "python"))
     try:
-        exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
+        exec(compile(page, str(PAGE), "exec"), {"__name__": "page"})
     finally:
         nxd_ckpt.close_checkpointers()
-    assert re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE) == capsys.readouterr().out.splitlines()
+    assert re.findall(r"^print\(.*\)  # (.*)$", page, re.MULTILINE) == capsys.readouterr().out.splitlines()
 
 
 def test_the_mapping_on_the_page_is_one() -> None:

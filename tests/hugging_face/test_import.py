@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from safetensors.torch import save_file
 
 from nxd_ckpt import Topology, load_checkpoint
+from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import export_checkpoint, filling, import_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -278,3 +279,16 @@ def test_other_models_need_a_mapping_file(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2, mapping=mapping, durable=False)
     found = loaded(tmp_path / "run" / "step_0", Topology(tp=2, tp_rank=1))
     assert [] == differences({"both.weight": torch.tensor([[2.0, 3.0], [6.0, 7.0]])}, found)
+
+
+def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Says nothing if all is well, and why in one line if not."""
+    job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"), tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    sizes = ["--tp", "4", "--pp", "2", "--kv_size_multiplier", "2", "--hw_backend", "trn2"]
+    command = ["import", str(tmp_path / "hf"), str(tag), *sizes, "--fuse_qkv", "--use_xser", "--quiet"]
+    assert (0, ("", "")) == (main(command), capsys.readouterr())
+    for at in ranks(job):
+        assert [] == differences(local_state(job, state, at), loaded(tag, at))
+    assert 1 == main(command)
+    assert capsys.readouterr().err.startswith("nxd-ckpt: error: output_dir ")

@@ -1,0 +1,83 @@
+"""``nxd-ckpt import``: a Hugging Face directory as a tag for given sizes."""
+
+from __future__ import annotations
+
+import argparse
+
+from nxd_ckpt.cli.convert_zero1 import add_means
+from nxd_ckpt.cli.reshard import nested_lists
+from nxd_ckpt.cli.storage_options import nested
+from nxd_ckpt.core.heads import HARDWARE
+
+NAME = "import"
+SUMMARY = "make a checkpoint of a Hugging Face directory"
+DESCRIPTION = (
+    "Make a tag that holds the model of a Hugging Face directory as a job of the given sizes would have saved it; "
+    "neuronx-distributed loads it, and nxd_ckpt on any sizes. Names and shapes are translated by a mapping, shipped "
+    "for Llama, Mistral, Mixtral and GPT-NeoX, or a file of your own. The input is only read, rank by rank in bounded "
+    "memory, and the output appears once all of it is durable. "
+    "For a model that is too large for one machine, start it on several with torchrun (-m nxd_ckpt.cli import ...): "
+    "each writes a share."
+)
+_SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
+_DTYPES = ("float32", "bfloat16", "float16")
+_VARIANTS = {
+    "qkv_linear": "the model has GQAQKVColumnParallelLinear: weight_q, weight_k and weight_v",
+    "fuse_qkv": "the same with fuse_qkv: weight_qkv",
+    "coalesce_qkv": "the model has one ColumnParallelLinear for q, k and v",
+    "split_gate_up": "the model has gate_proj and up_proj, not gate_up_proj",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("hf", metavar="HF", help="a Hugging Face directory or its URL")
+    parser.add_argument("tag", metavar="TAG", help="the tag that is made: a directory or URL")
+    for name, kind in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{kind}-parallel size (default: 1)")
+    parser.add_argument(
+        "--config", metavar="PATH", help="the model's config.json, or a directory with one (default: the one of HF)"
+    )
+    parser.add_argument(
+        "--mapping",
+        metavar="NAME",
+        help="a shipped mapping (gpt_neox, llama, mixtral) or a JSON file (default: what config.json says)",
+    )
+    parser.add_argument(
+        "--kv_size_multiplier",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how often the job keeps each key-value head (default: 1)",
+    )
+    parser.add_argument(
+        "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
+    )
+    for name, meaning in _VARIANTS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast to this (default: as it is)")
+    parser.add_argument("--use_xser", action="store_true", help="write xser files")
+    parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
+    add_means(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.convert import import_checkpoint
+
+    import_checkpoint(
+        args.hf,
+        args.tag,
+        **{name: getattr(args, name) for name in (*_SIZES, *_VARIANTS)},
+        config=args.config,
+        mapping=args.mapping,
+        kv_size_multiplier=args.kv_size_multiplier,
+        hardware=args.hw_backend,
+        dtype=args.dtype,
+        use_xser=args.use_xser,
+        stages=nested_lists(args.stages, depth=2),
+        num_workers=args.num_workers,
+        overwrite=args.overwrite,
+        storage_options=nested(args.storage_option),
+        output_options=nested(args.output_option),
+        progress=not args.quiet,
+    )
+    return 0
