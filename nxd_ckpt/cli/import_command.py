@@ -30,7 +30,7 @@ _VARIANTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("hf", metavar="HF", help="a Hugging Face directory or its URL")
+    parser.add_argument("hf", metavar="HF", help="a Hugging Face directory, or a file with the whole model; or a URL")
     parser.add_argument("tag", metavar="TAG", help="the tag that is made: a directory or URL")
     for name, kind in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{kind}-parallel size (default: 1)")

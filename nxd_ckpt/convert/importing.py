@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
 from nxd_ckpt.convert.export import DTYPES
+from nxd_ckpt.convert.inputs import open_model
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.model_files import config_in, read_config
 from nxd_ckpt.convert.places import Options, StrPath, locate_output, place_of, written_with
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
-from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import Given, find_mapping
 from nxd_ckpt.runtime.imported_model import ImportTarget
 
@@ -39,6 +39,7 @@ def import_checkpoint(
     dtype: str | None = None,
     use_xser: bool = False,
     stages: Sequence[Sequence[str]] | None = None,
+    model_key: str = "model",
     num_workers: int = 1,
     overwrite: bool = False,
     storage_options: Options | None = None,
@@ -53,7 +54,8 @@ def import_checkpoint(
     each worker, and visible when it is complete. Under torchrun every process calls this and writes its share.
 
     Args:
-        hf_directory: a directory or URL with safetensors files; it is only read.
+        hf_directory: a directory or URL with safetensors files, or one file with the whole model: safetensors, or a
+            state dict that torch.save wrote, of which plain data is read, no code. It is only read.
         tag: the tag's directory or URL that is made, outside ``hf_directory``.
         dp, tp, pp, ep: the job's sizes. ``ep`` must divide ``dp``.
         config: the model's config.json, or a directory with one; by default the one of ``hf_directory``.
@@ -67,6 +69,7 @@ def import_checkpoint(
         dtype: "float32", "bfloat16" or "float16": what numbers of floating point are cast to; None keeps theirs.
         use_xser: write xser files.
         stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
+        model_key: where a file that torch.save wrote has the state dict, if it holds more.
         num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``reshard``.
 
     Raises:
@@ -85,17 +88,14 @@ def import_checkpoint(
             raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
         topology = Topology(dp, tp, pp, ep)
         source = place_of(hf_directory, "hf_directory", storage_options)
-        storage = source.open()
-        if not storage.is_dir(source.name):
-            raise CheckpointNotFound(f"hf_directory {source.path} does not exist, or is not a directory")
         target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
         if config is None:
-            document = HuggingFaceDirectory(storage, source.name).config
+            document = open_model(source, model_key).config
         else:
             document = config_in(read_config(os.fspath(config), storage_options))
         chosen = find_mapping(mapping, document)
         sizes = Sizes(document, kv_size_multiplier, hardware, chosen.keys)
-        what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, stages)
+        what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, stages, model_key)
         parts = Parts(model=True, use_xser=use_xser)
         return Job(source, target, what, parts, durable=durable, overwrite=overwrite)
 

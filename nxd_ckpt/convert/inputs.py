@@ -12,11 +12,13 @@ import torch
 
 from nxd_ckpt.convert.carrying import Carried, Carrying
 from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.box import boxes_of_run
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import DtypeMismatch
+from nxd_ckpt.errors import CheckpointNotFound, DtypeMismatch
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.layout.model_file import ModelFile
 from nxd_ckpt.runtime.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.plan import SaveState
@@ -42,10 +44,20 @@ class Input(Protocol):
         """Take over what belongs to the rank, below ``folder``; see :class:`~nxd_ckpt.convert.carrying.Carrying`."""
 
 
+def open_model(place: Place, model_key: str) -> HuggingFaceDirectory:
+    """The Hugging Face directory, or the file with a whole model; raises what opening it raises."""
+    storage = place.open()
+    if storage.is_file(place.name):
+        return ModelFile(storage, place.name, model_key)
+    if not storage.is_dir(place.name):
+        raise CheckpointNotFound(f"hf_directory {place.path} does not exist")
+    return HuggingFaceDirectory(storage, place.name)
+
+
 def open_input(job: Job, storage: Storage) -> Input:
     """The input of ``job``, whose result is written to ``storage``."""
     if isinstance(job.what, ImportTarget):
-        return _Directory(HuggingFaceDirectory(job.source.open(), job.source.name), job.what)
+        return _Directory(open_model(job.source, job.what.model_key), job.what)
     return _Tag(job, job.what, storage)
 
 

@@ -29,6 +29,7 @@ def reshard(
     partitions: Mapping[str, Partition] | None = None,
     stages: Sequence[Sequence[str]] | None = None,
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    use_xser: bool | None = None,
     num_workers: int = 1,
     overwrite: bool = False,
     storage_options: Options | None = None,
@@ -51,6 +52,7 @@ def reshard(
         stages: the names of each new pipeline stage; by default layers are spread evenly, in their order.
         saved_param_names: the optimizer's parameter names, for each stage of the input, for each param group, in
             order, where it does not say (NxD's tags do not; needed where more than dp changes).
+        use_xser: whether to write xser files; None as the input's.
         num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``convert_zero1``.
 
     Raises:
@@ -77,6 +79,7 @@ def reshard(
             partitions=partitions,
             stages=stages,
             saved_names=saved_param_names,
+            use_xser=use_xser,
         )
         return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite)
 
@@ -98,6 +101,7 @@ def _parts(opened: OpenTag, what: Target) -> Parts:
     return replace(
         opened.parts,
         optimizer=what.optimizer,
+        use_xser=opened.parts.use_xser if what.use_xser is None else what.use_xser,
         lower_precision_weights=True,  # what was left out of the model is written, from the master weights
         rank_content=opened.parts.rank_content and what.topology == opened.topology,
     )

@@ -44,7 +44,7 @@ class HuggingFaceDirectory:
     def __init__(self, storage: Storage, folder: str = "") -> None:
         self.files = TagFiles(storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
-        self._places = self._listed() if self.files.has(INDEX) else self._alone()
+        self._places = self._placed()
 
     @property
     def where(self) -> str:
@@ -73,6 +73,9 @@ class HuggingFaceDirectory:
             tie = f", nor {held}, to which it is tied" if held != name else ""
             raise KeyMismatch(f"{self.where} has no tensor {name}{tie}; is it a model of this mapping, and complete?")
         return self._shard(self._places[held])[held]
+
+    def _placed(self) -> dict[str, str]:
+        return self._listed() if self.files.has(INDEX) else self._alone()
 
     def _listed(self) -> dict[str, str]:
         """The file of each tensor, by the index."""

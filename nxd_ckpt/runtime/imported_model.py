@@ -32,6 +32,7 @@ class ImportTarget:
         dtype: what numbers of floating point are cast to; None keeps theirs.
         use_xser: write xser files.
         stages: the names of each pipeline stage; by default as core.stages has it.
+        model_key: where a pickled file has the model's state dict.
     """
 
     topology: Topology
@@ -41,6 +42,7 @@ class ImportTarget:
     dtype: str | None = None
     use_xser: bool = False
     stages: Sequence[Sequence[str]] | None = None
+    model_key: str = "model"
 
 
 class ImportedModel:

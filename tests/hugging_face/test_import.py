@@ -21,8 +21,10 @@ from nxd_ckpt.errors import (
     DtypeMismatch,
     InvalidArgument,
     KeyMismatch,
+    MalformedFile,
     ShapeMismatch,
     TopologyMismatch,
+    UnsafePickle,
 )
 from nxd_ckpt.verify import verify_checkpoint
 from tests.hugging_face.jobs import jobs
@@ -292,3 +294,30 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert [] == differences(local_state(job, state, at), loaded(tag, at))
     assert 1 == main(command)
     assert capsys.readouterr().err.startswith("nxd-ckpt: error: output_dir ")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "checkpoint.pt"])
+def test_a_single_file_is_imported_too(tmp_path: Path, name: str) -> None:
+    """Safetensors, a state dict by torch.save, or one below "model" with other things beside it."""
+    job, tag = Job(Model(), tp=2), tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    if name == "checkpoint.pt":
+        torch.save({"model": state, "step": 3}, tmp_path / name)
+    elif name == "pytorch_model.bin":
+        torch.save(state, tmp_path / name)
+    else:
+        (tmp_path / "hf" / name).rename(tmp_path / name)
+    bring(tmp_path / name, tag, job, config=tmp_path / "hf")
+    for at in ranks(job):
+        assert [] == differences(local_state(job, state, at), loaded(tag, at))
+
+
+def test_a_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
+    """And code in it is not run."""
+    config = write_config(tmp_path / "hf", Model().config)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(MalformedFile, match=r"list\.pt: expected a state dict"):
+        bring(tmp_path / "list.pt", tmp_path / "run" / "step_0", Job(Model()), config=config)
+    torch.save({"model": Path}, tmp_path / "code.pt")
+    with pytest.raises(UnsafePickle):
+        bring(tmp_path / "code.pt", tmp_path / "run" / "step_0", Job(Model()), config=config)
