@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -321,3 +323,20 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save({"model": Path}, tmp_path / "code.pt")
     with pytest.raises(UnsafePickle):
         bring(tmp_path / "code.pt", tmp_path / "run" / "step_0", Job(Model()), config=config)
+
+
+def test_several_processes_and_stores(tmp_path: Path) -> None:
+    """Each process writes a share of the ranks; directory and tag may be in a store."""
+    job = Job(Model(), tp=2, pp=2)
+    state = write_model(tmp_path / "hf", job.model)
+    bring(tmp_path / "hf", tmp_path / "run" / "step_0", job, num_workers=2)
+    for at in ranks(job):
+        assert [] == differences(local_state(job, state, at), loaded(tmp_path / "run" / "step_0", at))
+    url = f"memory://{uuid.uuid4().hex}"
+    for path in (tmp_path / "hf").iterdir():
+        fsspec.filesystem("memory").pipe_file(f"{url}/hf/{path.name}", path.read_bytes())
+    import_checkpoint(f"{url}/hf", f"{url}/run/step_0", tp=2, pp=2)
+    for at in ranks(job):
+        found: State = {}
+        load_checkpoint(f"{url}/run", "step_0", model=found, topology=at)
+        assert [] == differences(local_state(job, state, at), found)

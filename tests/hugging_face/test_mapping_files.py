@@ -91,3 +91,10 @@ def test_a_malformed_document_is_refused(given: Any, complaint: str) -> None:
     """The error names the rule and what is wrong with it."""
     with pytest.raises(InvalidArgument, match=complaint):
         load_mapping(given, "mine.json")
+
+
+def test_a_variant_is_one_of_the_options_of_an_import() -> None:
+    """Of others nobody could ask for it."""
+    assert "fuse_qkv" == load_mapping(with_rule(variant="fuse_qkv"), "mine").rules[0].variant
+    with pytest.raises(InvalidArgument, match=r"variant must be one of .*qkv_linear.*found 'mine'"):
+        load_mapping(with_rule(variant="mine"), "mine")
