@@ -1,6 +1,7 @@
-"""One rank of an emulated world: ``python -m nxd_ckpt.emulation.child LIFELINE (SCRIPT | -m MODULE) ARGS``.
+"""One rank of an emulated world: ``python -m nxd_ckpt.emulation.child LIFELINE REPORTS (SCRIPT | -m MODULE) ARGS``.
 
-Internal to the launcher, which keeps the far end of the pipe ``LIFELINE`` open for as long as it lives.
+Internal to the launcher, which keeps the far end of the pipe ``LIFELINE`` open for as long as it lives, and reads from
+the pipe ``REPORTS`` who failed first.
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ def exit_code(script: Callable[[], None]) -> int:
     return 0
 
 
-def main(lifeline: int, command: list[str]) -> None:
+def main(lifeline: int, reports: int, command: list[str]) -> None:
     end_with_launcher(lifeline)
     install()
-    leave(exit_code(lambda: run(command)))
+    code = exit_code(lambda: run(command))
+    if code:
+        # Before the exit hooks close connections: ranks that fail for that reason report later.
+        os.write(reports, f"{os.environ['RANK']} {code}\n".encode())
+    leave(code)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

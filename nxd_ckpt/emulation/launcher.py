@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
 from nxd_ckpt.emulation.world import PORT_VARIABLE
@@ -60,26 +61,29 @@ def launch(nproc: int, command: Sequence[str], *, nproc_per_node: int | None = N
     """
     ports = free_ports()
     lifeline, alive_end = os.pipe()  # its far end closes when this process ends, however it ends
-    arguments = [sys.executable, "-m", "nxd_ckpt.emulation.child", str(lifeline), *command]
+    reports, report_end = os.pipe()
+    arguments = [sys.executable, "-m", "nxd_ckpt.emulation.child", str(lifeline), str(report_end), *command]
     ranks = [
         subprocess.Popen(
             arguments,
             env=rank_environment(rank, nproc, ports, nproc_per_node),
-            pass_fds=[lifeline],
+            pass_fds=[lifeline, report_end],
             start_new_session=True,  # a terminal's Ctrl-C arrives once, from here
         )
         for rank in range(nproc)
     ]
     os.close(lifeline)
+    os.close(report_end)
     previous = _forward_signals(ranks)
     try:
-        return _wait(ranks, grace)
+        return _wait(ranks, grace, reports)
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
         for process in ranks:
             process.kill()
         os.close(alive_end)
+        os.close(reports)
 
 
 def _forward_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, signal._HANDLER]:
@@ -93,8 +97,9 @@ def _forward_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, sign
     return {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
-    while (failed := _first_failure(ranks)) is None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float, reports: int) -> int:
+    os.set_blocking(reports, False)
+    while (failed := _first_failure(ranks, reports)) is None:
         if _all_ended(ranks):
             return 0
         time.sleep(_POLL_SECONDS)
@@ -109,12 +114,20 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
     return code
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    for rank, process in enumerate(ranks):
-        code = process.poll()
-        if code:
-            return rank, code if code > 0 else 128 - code
-    return None
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], reports: int) -> tuple[int, int] | None:
+    """(rank, exit code), once a rank has ended. Others fail because it did, and may end sooner: whom a signal ended, and
+    who reported first, comes before them."""
+    failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
+    if not failed:
+        return None
+    for rank, code in failed:
+        if code < 0:
+            return rank, 128 - code
+    with suppress(BlockingIOError):
+        if first := os.read(reports, 4096).partition(b"\n")[0]:
+            rank, code = map(int, first.split())
+            return rank, code
+    return failed[0]
 
 
 def _all_ended(ranks: Sequence[subprocess.Popen[bytes]]) -> bool:

@@ -56,3 +56,28 @@ def test_failing_rank_ends_the_run(tmp_path: Path) -> None:
     result = emulate(tmp_path, "--fail")
     assert 7 == result.returncode
     assert "rank 1 ended with exit code 7" in result.stderr
+
+
+LATE = """
+import atexit, os, sys, time
+from pathlib import Path
+
+mark = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 2.0)     # a rank may take its time to end
+    atexit.register(mark.touch)
+    sys.exit(7)
+while not mark.exists():
+    time.sleep(0.01)
+raise RuntimeError("because rank 1 went away")
+"""
+
+
+def test_the_rank_that_failed_first_counts_though_another_ends_sooner(tmp_path: Path) -> None:
+    """What fails because of it is not what the run ends with."""
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, "-m", "nxd_ckpt.emulation", "--nproc", "2", str(tmp_path / "late.py")]
+    command.append(str(tmp_path / "mark"))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert 7 == result.returncode
+    assert "rank 1 ended with exit code 7" in result.stderr
