@@ -115,8 +115,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float, reports: int) 
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], reports: int) -> tuple[int, int] | None:
-    """(rank, exit code), once a rank has ended. Others fail because it did, and may end sooner: whom a signal ended, and
-    who reported first, comes before them."""
+    """(rank, exit code), once a rank has ended.
+
+    Others fail because it did, and may end sooner: whom a signal ended, and who reported first, comes before them.
+    """
     failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
     if not failed:
         return None
