@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.means import add_means, means_of
 
 NAME = "convert-zero1"
 SUMMARY = "unshard a ZeRO-1 optimizer, or cut it for another data-parallel size"
@@ -28,16 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_means(parser)
 
 
-def add_means(parser: argparse.ArgumentParser) -> None:
-    """The options that all conversions have."""
-    parser.add_argument("--num_workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing output, once the conversion has succeeded"
-    )
-    add_storage_options(parser, output=True)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-
-
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import convert_zero1
 
@@ -47,11 +37,7 @@ def run(args: argparse.Namespace) -> int:
         dp_size=args.dp_size,
         convert_to_full=args.convert_to_full,
         convert_to_sharded=args.convert_to_sharded,
-        num_workers=args.num_workers,
         optim_only=args.optim_only,
-        overwrite=args.overwrite,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
+        **means_of(args),
     )
     return 0

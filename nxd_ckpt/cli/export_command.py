@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, mapping_of
 from nxd_ckpt.cli.reshard import nested_lists
 from nxd_ckpt.cli.storage_options import add_storage_options, nested
-from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.units import size
 
 NAME = "export"
@@ -23,7 +23,6 @@ DESCRIPTION = (
     "For a model that is too large for one machine, start it on several with torchrun (-m nxd_ckpt.cli export ...): "
     "each writes a share of the files."
 )
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,25 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="PATH", help="the model's config.json, or a Hugging Face directory with one; it is copied"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="a directory whose tokenizer files are copied")
-    parser.add_argument(
-        "--mapping",
-        metavar="NAME",
-        help="a shipped mapping (gpt_neox, llama, mixtral) or a JSON file (default: what config.json says)",
-    )
-    parser.add_argument(
-        "--kv_size_multiplier",
-        type=int,
-        default=1,
-        metavar="N",
-        help="how often the job that saved it kept each key-value head (default: 1)",
-    )
-    parser.add_argument(
-        "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
-    )
+    add_mapping(parser, "the job that saved it kept")
     parser.add_argument(
         "--size-per-shard", default="5GB", metavar="SIZE", help="bytes of a file at most, or 512MiB (default: 5GB)"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="cast to this (default: as saved)")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as saved)")
     parser.add_argument("--master-weights", action="store_true", help="take the optimizer's master weights")
     parser.add_argument(
         "--param_names",
@@ -73,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         config=args.config,
         tokenizer=args.tokenizer,
-        mapping=args.mapping,
-        kv_size_multiplier=args.kv_size_multiplier,
-        hardware=args.hw_backend,
+        **mapping_of(args),
         size_per_shard=args.size_per_shard,
         dtype=args.dtype,
         master_weights=args.master_weights,

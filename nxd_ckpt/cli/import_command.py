@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.convert_zero1 import add_means
+from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, mapping_of
+from nxd_ckpt.cli.means import add_means, means_of
 from nxd_ckpt.cli.reshard import nested_lists
-from nxd_ckpt.cli.storage_options import nested
-from nxd_ckpt.core.heads import HARDWARE
 
 NAME = "import"
 SUMMARY = "make a checkpoint of a Hugging Face directory"
@@ -20,7 +19,6 @@ DESCRIPTION = (
     "each writes a share."
 )
 _SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
-_DTYPES = ("float32", "bfloat16", "float16")
 _VARIANTS = {
     "qkv_linear": "the model has GQAQKVColumnParallelLinear: weight_q, weight_k and weight_v",
     "fuse_qkv": "the same with fuse_qkv: weight_qkv",
@@ -37,24 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="PATH", help="the model's config.json, or a directory with one (default: the one of HF)"
     )
-    parser.add_argument(
-        "--mapping",
-        metavar="NAME",
-        help="a shipped mapping (gpt_neox, llama, mixtral) or a JSON file (default: what config.json says)",
-    )
-    parser.add_argument(
-        "--kv_size_multiplier",
-        type=int,
-        default=1,
-        metavar="N",
-        help="how often the job keeps each key-value head (default: 1)",
-    )
-    parser.add_argument(
-        "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
-    )
+    add_mapping(parser, "the job keeps")
     for name, meaning in _VARIANTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=meaning)
-    parser.add_argument("--dtype", choices=_DTYPES, help="cast to this (default: as it is)")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as it is)")
     parser.add_argument("--use_xser", action="store_true", help="write xser files")
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
     add_means(parser)
@@ -68,16 +52,10 @@ def run(args: argparse.Namespace) -> int:
         args.tag,
         **{name: getattr(args, name) for name in (*_SIZES, *_VARIANTS)},
         config=args.config,
-        mapping=args.mapping,
-        kv_size_multiplier=args.kv_size_multiplier,
-        hardware=args.hw_backend,
         dtype=args.dtype,
         use_xser=args.use_xser,
         stages=nested_lists(args.stages, depth=2),
-        num_workers=args.num_workers,
-        overwrite=args.overwrite,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
+        **mapping_of(args),
+        **means_of(args),
     )
     return 0

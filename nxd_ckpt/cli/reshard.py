@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nxd_ckpt.cli.convert_zero1 import add_means
-from nxd_ckpt.cli.storage_options import nested
+from nxd_ckpt.cli.means import add_means, means_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 
@@ -54,11 +53,7 @@ def run(args: argparse.Namespace) -> int:
         partitions=_partitions(args.partitions),
         stages=nested_lists(args.stages, depth=2),
         saved_param_names=nested_lists(args.param_names, depth=3),
-        num_workers=args.num_workers,
-        overwrite=args.overwrite,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
+        **means_of(args),
     )
     return 0
 

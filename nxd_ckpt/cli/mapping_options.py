@@ -1,0 +1,38 @@
+"""What exports and imports have: how names and shapes are translated between Hugging Face and NxD."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from nxd_ckpt.core.heads import HARDWARE
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_mapping(parser: argparse.ArgumentParser, job_keeps: str) -> None:
+    """The options; ``job_keeps`` says who keeps each key-value head several times."""
+    parser.add_argument(
+        "--mapping",
+        metavar="NAME",
+        help="a shipped mapping (gpt_neox, llama, mixtral) or a JSON file (default: what config.json says)",
+    )
+    parser.add_argument(
+        "--kv_size_multiplier",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"how often {job_keeps} each key-value head (default: 1)",
+    )
+    parser.add_argument(
+        "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
+    )
+
+
+def mapping_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as keyword arguments of the functions."""
+    return {
+        "mapping": args.mapping,
+        "kv_size_multiplier": args.kv_size_multiplier,
+        "hardware": args.hw_backend,
+    }

@@ -1,0 +1,29 @@
+"""What all conversions have: how they work, and where the output goes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from nxd_ckpt.cli.storage_options import add_storage_options, nested
+
+
+def add_means(parser: argparse.ArgumentParser) -> None:
+    """The options that all conversions have."""
+    parser.add_argument("--num_workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing output, once the conversion has succeeded"
+    )
+    add_storage_options(parser, output=True)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def means_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as keyword arguments of the conversions' functions."""
+    return {
+        "num_workers": args.num_workers,
+        "overwrite": args.overwrite,
+        "storage_options": nested(args.storage_option),
+        "output_options": nested(args.output_option),
+        "progress": not args.quiet,
+    }
