@@ -90,7 +90,7 @@ def rescaled(name: str, partition: Partition, tp: int, new_tp: int) -> Partition
         return replace(
             partition, fused=tuple(_rescaled_section(name, section, tp, new_tp) for section in partition.fused)
         )
-    if partition.rank_ordering is not None and partition.num_partitions > 1:
+    if partition.rank_ordering is not None and partition.num_partitions > 1 and new_tp > 1:
         raise _no_convention(name, f"rank_ordering={partition.rank_ordering}", tp, new_tp)
     count = _rescaled_count(name, partition.num_partitions, tp, new_tp)
     return replace(partition, num_partitions=count, rank_ordering=None)

@@ -49,10 +49,14 @@ class ReshardedModel:
                 if name in tree:
                     self._refuse_another_of_the_name(name, pp_rank)
                 elif crossing.holds_all or name in wanted:
-                    tree[name] = self._leaf(name, pp_rank, specs.get(name), name in wanted)
+                    tree[name] = self.leaf(name, pp_rank, specs.get(name), wanted=name in wanted)
         return tree
 
-    def _leaf(self, name: str, pp_rank: int, live: ParameterSpec | None, wanted: bool) -> Any:
+    def leaf(self, name: str, pp_rank: int, live: ParameterSpec | None, *, wanted: bool = True) -> Any:
+        """What a rank whose tensor is ``live`` (None for what is no tensor) makes of this name on a saved stage.
+
+        Raises as :meth:`tree`.
+        """
         crossing = self._crossing
         reference = self.reference(pp_rank)[name]
         if isinstance(reference, MissingTensor):

@@ -112,6 +112,15 @@ class ReshardedOptimizer:
         tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
         return tree | ({MASTERS: masters} if masters else {})
 
+    def entry(self, slot: OptimizerSlot, key: str) -> Any:
+        """One entry of that parameter's state; MASTER_WEIGHTS is the key of its full-precision values.
+
+        Raises as :meth:`tree`.
+        """
+        found = self._find(slot.name)
+        self._refuse_entries_elsewhere(slot, found)
+        return self._entry(slot, found, key, found.slot.master if key == MASTER_WEIGHTS else found.slot.entries[key])
+
     def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
         """The parameter ``spec`` as its master weights have it, cast to its dtype; None where the tag has none."""
         try:

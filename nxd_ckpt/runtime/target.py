@@ -200,7 +200,7 @@ class TargetOptimizer:
         return set(restaged([list(slots) for slots in stages], topology.pp)[topology.pp_rank])
 
     def _slot(self, name: str, saved: SavedSlot, kind: str) -> OptimizerSlot:
-        shape = saved.shape or self._crossing.recorded_shape(name) or _shape_of_entries(saved)
+        shape = saved.shape or self._crossing.recorded_shape(name) or shape_of_entries(saved)
         spec = respecified_here(self._crossing, name, "float32", shape, expert=saved.expert)
         topology = self._target.topology
         if kind != "zero1":
@@ -319,7 +319,8 @@ def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
     return {name: same[0] for same in names.values() if len(same) > 1 for name in same}
 
 
-def _shape_of_entries(slot: SavedSlot) -> tuple[int, ...]:
+def shape_of_entries(slot: SavedSlot) -> tuple[int, ...]:
+    """The shape of the parameter whose saved state this is, as far as its entries tell."""
     shapes = [form_of(leaf)[1] for key, leaf in slot.entries.items() if key != STEP and is_tensor(leaf)]
     return max(shapes, key=len, default=())
 

@@ -1,0 +1,268 @@
+"""A tag as global tensors: each under its name, put together of what the ranks saved. Reads trees only, no tensor.
+
+What cannot be put together is named all the same, and asking for it says why: NxD's own tags do not tell how their
+tensors are cut, or whose the entries of their optimizer are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.adapters.optimizer_state import STEP
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerSlot
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
+from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.runtime.crossing import Crossing
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.resharded_model import ReshardedModel
+from nxd_ckpt.runtime.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.runtime.saved_optimizer import SavedSlot
+from nxd_ckpt.runtime.target import recorded_parameters, respecified_here, shape_of_entries
+
+_LEAVES = (TensorStub, MissingTensor)
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """One tensor of a tag, all of it.
+
+    ``name`` is "model/embed.weight", "optim/embed.weight/exp_avg" or, where a tag does not tell whose it is,
+    "optim/#3/exp_avg". ``shape`` is the whole tensor's, None where its cut is not known; ``local_shape`` what a saving
+    rank's file holds of it (its shard, under ZeRO-1), None where no file does. ``dtype`` is torch's name ("bfloat16").
+    ``partition`` says how saving ranks cut it over tensor- and expert-parallel ranks; None where it has no parameter's
+    shape.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    local_shape: tuple[int, ...] | None
+    partition: Partition | None
+
+
+class WholeTag:
+    """The tag ``opened``, as a single rank would hold it.
+
+    Args:
+        partitions: how parameters of the tag were cut, by name, where it does not say.
+        saved_param_names: the optimizer's parameter names as saved, by stage and group, where it does not say.
+    """
+
+    def __init__(
+        self,
+        opened: OpenTag,
+        *,
+        partitions: Mapping[str, Partition] | None = None,
+        saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    ) -> None:
+        self._opened = opened
+        recorded = recorded_parameters(opened, partitions or {})
+        self._crossing = Crossing(opened, Topology(), recorded=recorded, every_stage=True)
+        self._model = ReshardedModel(self._crossing) if opened.parts.model else None
+        self._saved_names = saved_param_names
+
+    @cached_property
+    def tensors(self) -> dict[str, GlobalTensor]:
+        """Every tensor by its name: the model's in its order, then the optimizer's.
+
+        Raises:
+            OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
+        """
+        found = {name: self._describe(name, *place) for name, place in self._model_places.items()}
+        return found | {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """What stands beside the tensors under such names and is none: Python numbers, extra state, by name."""
+        values = {
+            f"model/{name}": value
+            for name, (_, value) in self._model_values.items()
+            if not any(True for _ in iter_tensors(value, _LEAVES))
+        }
+        for slot_name, (_, slot) in self._slots.items():
+            plain = {key: value for key, value in slot.entries.items() if not is_tensor(value)}
+            values |= {f"optim/{slot_name}/{key}": value for key, value in plain.items()}
+        return values
+
+    @cached_property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The options of each param group, and under "params" the names of its parameters."""
+        if self._optimizer is None:
+            return []
+        groups = [{**options, "params": list[str]()} for options in self._optimizer.groups()]
+        for name, (_, slot) in self._slots.items():
+            groups[slot.group]["params"].append(name)
+        return groups
+
+    def leaf(self, name: str) -> TensorStub | Assembly:
+        """What the tensor is made of, to be read by ``opened.reader()``.
+
+        Raises:
+            KeyMismatch: no such tensor.
+            PartNotFound: no file holds it.
+            TopologyMismatch: how it is cut is not known.
+            OptimizerMismatch, IncompatibleState: it cannot be put together; says why.
+        """
+        if name in self._model_places:
+            return self._model_leaf(name, *self._model_places[name])
+        if name in self._entry_places:
+            return self._entry_leaf(*self._entry_places[name])
+        raise KeyMismatch(f"{self._opened.where} has no tensor {name!r}")
+
+    def _model_leaf(self, name: str, path: tuple[Any, ...], pp_rank: int) -> TensorStub | Assembly:
+        assert self._model is not None
+        parameter, reference = path[0], self._model.reference(pp_rank)[path[0]]
+        spec = self._spec(parameter, *_form(reference)) if is_tensor(reference) else None
+        leaf = self._model.leaf(parameter, pp_rank, spec)
+        if len(path) > 1:
+            leaf = dict(iter_tensors(leaf, _LEAVES))[path[1:]]
+        if isinstance(leaf, MissingTensor):
+            found = self._master_weight(parameter, leaf)
+            if found is None:
+                raise PartNotFound(
+                    f"{self._opened.where}: no file holds {name} ({leaf.file} is missing), nor its master weights"
+                )
+            return found
+        assert isinstance(leaf, (TensorStub, Assembly))
+        return leaf
+
+    def _entry_leaf(self, parameter: str, key: str) -> TensorStub | Assembly:
+        assert self._optimizer is not None
+        slot = self._slots[parameter][1]
+        try:
+            leaf = self._optimizer.entry(OptimizerSlot(parameter, self._slot_spec(parameter, slot)), key)
+        except TopologyMismatch as error:
+            if not parameter.startswith("#"):
+                raise
+            raise OptimizerMismatch(
+                f"{self._opened.where} does not say whose state optim/{parameter}/{key} is, so its cut is not known; "
+                "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
+            ) from error
+        assert isinstance(leaf, (TensorStub, Assembly))
+        return leaf
+
+    def _master_weight(self, parameter: str, missing: MissingTensor) -> Assembly | None:
+        if self._optimizer is None or missing.dtype is None or parameter not in self._slots:
+            return None
+        spec = self._slot_spec(parameter, self._slots[parameter][1])
+        return self._optimizer.master_weight(parameter, ParameterSpec(missing.dtype, spec.shape, spec.partition))
+
+    @cached_property
+    def _model_values(self) -> dict[str, tuple[int, Any]]:
+        """Every name in the model's state, the first stage that holds it, and what a rank of that has there."""
+        found: dict[str, tuple[int, Any]] = {}
+        if self._model is not None:
+            for pp_rank in self._model.stages():
+                for name, value in self._model.reference(pp_rank).items():
+                    found.setdefault(name, (pp_rank, value))
+        return found
+
+    @cached_property
+    def _model_places(self) -> dict[str, tuple[tuple[Any, ...], int]]:
+        """(path in the state dict, stage) by the name of the tensor there."""
+        return {
+            "/".join(("model", *map(str, (name, *path)))): ((name, *path), pp_rank)
+            for name, (pp_rank, value) in self._model_values.items()
+            for path, _ in iter_tensors(value, _LEAVES)
+        }
+
+    @cached_property
+    def _optimizer(self) -> ReshardedOptimizer | None:
+        if self._opened.parts.optimizer is None:
+            return None
+        return ReshardedOptimizer(self._crossing, saved_names=self._names_as_saved())
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[int, SavedSlot]]:
+        """The optimizer's parameters by name, and the stage of each."""
+        stages = {} if self._optimizer is None else self._optimizer.stages()
+        return {name: (pp_rank, slot) for pp_rank, slots in stages.items() for name, slot in slots.items()}
+
+    @cached_property
+    def _entry_places(self) -> dict[str, tuple[str, str]]:
+        """(parameter, key) by the name of the tensor there."""
+        return {
+            f"optim/{name}/{key}": (name, key)
+            for name, (_, slot) in self._slots.items()
+            for key, value in _entries(slot).items()
+            if is_tensor(value)
+        }
+
+    def _describe(self, name: str, path: tuple[Any, ...], pp_rank: int) -> GlobalTensor:
+        assert self._model is not None
+        value = self._model.reference(pp_rank)[path[0]]
+        leaf = dict(iter_tensors(value, _LEAVES))[path[1:]]
+        dtype = _form(leaf)[0]
+        local = None if isinstance(leaf, MissingTensor) else leaf.shape
+        if len(path) > 1:
+            return GlobalTensor(name, dtype, leaf.shape, local, None)
+        return GlobalTensor(name, dtype, self._whole(path[0], dtype, leaf.shape), local, self._partition(path[0]))
+
+    def _describe_entry(self, name: str, parameter: str, key: str) -> GlobalTensor:
+        slot = self._slots[parameter][1]
+        dtype, local = form_of(_entries(slot)[key])
+        if key == STEP or not local:
+            return GlobalTensor(name, dtype, local, local, None)
+        whole = self._whole(parameter, dtype, self._slot_shape(parameter, slot), expert=slot.expert)
+        return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
+
+    def _whole(
+        self, parameter: str, dtype: str, held: tuple[int, ...] | None, *, expert: bool = False
+    ) -> tuple[int, ...] | None:
+        if held is None:
+            return None
+        try:
+            return self._spec(parameter, dtype, held, expert=expert).shape
+        except TopologyMismatch:
+            return None
+
+    def _partition(self, parameter: str) -> Partition:
+        recorded = self._crossing.recorded.get(parameter)
+        if recorded is not None:
+            return recorded.partition
+        sizes = self._crossing.saved
+        return Partition(known=sizes.tp == sizes.ep == 1)
+
+    def _spec(self, parameter: str, dtype: str, held: tuple[int, ...], *, expert: bool = False) -> ParameterSpec:
+        return respecified_here(self._crossing, parameter, dtype, held, expert=expert)
+
+    def _slot_spec(self, parameter: str, slot: SavedSlot) -> ParameterSpec:
+        return self._spec(parameter, "float32", self._slot_shape(parameter, slot), expert=slot.expert)
+
+    def _slot_shape(self, parameter: str, slot: SavedSlot) -> tuple[int, ...]:
+        """The shape that the parameter had on each saving rank, before ZeRO-1."""
+        return slot.shape or self._crossing.recorded_shape(parameter) or shape_of_entries(slot)
+
+    def _names_as_saved(self) -> Sequence[Sequence[Sequence[str]]] | None:
+        """Names for every saved entry; "#3" (of the only stage, else "#1.3") where nobody knows them."""
+        if self._saved_names is not None:
+            return self._saved_names
+        names = self._opened.optimizer_names(Coordinates())
+        if names is not None and not any(name.startswith("#") for name in names):
+            return None
+        sizes, stages = self._opened.topology, []
+        for pp_rank in range(sizes.pp):
+            groups = self._opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
+            prefix = "#" if sizes.pp == 1 else f"#{pp_rank}."
+            stages.append([[f"{prefix}{index}" for index in range(sum(len(group["params"]) for group in groups))]])
+        return stages
+
+
+def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape; of a tensor that is in no file, as far as its info file says."""
+    if isinstance(leaf, MissingTensor):
+        return leaf.dtype or "?", leaf.shape or ()
+    return form_of(leaf)
+
+
+def _entries(slot: SavedSlot) -> dict[str, Any]:
+    masters = {} if slot.master is None else {MASTER_WEIGHTS: slot.master}
+    return {**slot.entries, **masters}
