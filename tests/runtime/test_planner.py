@@ -156,7 +156,8 @@ def extra(name: Any, value: Any) -> Step:
     def step(found: Job) -> None:
         found.model.extra[name] = value() if callable(value) else value
 
-    step.__name__ = f"extra {name!r}={value!r}"
+    # Not as repr: the same in every process, where several share the tests.
+    step.__name__ = f"extra {name!r}={'tensors' if callable(value) else repr(value)}"
     return step
 
 
