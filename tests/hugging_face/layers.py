@@ -1,0 +1,290 @@
+"""Layers as NxD has them: cut over tensor-, pipeline- and expert-parallel ranks, with its names and attributes.
+
+Their collectives are torch-xla's. Every layer starts as zeros: what it computes comes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_ckpt import Partition, Topology
+from nxd_ckpt.core.heads import Heads
+from tests.elastic.ranks import mark
+from tests.training.model import _Copy, _groups, _Reduce, tp_groups
+
+Groups = list[list[int]]
+
+
+def parameter(at: Topology, *shape: int, dim: int | None = None, stride: int = 1, expert: bool = False) -> nn.Parameter:
+    """This rank's part of a parameter of the whole ``shape``, marked as NxD's layers mark it."""
+    local = list(shape)
+    if dim is not None:
+        local[dim] //= at.tp
+    if expert:
+        local[0] //= at.ep
+    held = nn.Parameter(torch.zeros(local))
+    mark(held, Partition() if dim is None else Partition(dim, stride, at.tp, expert=expert))
+    return held
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """``module.to(device)`` drops on XLA what is set on parameters: here it stays."""
+    attributes = {name: dict(vars(held)) for name, held in module.named_parameters()}
+    module.to(device)
+    for name, held in module.named_parameters():
+        vars(held).update(attributes[name])
+
+
+class ColumnParallelLinear(nn.Module):
+    """Each rank computes its part of the outputs. With a stride, of each of as many tensors that lie side by side."""
+
+    def __init__(self, at: Topology, inputs: int, outputs: int, *, bias: bool = False, stride: int = 1) -> None:
+        super().__init__()
+        self.groups = tp_groups(at)
+        self.weight = parameter(at, outputs, inputs, dim=0, stride=stride)
+        self.bias = parameter(at, outputs, dim=0, stride=stride) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(_Copy.apply(hidden, self.groups), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Each rank has its part of the inputs; the results are summed, and then the bias, which all have, is added."""
+
+    def __init__(self, at: Topology, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.groups = tp_groups(at)
+        self.weight = parameter(at, outputs, inputs, dim=1)
+        self.bias = parameter(at, outputs) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = _Reduce.apply(F.linear(hidden, self.weight), self.groups)
+        return out if self.bias is None else out + self.bias
+
+
+class ParallelEmbedding(nn.Module):
+    """Each rank knows its part of the vocabulary."""
+
+    def __init__(self, at: Topology, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.rank, self.groups = at.tp_rank, tp_groups(at)
+        self.weight = parameter(at, vocabulary, width, dim=0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.rank * len(self.weight)
+        absent = (local < 0) | (local >= len(self.weight))
+        found = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(-1), 0.0)
+        out: Tensor = _Reduce.apply(found, self.groups)
+        return out
+
+
+class OutputLayer(ColumnParallelLinear):
+    """A column-parallel layer without bias whose whole output every rank gets."""
+
+    def __init__(self, at: Topology, inputs: int, outputs: int) -> None:
+        super().__init__(at, inputs, outputs)
+        self.rank = at.tp_rank
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = _Gather.apply(super().forward(hidden), self.groups, self.rank)
+        return out
+
+
+class GQAQKVColumnParallelLinear(nn.Module):
+    """Queries, keys and values of this rank's places for heads; a key-value head is kept ``heads.copies`` times.
+
+    Ranks that keep the same heads sum their gradients of them, and so copies stay equal.
+    """
+
+    def __init__(self, at: Topology, hidden: int, heads: Heads) -> None:
+        super().__init__()
+        self.groups = tp_groups(at)
+        width = heads.kv_heads * heads.copies * heads.head_dim
+        self.weight_q = parameter(at, heads.heads * heads.head_dim, hidden, dim=0)
+        self.weight_k = parameter(at, width, hidden, dim=0)
+        self.weight_v = parameter(at, width, hidden, dim=0)
+        places = [heads._kv_head(place) for place in range(heads.kv_heads * heads.copies)]
+        each = len(places) // at.tp
+        kept = [tuple(places[rank * each : (rank + 1) * each]) for rank in range(at.tp)]
+        self.keepers = _groups(at, lambda one: (one.pp_rank, one.dp_rank, kept[one.tp_rank]))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = _Copy.apply(hidden, self.groups)
+        key, value = (_Copy.apply(weight, self.keepers) for weight in (self.weight_k, self.weight_v))
+        return F.linear(hidden, self.weight_q), F.linear(hidden, key), F.linear(hidden, value)
+
+
+class Weight(nn.Module):
+    """For its name."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class Router(nn.Module):
+    """How much of each expert every token gets: (tokens, experts), 0 but for the two that it likes best."""
+
+    def __init__(self, at: Topology, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.linear_router = Weight(parameter(at, experts, hidden))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        likes = F.linear(hidden, self.linear_router.weight).softmax(-1)
+        best = torch.where(likes >= likes.topk(2, -1).values[:, 1:], likes, 0.0)
+        return best / best.sum(-1, keepdim=True)
+
+
+class Experts(nn.Module):
+    """This rank's part of its experts, for the tokens (tokens, hidden) of all ranks that share the experts out."""
+
+    def __init__(self, at: Topology, experts: int, hidden: int, wide: int) -> None:
+        super().__init__()
+        self.at, self.groups = at, tp_groups(at)
+        self.sharing = _groups(at, lambda one: (one.pp_rank, one.tp_rank, one.expert_dp_rank))
+        gate_up = Weight(parameter(at, experts, hidden, 2 * wide, dim=2, stride=2, expert=True))
+        down = Weight(parameter(at, experts, wide, hidden, dim=1, expert=True))
+        self.mlp_op = nn.ModuleDict({"gate_up_proj": gate_up, "down_proj": down})
+
+    def forward(self, hidden: Tensor, shares: Tensor) -> Tensor:
+        """``shares`` as from :class:`Router`."""
+        hidden, shares = (_AllGather.apply(_Copy.apply(one, self.groups), self.sharing) for one in (hidden, shares))
+        gate, up = torch.einsum("th,ehf->etf", hidden, self.mlp_op["gate_up_proj"].weight).chunk(2, -1)
+        each = torch.einsum("etf,efh->eth", F.silu(gate) * up, self.mlp_op["down_proj"].weight)
+        mine = shares.chunk(self.at.ep, 1)[self.at.ep_rank]
+        mixed = _ReduceScatter.apply(torch.einsum("eth,te->th", each, mine), self.sharing)
+        out: Tensor = _Reduce.apply(mixed, self.groups)
+        return out
+
+
+class RMSNorm(nn.Module):
+    """Of which every rank holds all."""
+
+    def __init__(self, at: Topology, width: int) -> None:
+        super().__init__()
+        self.weight = parameter(at, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Of which every rank holds all."""
+
+    def __init__(self, at: Topology, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = parameter(at, width), parameter(at, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """Causal attention of (batch, length, heads * head_dim), with rotary positions of the first ``rotated`` elements.
+
+    Neighbouring query heads share a key-value head, where there are more of them.
+    """
+    query, key, value = (one.unflatten(2, (-1, head_dim)).transpose(1, 2) for one in (query, key, value))
+    sharing = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(sharing, 1) for one in (_rotate(key, rotated), value))
+    mixed = F.scaled_dot_product_attention(_rotate(query, rotated), key, value, is_causal=True)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def _rotate(heads: Tensor, rotated: int) -> Tensor:
+    frequencies = 10000.0 ** (-torch.arange(0, rotated, 2).float() / rotated)
+    angles = torch.outer(torch.arange(heads.shape[2]).float(), frequencies)
+    cosine, sine = angles.cos().to(heads.device), angles.sin().to(heads.device)
+    first, second = heads[..., :rotated].chunk(2, -1)
+    turned = [first * cosine - second * sine, second * cosine + first * sine]
+    return torch.cat([*turned, heads[..., rotated:]], -1)
+
+
+def through_stages(at: Topology, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the last pipeline stage computes of what the stages before it did; zeros on the others.
+
+    On them ``.sum().backward()`` receives the gradient from the next stage: to be called on all stages alike.
+    """
+    for stage in range(at.pp):
+        if stage == at.pp_rank:
+            hidden = compute(hidden)
+        if stage + 1 < at.pp:
+            stages = _groups(at, lambda one: (one.dp_rank, one.tp_rank))
+            hidden = _Send.apply(hidden, [[ranks[stage], ranks[stage + 1]] for ranks in stages])
+    return hidden
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' parts of the last dimension, side by side: each rank's gradient is its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Groups, rank: int) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        ctx.parts, ctx.rank = len(groups[0]), rank
+        return xm.all_gather(value, dim=value.dim() - 1, groups=groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.parts, -1)[ctx.rank].contiguous(), None, None
+
+
+def _all_gather(value: Tensor, groups: Groups) -> Tensor:
+    import torch_xla.core.xla_model as xm
+
+    return value.clone() if len(groups[0]) == 1 else xm.all_gather(value, dim=0, groups=groups)
+
+
+def _reduce_scatter(value: Tensor, groups: Groups) -> Tensor:
+    import torch_xla.core.xla_model as xm
+
+    count = len(groups[0])
+    return value.clone() if count == 1 else xm.reduce_scatter(xm.REDUCE_SUM, value, 1.0, 0, count, groups=groups)
+
+
+class _AllGather(torch.autograd.Function):
+    """The rows of all ranks of a group, each of which goes on with them in its own way."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return _all_gather(value, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(gradient, ctx.groups), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """This rank's rows of the sum over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return _reduce_scatter(value, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.groups), None
+
+
+class _Send(torch.autograd.Function):
+    """To the target of each pair (source, target); the gradient goes back. Zeros elsewhere, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, pairs: Groups) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        ctx.pairs = pairs
+        return xm.collective_permute(value, pairs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        import torch_xla.core.xla_model as xm
+
+        return xm.collective_permute(gradient, [[target, source] for source, target in ctx.pairs]), None
