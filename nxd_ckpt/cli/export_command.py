@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as saved)")
     parser.add_argument("--master-weights", action="store_true", help="take the optimizer's master weights")
     parser.add_argument(
+        "--optimizer", action="store_true", help="write the optimizer's state beside the model: optimizer.safetensors"
+    )
+    parser.add_argument(
         "--param_names",
         metavar="FILE",
         help="JSON: the optimizer's parameter names, for each pipeline stage a list of names for each param group",
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         size_per_shard=args.size_per_shard,
         dtype=args.dtype,
         master_weights=args.master_weights,
+        optimizer=args.optimizer,
         param_names=nested_lists(args.param_names, depth=3),
         overwrite=args.overwrite,
         dry_run=args.dry_run,

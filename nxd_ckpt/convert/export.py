@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from nxd_ckpt.errors import InvalidArgument, PartNotFound
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.layout import legacy
-from nxd_ckpt.layout.hugging_face import INDEX
+from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.layout.mappings import Given, find_mapping
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.mapped_tag import MappedTag
+from nxd_ckpt.runtime.mapped_tensors import HfTensor
 from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.progress import report, watched
 
@@ -51,7 +54,7 @@ class Export:
     Attributes:
         source, target: as given.
         mapping: the mapping's name.
-        tensors: what the target holds.
+        tensors: what the target holds, the optimizer's after the model's.
         unknown: names in the tag that no rule maps, each with the closest rules. Empty unless nothing was written.
         missing: tensors that the model should have and the tag does not. Empty unless nothing was written.
         files: weight files and their bytes.
@@ -83,6 +86,7 @@ def export_checkpoint(
     size_per_shard: int | str = "5GB",
     dtype: str | None = None,
     master_weights: bool = False,
+    optimizer: bool = False,
     param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -110,8 +114,11 @@ def export_checkpoint(
         size_per_shard: bytes of a weight file at most (a larger tensor has a file of its own), or such as "5GB".
         dtype: "float32", "bfloat16" or "float16": what numbers of floating point are cast to; None keeps theirs.
         master_weights: export the optimizer's master weights, where it has them.
+        optimizer: write the optimizer's state too: ``optimizer.safetensors`` (or shards and their index), where the
+            tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json with param groups, steps
+            and whatever else is no tensor. Nothing of it is cast.
         param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group, where the
-            tag does not say (NxD's do not) and master weights are needed.
+            tag does not say (NxD's do not) and master weights or its state are needed.
         overwrite: replace an existing Hugging Face directory.
         dry_run: write nothing, and raise nothing for names that are not mapped.
         durable, timeout, storage_options, output_options, progress: as for ``reshard``.
@@ -121,6 +128,8 @@ def export_checkpoint(
         ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json and mapping.
         DtypeMismatch: a value does not fit into ``dtype``.
         InvalidArgument: arguments that cannot be, or an ``out`` that must not be touched.
+        PartNotFound, OptimizerMismatch: the optimizer was not saved, or nothing says whose its state is.
+        UnsupportedState, IncompatibleState: the optimizer has state of another kind, or not the same on all ranks.
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
     """
     started = time.monotonic()
@@ -139,7 +148,8 @@ def export_checkpoint(
             files += read_tokenizer(os.fspath(tokenizer), storage_options)
         opened = _open(source)
         mapped = MappedTag(opened, chosen, sizes, master_weights=master_weights, param_names=param_names)
-        return _Job(source, target, opened, chosen, mapped, files, size, dtype)
+        mapped_optimizer = MappedOptimizer(opened, mapped) if optimizer else None
+        return _Job(source, target, opened, chosen, mapped, mapped_optimizer, files, size, dtype)
 
     with joined(timeout) as agreement:
         job = on_all(agreement, prepare)
@@ -162,19 +172,31 @@ class _Job:
         opened: OpenTag,
         mapping: ModelMapping,
         mapped: MappedTag,
+        optimizer: MappedOptimizer | None,
         files: Sequence[ModelFile],
         size_per_shard: int,
         dtype: str | None,
     ) -> None:
         self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
-        self._mapping, self._files = mapping, files
+        self._mapping, self._optimizer, self._files = mapping, optimizer, files
         self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.tensors]
-        self.shards: list[Shard] = plan_shards(self._forms, size_per_shard)
+        self._weights = plan_shards(self._forms, size_per_shard)
+        entries = [] if optimizer is None else optimizer.tensors
+        self._state = [TensorForm(one.name, one.dtype, one.shape) for one in entries]
+        self._moments = plan_shards(self._state, size_per_shard, OPTIMIZER) if self._state else []
+        self.shards: list[Shard] = [*self._weights, *self._moments]
+        self.tensors: dict[str, HfTensor] = {one.name: one for one in (*mapped.tensors, *entries)}
+
+    def require_all(self) -> None:
+        """Raise what ``MappedTag.require_all`` and ``MappedOptimizer.require_all`` raise."""
+        self.mapped.require_all()
+        if self._optimizer is not None:
+            self._optimizer.require_all()
 
     def summary(self) -> Export:
         tensors = tuple(
-            ExportedTensor(one.name, form.dtype, one.shape, one.source.name, one.source.shape)
-            for one, form in zip(self.mapped.tensors, self._forms, strict=True)
+            ExportedTensor(form.name, form.dtype, form.shape, one.source_name, one.source.shape)
+            for form, one in zip([*self._forms, *self._state], self.tensors.values(), strict=True)
         )
         return Export(
             self.source.path,
@@ -192,8 +214,13 @@ class _Job:
         for form in self._forms:
             sizes[form.dtype] = sizes.get(form.dtype, 0) + form.nbytes
         yield from with_dtype(self._files, max(sizes, key=sizes.__getitem__))
+        if self._optimizer is not None:
+            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self._optimizer.document, indent=2).encode() + b"\n")
+        if len(self._moments) > 1:
+            yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
+        # Some readers take every safetensors file for the model's where no index says which are.
         if len(self.shards) > 1:
-            yield ModelFile(INDEX, index_of(self.shards))
+            yield ModelFile(INDEX, index_of(self._weights))
 
 
 def _open(place: Place) -> OpenTag:
@@ -207,14 +234,13 @@ def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
     """Where to write to, once it is known that all can be."""
     if not job.opened.parts.model:
         raise PartNotFound(f"{job.opened.where} was saved without a model: there is nothing to export")
-    job.mapped.require_all()
+    job.require_all()
     return Output(job.target, overwrite=overwrite, durable=durable)
 
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
     decided_by_rank0(agreement, output.begin)
-    tensors = {tensor.name: tensor for tensor in job.mapped.tensors}
-    writer = ShardWriter(job.opened, job.mapped, tensors, output.storage, output.folder)
+    writer = ShardWriter(job.opened, job.mapped, job.tensors, output.storage, output.folder)
     mine = job.shards[agreement.rank :: agreement.world_size]
     nbytes = sum(shard.layout.nbytes for shard in mine)
     try:

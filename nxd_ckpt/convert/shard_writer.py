@@ -14,7 +14,8 @@ from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.runtime.mapped_tag import HfTensor, MappedTag
+from nxd_ckpt.runtime.mapped_tag import MappedTag
+from nxd_ckpt.runtime.mapped_tensors import HfTensor
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.reading import LeafReader

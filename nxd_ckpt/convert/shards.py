@@ -30,10 +30,10 @@ class Shard:
         return lay_out(self.forms, _METADATA)
 
 
-def plan_shards(forms: Sequence[TensorForm], size_per_shard: int) -> list[Shard]:
+def plan_shards(forms: Sequence[TensorForm], size_per_shard: int, single: str = SINGLE) -> list[Shard]:
     """The files, in the order of the tensors: each of at most ``size_per_shard`` bytes, or of one tensor.
 
-    Raises UnsupportedState for a dtype that such files cannot hold.
+    ``single`` is the name of the file if it is one. Raises UnsupportedState for a dtype that such files cannot hold.
     """
     groups: list[list[TensorForm]] = [[]]
     nbytes = 0
@@ -44,9 +44,10 @@ def plan_shards(forms: Sequence[TensorForm], size_per_shard: int) -> list[Shard]
         groups[-1].append(form)
         nbytes += form.nbytes
     if len(groups) == 1:
-        return [Shard(SINGLE, tuple(groups[0]))]
+        return [Shard(single, tuple(groups[0]))]
+    stem, suffix = single.split(".")
     return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        Shard(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", tuple(group))
         for number, group in enumerate(groups, 1)
     ]
 

@@ -20,6 +20,10 @@ from nxd_ckpt.storage.base import Storage
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
+OPTIMIZER_DOCUMENT = "optimizer.json"
+"""Exported beside a model, and no part of it: its readers look for other names."""
 
 _SUFFIX = ".safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -260,7 +260,8 @@ class _Source:
             return None
         if spec is None:
             spec = ParameterSpec(missing.dtype, missing.shape or (), Partition(known=False))
-        return self._optimizer_source.master_weight(name, ParameterSpec(missing.dtype, spec.shape, spec.partition))
+        wanted = ParameterSpec(missing.dtype, spec.shape, spec.partition)
+        return self._optimizer_source.entry(name, MASTER_WEIGHTS, wanted)
 
     @cached_property
     def _crossing(self) -> Crossing:

@@ -6,62 +6,28 @@ of replicated heads do not tell all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.counterpart import Counterpart, counterparts, partition_of
+from nxd_ckpt.core.counterpart import counterparts, partition_of
 from nxd_ckpt.core.mapping import Match, ModelMapping
-from nxd_ckpt.core.partition import Partition, Piece
+from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.plan import Cut, Place, holders, plan_reads
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
 from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.master_weights import MasterWeights
+from nxd_ckpt.runtime.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.optimizer_entries import OptimizerEntries
 
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class NxdTensor:
-    """A tensor of the tag, all of it: its rule, the pipeline stage that holds it, and how the ranks of that cut it.
-
-    ``local_shape`` is what each rank holds, ``shape`` the whole one.
-    """
-
-    match: Match
-    pp_rank: int
-    dtype: str
-    local_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    partition: Partition
-
-    @property
-    def name(self) -> str:
-        return self.match.name
-
-
-@dataclass(frozen=True)
-class HfTensor:
-    """A Hugging Face tensor, and the tensor of the tag that holds it."""
-
-    counterpart: Counterpart
-    dtype: str
-    source: NxdTensor
-
-    @property
-    def name(self) -> str:
-        return self.counterpart.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.counterpart.shape
 
 
 class MappedTag:
@@ -83,7 +49,7 @@ class MappedTag:
         param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
         self._opened, self._mapping, self._sizes = opened, mapping, sizes
-        self._prefers_masters, self._masters = master_weights, MasterWeights(opened, param_names)
+        self._prefers_masters, self.entries = master_weights, OptimizerEntries(opened, param_names)
         self._trees: dict[Coordinates, dict[str, Any]] = {}
 
     @cached_property
@@ -99,17 +65,12 @@ class MappedTag:
             ShapeMismatch, TopologyMismatch, InvalidArgument: shapes and sizes that do not fit; says which.
             IncompatibleState: two tensors of the tag are the same Hugging Face tensor, or tied ones differ.
         """
-        found: dict[str, HfTensor] = {}
-        for match in self._mapping.split(self._stages)[0]:
-            source = self._source(match)
-            for one in counterparts(match, source.shape, self._sizes):
-                if one.name in found:
-                    raise IncompatibleState(
-                        f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
-                        f"{match.name}; the mapping must choose one"
-                    )
-                found[one.name] = HfTensor(one, source.dtype, source)
-        return [tensor for tensor in found.values() if not self._is_left_out(tensor, found)]
+        return [tensor for tensor in self._mapped.values() if not self._is_left_out(tensor)]
+
+    @property
+    def left_out(self) -> set[str]:
+        """The tensors of the tag that files leave out, because they are tied to others."""
+        return {tensor.source.name for tensor in self._mapped.values() if self._is_left_out(tensor)}
 
     @property
     def missing(self) -> list[str]:
@@ -123,7 +84,10 @@ class MappedTag:
         Raises:
             KeyMismatch: names are not mapped, or tensors are missing.
             TopologyMismatch: ranks that should hold the same hold different values.
+            OptimizerMismatch: master weights are wanted, and nothing says whose they are.
         """
+        if self._prefers_masters and self._opened.parts.master_weights:
+            self.entries.require()
         if self.unknown:
             self._mapping.matches(self.unknown)
         if self.missing:
@@ -149,13 +113,28 @@ class MappedTag:
         ]
         parts: list[Part] = []
         for read in plan_reads(tensor.counterpart.once, list(dict.fromkeys(held)), tensor.name):
-            leaf = Assembly.of(self._leaf(source, read.holder)).within(read.source)
+            leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
             parts += [replace(part, target=part.target.moved(read.target.offset)) for part in leaf.parts]
         shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
         if transposed:
             order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
             parts = [part.permuted(order) for part in parts]
         return Assembly(tensor.dtype, shape, tuple(parts))
+
+    @cached_property
+    def _mapped(self) -> dict[str, HfTensor]:
+        """All Hugging Face tensors of what rules map, by name."""
+        found: dict[str, HfTensor] = {}
+        for match in self._mapping.split(self._stages)[0]:
+            source = self._source(match)
+            for one in counterparts(match, source.shape, self._sizes):
+                if one.name in found:
+                    raise IncompatibleState(
+                        f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
+                        f"{match.name}; the mapping must choose one"
+                    )
+                found[one.name] = HfTensor(one, source.dtype, source)
+        return found
 
     @cached_property
     def _stages(self) -> dict[str, int]:
@@ -177,7 +156,7 @@ class MappedTag:
         dtype, shape = form_of(leaf) if is_tensor(leaf) else (None, None)
         if dtype is None or shape is None:
             raise MalformedFile(f"{self._opened.where}: {match.name} is {type(leaf).__name__}, expected a tensor")
-        if self._prefers_masters and self._masters.find(match.name, Coordinates(pp_rank), "float32", shape):
+        if self._prefers_masters and self._master(match.name, Coordinates(pp_rank), "float32", shape):
             dtype = "float32"
         tp = self._opened.topology.tp
         whole = self._whole(match, shape, tp)
@@ -195,9 +174,10 @@ class MappedTag:
             shape[0] *= self._opened.topology.ep
         return tuple(shape)
 
-    def _is_left_out(self, tensor: HfTensor, found: Mapping[str, HfTensor]) -> bool:
+    def _is_left_out(self, tensor: HfTensor) -> bool:
         """Whether it is tied to another one that files hold in its place."""
-        other = found.get(self._mapping.tied.get(tensor.name, "")) if self._mapping.are_tied(self._sizes) else None
+        tied = self._mapping.tied if self._mapping.are_tied(self._sizes) else {}
+        other = self._mapped.get(tied.get(tensor.name, ""))
         if other is None:
             return False
         digests = [_digest(self._tree(Coordinates(one.source.pp_rank))[one.source.name]) for one in (tensor, other)]
@@ -208,9 +188,18 @@ class MappedTag:
             )
         return True
 
-    def _leaf(self, source: NxdTensor, place: Place) -> TensorStub | Assembly:
-        """What the rank at ``place`` holds: from its model's file, or from master weights."""
+    def _leaf(self, tensor: HfTensor, place: Place) -> TensorStub | Assembly:
+        """What the rank at ``place`` holds: from its model's file, or from the optimizer's."""
+        source, entry = tensor.source, tensor.entry
         at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
+        if entry is None:
+            return self._weight(source, at)
+        found = self.entries.find(source.name, entry, at, tensor.dtype, source.local_shape)
+        if found is None:
+            raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
+        return found
+
+    def _weight(self, source: NxdTensor, at: Coordinates) -> TensorStub | Assembly:
         leaf = self._tree(at).get(source.name)
         if isinstance(leaf, TensorStub) and leaf.shape != source.local_shape:
             raise MalformedFile(
@@ -219,12 +208,15 @@ class MappedTag:
             )
         if isinstance(leaf, TensorStub) and not self._prefers_masters:
             return leaf
-        found = self._masters.find(source.name, at, source.dtype, source.local_shape)
+        found = self._master(source.name, at, source.dtype, source.local_shape)
         if found is not None:
             return found
         if isinstance(leaf, TensorStub):
             return leaf
         raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
+
+    def _master(self, name: str, at: Coordinates, dtype: str, shape: tuple[int, ...]) -> Assembly | None:
+        return self.entries.find(name, MASTER_WEIGHTS, at, dtype, shape)
 
     def _refuse_unequal_copies(self, source: NxdTensor) -> None:
         """Ranks that by the mapping hold the same part of Hugging Face's tensors must have saved the same bytes.

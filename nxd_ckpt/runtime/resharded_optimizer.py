@@ -99,7 +99,7 @@ class ReshardedOptimizer:
             if saved.slot.master is not None:
                 masters[index] = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
         self._refuse_shared(slots, found)
-        entries |= self._general[self._crossing.near(next(iter(self.stages())))]
+        entries |= self.general()
         groups = self._groups(form, [saved.slot for saved in found])
         if form.kind == "plain":
             return {"state": entries, "param_groups": groups}
@@ -112,25 +112,32 @@ class ReshardedOptimizer:
         tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
         return tree | ({MASTERS: masters} if masters else {})
 
-    def entry(self, slot: OptimizerSlot, key: str) -> Any:
-        """One entry of that parameter's state; MASTER_WEIGHTS is the key of its full-precision values.
+    def general(self) -> dict[str, Any]:
+        """State that is no parameter's."""
+        return self._general[self._crossing.near(next(iter(self.stages())))]
 
-        Raises as :meth:`tree`.
+    def slot(self, name: str, spec: ParameterSpec) -> SavedSlot | None:
+        """What was saved for the parameter ``spec``; None where the optimizer had no such parameter.
+
+        Raises IncompatibleState where some of its shards have more state than others.
         """
-        found = self._find(slot.name)
-        self._refuse_entries_elsewhere(slot, found)
-        return self._entry(slot, found, key, found.slot.master if key == MASTER_WEIGHTS else found.slot.entries[key])
-
-    def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
-        """The parameter ``spec`` as its master weights have it, cast to its dtype; None where the tag has none."""
-        try:
-            saved = self._find(name)
-        except OptimizerMismatch:
+        saved = self._held(name)
+        if saved is None:
             return None
-        if saved.slot.master is None:
+        self._refuse_entries_elsewhere(OptimizerSlot(name, self._crossing.live_spec(name, spec)), saved)
+        return saved.slot
+
+    def entry(self, name: str, key: str, spec: ParameterSpec) -> Assembly | None:
+        """The state ``key`` (or master weights) of the parameter ``spec``, cast to its dtype; None where there is none.
+
+        Raises OptimizerMismatch if it is not shaped like the parameter.
+        """
+        saved = self._held(name)
+        reference = None if saved is None else saved.slot.leaf(key)
+        if saved is None or reference is None:
             return None
         slot = OptimizerSlot(name, self._crossing.live_spec(name, spec))
-        leaf = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
+        leaf = self._entry(slot, saved, key, reference)
         return replace(Assembly.of(leaf), dtype=spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
 
     def _entry(self, slot: OptimizerSlot, found: _Found, key: str, reference: Any) -> Any:
@@ -226,7 +233,7 @@ class ReshardedOptimizer:
     def _leaf_at(self, found: _Found, place: Place, key: str) -> Any:
         at = self._at(found, place)
         slot = self._slots_at(at).get(found.name)
-        leaf = None if slot is None else slot.master if key == MASTER_WEIGHTS else slot.entries.get(key)
+        leaf = None if slot is None else slot.leaf(key)
         if not is_tensor(leaf):
             raise self._only_here_and_there(found, key, at)
         return leaf
@@ -284,6 +291,16 @@ class ReshardedOptimizer:
             )
 
     def _find(self, name: str) -> _Found:
+        found = self._held(name)
+        if found is None:
+            raise OptimizerMismatch(
+                f"optimizer: {self._crossing.opened.where} has no entry for {name!r}: it was frozen, or not passed to "
+                f"the optimizer, when that was saved. It has {_shown(self.names())}; build param_groups of the same "
+                "parameters"
+            )
+        return found
+
+    def _held(self, name: str) -> _Found | None:
         for pp_rank, slots in self.stages().items():
             held = [alias for alias in self._crossing.names(name) if alias in slots]
             if len(held) > 1:
@@ -293,10 +310,7 @@ class ReshardedOptimizer:
                 )
             if held:
                 return _Found(pp_rank, held[0], slots[held[0]])
-        raise OptimizerMismatch(
-            f"optimizer: {self._crossing.opened.where} has no entry for {name!r}: it was frozen, or not passed to the "
-            f"optimizer, when that was saved. It has {_shown(self.names())}; build param_groups of the same parameters"
-        )
+        return None
 
     def _slots_at(self, at: Coordinates) -> dict[str, SavedSlot]:
         if at not in self._slots:

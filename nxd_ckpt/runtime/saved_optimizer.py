@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.adapters.expert_zero1 import split
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
 
@@ -29,6 +30,10 @@ class SavedSlot:
     master: Any = None
     shape: tuple[int, ...] | None = None
     expert: bool = False
+
+    def leaf(self, key: str) -> Any:
+        """The entry ``key``, or the master weights; None where there is none."""
+        return self.master if key == MASTER_WEIGHTS else self.entries.get(key)
 
 
 def slots_by_name(tree: Mapping[str, Any], names: Sequence[str] | None, where: str) -> dict[str, SavedSlot]:

@@ -176,7 +176,7 @@ class TargetOptimizer:
 
     def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
         """A parameter as its master weights have it, cast to its dtype; None where there are none."""
-        return self._source.master_weight(name, spec)
+        return self._source.entry(name, MASTER_WEIGHTS, spec)
 
     def _slots_here(self) -> dict[str, SavedSlot]:
         """The saved slots of this rank's parameters: in saved order; in the model's where experts come back to it."""

@@ -7,13 +7,13 @@ tensors are cut, or whose the entries of their optimizer are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerSlot
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -138,7 +138,9 @@ class WholeTag:
         assert self._optimizer is not None
         slot = self._slots[parameter][1]
         try:
-            leaf = self._optimizer.entry(OptimizerSlot(parameter, self._slot_spec(parameter, slot)), key)
+            spec = replace(self._slot_spec(parameter, slot), dtype=form_of(_entries(slot)[key])[0])
+            self._optimizer.slot(parameter, spec)
+            leaf = self._optimizer.entry(parameter, key, spec)
         except TopologyMismatch as error:
             if not parameter.startswith("#"):
                 raise
@@ -146,14 +148,14 @@ class WholeTag:
                 f"{self._opened.where} does not say whose state optim/{parameter}/{key} is, so its cut is not known; "
                 "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
-        assert isinstance(leaf, (TensorStub, Assembly))
+        assert leaf is not None
         return leaf
 
     def _master_weight(self, parameter: str, missing: MissingTensor) -> Assembly | None:
         if self._optimizer is None or missing.dtype is None or parameter not in self._slots:
             return None
         spec = self._slot_spec(parameter, self._slots[parameter][1])
-        return self._optimizer.master_weight(parameter, ParameterSpec(missing.dtype, spec.shape, spec.partition))
+        return self._optimizer.entry(parameter, MASTER_WEIGHTS, replace(spec, dtype=missing.dtype))
 
     @cached_property
     def _model_values(self) -> dict[str, tuple[int, Any]]:

@@ -1,0 +1,197 @@
+"""Exports with the optimizer: its state under Hugging Face's names, cut as the weights that it belongs to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import export_checkpoint, shard_writer
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DigestMismatch,
+    IncompatibleState,
+    KeyMismatch,
+    OptimizerMismatch,
+    PartNotFound,
+    UnsupportedState,
+)
+from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.storage.local import LocalStorage
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
+from tests.hugging_face.trained import document, expected_document, expected_tensors, export, save_trained, tensors
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+COPIES = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
+JOBS: dict[str, tuple[Job, int]] = {
+    "Llama, one rank": (Job(Model()), 1),
+    "Llama, q k v apart": (Job(Model(kv_heads=4, bias=True), tp=2, pp=2), 3),
+    "Llama, copies on trn1": (COPIES, 3),
+    "Llama, copies on trn2": (Job(Model(heads=8), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"), 2),
+    "Llama, padded vocabulary": (Job(Model(vocab=21), tp=2, padded_vocab=24), 2),
+    "Mixtral, expert parallel": (Job(Model("mixtral"), tp=2, pp=2, ep=2, qkv="linear"), 4),
+    "GPT-NeoX": (Job(Model("gpt_neox"), tp=2, pp=2), 2),
+}
+
+
+EVERY = [(name, zero1, use_xser) for name in JOBS for zero1 in (False, True) for use_xser in (False, True)]
+FEW = {
+    ("Llama, one rank", False, False),
+    ("Llama, q k v apart", True, True),
+    ("Llama, copies on trn1", True, False),
+    ("Llama, copies on trn2", False, True),
+    ("Llama, padded vocabulary", True, False),
+    ("Mixtral, expert parallel", True, True),
+    ("GPT-NeoX", False, False),
+}
+"""Each job once, both kinds of optimizers and of files."""
+
+
+@pytest.mark.parametrize(
+    ("name", "zero1", "use_xser"),
+    [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.soak]) for case in EVERY],
+)
+def test_every_job_exports_its_optimizer(tmp_path: Path, name: str, zero1: bool, use_xser: bool) -> None:
+    """Any sizes, ZeRO-1 or not, both kinds of files: moments, master weights, steps and param groups."""
+    job, dp = JOBS[name]
+    tag = save_trained(tmp_path / "run", job, dp=dp, zero1=zero1, use_xser=use_xser)
+    export(tag, tmp_path / "out", job, size_per_shard=1000)
+    assert [] == differences(expected_tensors(job, masters=zero1), tensors(tmp_path / "out"))
+    assert expected_document(job) == document(tmp_path / "out")
+    assert [] == differences(job.model.state(), weights(tmp_path / "out"))
+
+
+def test_its_files_are_never_taken_for_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file each, in windows that cut through tensors: an index says which is the model's."""
+    monkeypatch.setattr(shard_writer, "_WINDOW", 1024)
+    tag = save_trained(tmp_path / "run", COPIES, dp=2, zero1=True)
+    export(tag, tmp_path / "out", COPIES, dtype="bfloat16")
+    names = ["config.json", "model.safetensors", "model.safetensors.index.json", "optimizer.json"]
+    assert [*names, "optimizer.safetensors"] == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert [] == differences(expected_tensors(COPIES, masters=True), tensors(tmp_path / "out"))
+    assert sorted(COPIES.model.state()) == HuggingFaceDirectory(LocalStorage(tmp_path / "out")).names
+    assert {torch.bfloat16} == {tensor.dtype for tensor in weights(tmp_path / "out").values()}
+
+
+def test_the_command_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a dry run shows which state comes from where."""
+    tag = save_trained(tmp_path / "run", COPIES, dp=2, zero1=True)
+    config = write_config(tmp_path / "config", COPIES.model.config)
+    options = ["--config", str(config), "--kv_size_multiplier", "2", "--optimizer", "--json"]
+    command = ["export", str(tag), str(tmp_path / "out"), *options]
+    assert 0 == main([*command, "--dry-run"])
+    listed = {one["name"]: one["source"] for one in json.loads(capsys.readouterr().out)["tensors"]}
+    assert {*COPIES.model.state(), *expected_tensors(COPIES, masters=True)} == set(listed)
+    at = "model.layers.1.self_attn"
+    assert f"{at}.qkv_proj.weight_k/exp_avg_sq" == listed[f"{at}.k_proj.weight/exp_avg_sq"]
+    assert not (tmp_path / "out").exists()
+    assert 0 == main(command)
+    assert [] == differences(expected_tensors(COPIES, masters=True), tensors(tmp_path / "out"))
+
+
+def test_names_may_be_given(tmp_path: Path) -> None:
+    """Where a tag does not say whose state it is, as NxD's do not; master weights need them as well."""
+    job = Job(Model(), tp=2)
+    tag = save_trained(tmp_path / "run", job, dp=2, zero1=True, names=False)
+    for options in ({}, {"optimizer": False, "master_weights": True}):
+        with pytest.raises(OptimizerMismatch, match=r"does not say which parameters.*param_names="):
+            export(tag, tmp_path / "out", job, **options)
+    held = list(job.rank(job.model.state()))
+    names = [[[name for name in held if ("norm" in name) == norm] for norm in (False, True)]]
+    export(tag, tmp_path / "out", job, param_names=names)
+    assert [] == differences(expected_tensors(job, masters=True), tensors(tmp_path / "out"))
+    wrong = [[[name.replace("norm", "gone") for name in group] for group in names[0]]]
+    with pytest.raises(KeyMismatch, match=r"has state of model\.layers\.0\.input_layergone\.weight"):
+        export(tag, tmp_path / "other", job, param_names=wrong)
+
+
+def test_tied_embeddings_have_one_state(tmp_path: Path) -> None:
+    """That of the tensor that files keep."""
+    job = Job(Model())
+    state = {**job.model.state(), "lm_head.weight": job.model.state()["model.embed_tokens.weight"]}
+    held = job.rank(state)
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    entries = {index: {"step": 1, "exp_avg": held[name] * 2} for index, name in enumerate(names)}
+    optimizer = {"state": entries, "param_groups": [{"lr": torch.tensor(0.5), "params": [0, 1]}]}
+    what = {"model": held, "optimizer": optimizer, "param_names": [names]}
+    save_as_every_rank(tmp_path / "run", "step_1", [Topology()], lambda rank: what, durable=False)
+    config = write_config(tmp_path / "config", {**job.model.config, "tie_word_embeddings": True})
+    export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=config, optimizer=True)
+    expected = {f"{names[0]}/exp_avg": held[names[0]] * 2}
+    assert [] == differences(expected, tensors(tmp_path / "out"))
+    found = document(tmp_path / "out")
+    assert [{"lr": 0.5, "params": names[:1]}] == found["param_groups"]
+    assert {names[0]: {"step": 1}} == found["state"]
+
+
+def test_a_tag_without_an_optimizer(tmp_path: Path) -> None:
+    """Has none to export."""
+    job = Job(Model())
+    with pytest.raises(PartNotFound, match="was saved without an optimizer"):
+        export(save_job(tmp_path / "run", job, job.model.state()), tmp_path / "out", job)
+    with pytest.raises(PartNotFound, match="was saved without an optimizer"):
+        export(write_as_nxd(tmp_path / "nxd", job, job.model.state()), tmp_path / "out", job)
+
+
+def _of_another_shape(entry: dict[str, Any]) -> None:
+    entry["exp_avg_sq_row"] = torch.ones(3)
+
+
+def _unusual(entry: dict[str, Any]) -> None:
+    entry["history"] = [torch.ones(2), torch.ones(2)]
+
+
+def _absent(entry: dict[str, Any]) -> None:
+    entry.clear()
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (_of_another_shape, OptimizerMismatch, r"exp_avg_sq_row: saved with shape \(3,\)"),
+        (_unusual, UnsupportedState, r"/history: .* is neither state shaped like its parameter"),
+        (_absent, IncompatibleState, r"saved exp_avg, step for 'model\.norm\.weight', the one at .* nothing"),
+    ],
+)
+def test_state_that_cannot_be_exported(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """Is named, and nothing is written."""
+    job = Job(Model(), tp=2)
+    topologies = [Topology(tp=2, rank=rank) for rank in range(2)]
+
+    def what(rank: int) -> dict[str, Any]:
+        model = job.rank(job.model.state(), rank)
+        entry: dict[str, Any] = {"step": 1, "exp_avg": model["model.norm.weight"]}
+        if rank == 1 or damage is not _absent:
+            damage(entry)
+        optimizer = {"state": {0: entry}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        return {"model": model, "optimizer": optimizer, "param_names": [["model.norm.weight"]]}
+
+    save_as_every_rank(tmp_path / "run", "step_1", topologies, what, durable=False)
+    with pytest.raises(kind, match=complaint):
+        export(tmp_path / "run" / "step_1", tmp_path / "out", job)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_in_its_state_is_noticed(tmp_path: Path) -> None:
+    """As in the model's: bytes are compared where they are read."""
+    job = Job(Model(), tp=2)
+    tag = save_trained(tmp_path / "run", job, dp=2, zero1=True)
+    wanted = (job.rank(job.model.state(), 1)["lm_head.weight"] / 3)[:6].numpy().tobytes()[:16]
+    file = next(path for path in (tag / "optim").iterdir() if wanted in path.read_bytes())
+    data = bytearray(file.read_bytes())
+    data[data.index(wanted) + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DigestMismatch, match=r"lm_head\.weight"):
+        export(tag, tmp_path / "out", job)
+    assert not (tmp_path / "out").exists()
