@@ -6,7 +6,9 @@
 ``has_checkpoint``
 ``finalize_checkpoint``
 ``Checkpointer``              a job's handle on one directory; ``PendingSave`` is a save under way
-``open_checkpoint``           one tag opened for reading, anywhere
+``open_checkpoint``           one tag opened for reading, anywhere: a ``Checkpoint``
+``load_keys``                 single tensors of a tag, by name; ``get_checkpoint_metadata``: all of them, as
+                              ``GlobalTensor``
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
 ``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
@@ -28,16 +30,18 @@ if TYPE_CHECKING:
         load_checkpoint,
         save_checkpoint,
     )
-    from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+    from nxd_ckpt.checkpoint import Checkpoint, get_checkpoint_metadata, load_keys, open_checkpoint
     from nxd_ckpt.checkpointer import Checkpointer
     from nxd_ckpt.core.partition import Partition
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.runtime.background import PendingSave
+    from nxd_ckpt.runtime.whole_tag import GlobalTensor
 
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "GlobalTensor",
     "Partition",
     "PendingSave",
     "Section",
@@ -46,8 +50,10 @@ __all__ = [
     "close_checkpointers",
     "errors",
     "finalize_checkpoint",
+    "get_checkpoint_metadata",
     "has_checkpoint",
     "load_checkpoint",
+    "load_keys",
     "open_checkpoint",
     "restore_random_state",
     "save_checkpoint",
@@ -57,6 +63,7 @@ __all__ = [
 _MODULE_OF = {
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
+    "GlobalTensor": "runtime.whole_tag",
     "Partition": "core.partition",
     "PendingSave": "runtime.background",
     "Section": "core.section",
@@ -64,8 +71,10 @@ _MODULE_OF = {
     "capture_random_state": "adapters.random_state",
     "close_checkpointers": "api",
     "finalize_checkpoint": "api",
+    "get_checkpoint_metadata": "checkpoint",
     "has_checkpoint": "api",
     "load_checkpoint": "api",
+    "load_keys": "checkpoint",
     "open_checkpoint": "checkpoint",
     "restore_random_state": "adapters.random_state",
     "save_checkpoint": "api",

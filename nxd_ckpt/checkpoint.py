@@ -1,27 +1,46 @@
-"""One tag opened for reading, without a process group: the way tools and tests look into a checkpoint."""
+"""One tag opened for reading, without a process group: the way people and tools look into a checkpoint.
+
+A tag is seen in two ways: as global tensors by name, put together of what the ranks saved (``keys``, ``metadata``,
+``read``), or as the state dicts of one of its ranks (``model_state``, ``optimizer_state``).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from nxd_ckpt.core.box import Box, box_of
 from nxd_ckpt.core.manifest import Manifest, Parts
+from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import open_storage
+
+SavedNames = Sequence[Sequence[Sequence[str]]]
+"""The optimizer's parameter names as saved: for each pipeline stage, for each param group, in order."""
 
 
 class Checkpoint:
     """A complete tag. Made by :func:`open_checkpoint`; reads on demand and holds no file open."""
 
-    def __init__(self, opened: OpenTag) -> None:
-        self._opened = opened
+    def __init__(
+        self,
+        opened: OpenTag,
+        *,
+        partitions: Mapping[str, Partition] | None = None,
+        saved_param_names: SavedNames | None = None,
+    ) -> None:
+        self._opened, self._partitions, self._saved_names = opened, partitions, saved_param_names
 
     @property
     def tag(self) -> str:
@@ -42,17 +61,81 @@ class Checkpoint:
         """What it holds."""
         return self._opened.parts
 
+    @property
+    def opened(self) -> OpenTag:
+        """The open tag that all is read from, for tools."""
+        return self._opened
+
+    @cached_property
+    def whole(self) -> WholeTag:
+        """The tag as global tensors, for tools."""
+        return WholeTag(self._opened, partitions=self._partitions, saved_param_names=self._saved_names)
+
+    @cached_property
+    def metadata(self) -> Mapping[str, GlobalTensor]:
+        """Every tensor of model and optimizer by its name, with dtype, shape, bytes and partition; none is read.
+
+        "model/embed.weight", "optim/embed.weight/exp_avg"; the master weights of a ZeRO-1 optimizer are
+        "optim/embed.weight/master_weights". Where a tag does not tell whose an entry of its optimizer is (NxD's do
+        not), it is "optim/#3/exp_avg", by its number, of several pipeline stages "optim/#1.3/exp_avg".
+
+        Raises:
+            OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
+        """
+        return MappingProxyType(self.whole.tensors)
+
+    def keys(self, *patterns: str) -> list[str]:
+        """The names of all tensors, those of :attr:`metadata`; with ``patterns``, as a shell's, of those that match."""
+        return [name for name in self.metadata if not patterns or any(fnmatchcase(name, one) for one in patterns)]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What stands beside the tensors and is none, by such names: steps that are Python numbers, extra state."""
+        return MappingProxyType(self.whole.values)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The options of each of the optimizer's param groups, and under "params" the names of its parameters."""
+        groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
+        return groups
+
+    def read(self, name: str, box: Box | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
+        """The tensor of that name, whole or what is inside ``box``, on the CPU; its digests are proved.
+
+        ``box`` is a slice for each dimension, later ones may be left out. Of files of nxd_ckpt only the box's bytes are
+        read, rounded up to blocks of 4 MiB, each of which has a digest. NxD's have one for a whole tensor: to prove a
+        part of it, all that a rank saved of it is read.
+
+        Raises:
+            KeyMismatch: no such tensor; says which is meant.
+            InvalidArgument: ``box`` does not fit its shape.
+            TopologyMismatch: how it is cut is not known: ``partitions=`` of :func:`open_checkpoint` says it.
+            OptimizerMismatch: nor is whose it is: ``saved_param_names=`` says it.
+            PartNotFound: no file holds it.
+            CorruptCheckpoint: its bytes are not those that were written.
+        """
+        leaf = self.whole.leaf(name)
+        if box is not None:
+            leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
+        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+        with self._opened.reader() as reader:
+            reader.read_into(leaf, out, name, compare=True, proved=False)
+            reader.finish()
+        return out
+
     def model_state(self, rank: int = 0) -> dict[str, Any]:
         """The model's state dict as the global ``rank`` held it, on the CPU.
 
         Raises:
             PartNotFound: it was saved without a model, or a tensor is in no file.
         """
-        return self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
+        state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
+        return state
 
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """The optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
-        return self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
+        state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
+        return state
 
     def scheduler_state(self) -> Any:
         return self._opened.scheduler()
@@ -65,27 +148,64 @@ class Checkpoint:
         """What the global ``rank`` saved for itself."""
         return self._opened.rank_content(rank)
 
-    def _read(self, tree: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, tree: Any) -> Any:
         def read(leaf: TensorStub | MissingTensor) -> torch.Tensor:
             if isinstance(leaf, MissingTensor):
                 raise PartNotFound(f"{self._opened.where}: no file holds tensor {leaf.name!r} ({leaf.file} is missing)")
             return self._opened.read(leaf)
 
-        whole: dict[str, Any] = map_tensors(tree, read, (TensorStub, MissingTensor))
-        return whole
+        return map_tensors(tree, read, (TensorStub, MissingTensor))
 
 
 def open_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,
     *,
+    partitions: Mapping[str, Partition] | None = None,
+    saved_param_names: SavedNames | None = None,
     trust_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open ``tag`` of the directory or URL ``path``, by default its latest complete one.
 
+    Args:
+        partitions: how parameters were cut over its ranks, by name, where the tag does not say: NxD's do not.
+        saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
+            where the tag does not say.
+        trust_pickle: allow objects of any class in it.
+        storage_options: what a URL is opened with.
+
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one.
     """
     storage = open_storage(path, storage_options=storage_options)
-    return Checkpoint(open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=trust_pickle))
+    opened = open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=trust_pickle)
+    return Checkpoint(opened, partitions=partitions, saved_param_names=saved_param_names)
+
+
+def get_checkpoint_metadata(
+    path: str | os.PathLike[str], tag: str | None = None, **options: Any
+) -> Mapping[str, GlobalTensor]:
+    """:attr:`Checkpoint.metadata` of that tag; arguments as for :func:`open_checkpoint`."""
+    return open_checkpoint(path, tag, **options).metadata
+
+
+def load_keys(
+    path: str | os.PathLike[str], keys: Iterable[str], tag: str | None = None, **options: Any
+) -> Iterator[Any]:
+    """What has these names in a tag, in their order: tensors, on the CPU and proved, or what stands there instead.
+
+    One after the other, each read when it is asked for. Needs no process group. Other arguments are those of
+    :func:`open_checkpoint`; patterns of names are for :meth:`Checkpoint.keys`.
+
+    Raises:
+        KeyMismatch: there is no such name; says which is meant. Before anything is read.
+        CheckpointError: as :meth:`Checkpoint.read`.
+    """
+    checkpoint = open_checkpoint(path, tag, **options)
+    names = [keys] if isinstance(keys, str) else list(keys)
+    values = checkpoint.values
+    for name in names:
+        if name not in values and name not in checkpoint.metadata:
+            checkpoint.whole.leaf(name)  # says what is meant
+    return (values[name] if name in values else checkpoint.read(name) for name in names)

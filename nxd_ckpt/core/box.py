@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from nxd_ckpt.errors import InvalidArgument
+
 
 @dataclass(frozen=True, order=True)
 class Box:
@@ -82,6 +84,31 @@ class Box:
     def __str__(self) -> str:
         """``[0:4, 2:3]``, as one would index the tensor."""
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.size, strict=True)) + "]"
+
+
+def box_of(index: Box | slice | tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """What ``index`` means of a tensor of ``shape``: slices as Python has them, all of the dimensions that have none.
+
+    Raises:
+        InvalidArgument: more slices than dimensions, one with a step, what is no slice, or a box outside the tensor.
+    """
+    if isinstance(index, Box):
+        fits = len(index.offset) == len(index.size) == len(shape) and min((*index.offset, *index.size), default=0) >= 0
+        if not fits or any(a + n > size for a, n, size in zip(index.offset, index.size, shape, strict=True)):
+            raise InvalidArgument(f"box {index} is not inside a tensor of shape {list(shape)}")
+        return index
+    slices = index if isinstance(index, tuple) else (index,)
+    if len(slices) > len(shape):
+        raise InvalidArgument(f"{len(slices)} slices for a tensor of shape {list(shape)}")
+    offset, size = [0] * len(shape), list(shape)
+    for dim, one in enumerate(slices):
+        if not isinstance(one, slice) or one.step not in (None, 1):
+            raise InvalidArgument(
+                f"dimension {dim}: expected a slice without a step, such as slice(0, 4), found {one!r}"
+            )
+        start, stop, _ = one.indices(shape[dim])
+        offset[dim], size[dim] = start, max(0, stop - start)
+    return Box(tuple(offset), tuple(size))
 
 
 def boxes_of_run(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:

@@ -6,9 +6,11 @@ tensors are cut, or whose the entries of their optimizer are.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
@@ -18,7 +20,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
 from nxd_ckpt.runtime.opening import OpenTag
@@ -28,6 +30,9 @@ from nxd_ckpt.runtime.saved_optimizer import SavedSlot
 from nxd_ckpt.runtime.target import recorded_parameters, respecified_here, shape_of_entries
 
 _LEAVES = (TensorStub, MissingTensor)
+
+UNKNOWN_DTYPE = "?"
+"""Of a tensor that is in no file, and of which none says what it was."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,13 @@ class GlobalTensor:
     shape: tuple[int, ...] | None
     local_shape: tuple[int, ...] | None
     partition: Partition | None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the whole tensor; None where its shape or dtype is not known."""
+        if self.shape is None or self.dtype == UNKNOWN_DTYPE:
+            return None
+        return prod(self.shape) * itemsize(self.dtype)
 
 
 class WholeTag:
@@ -115,7 +127,11 @@ class WholeTag:
             return self._model_leaf(name, *self._model_places[name])
         if name in self._entry_places:
             return self._entry_leaf(*self._entry_places[name])
-        raise KeyMismatch(f"{self._opened.where} has no tensor {name!r}")
+        names = [*self._model_places, *self._entry_places]
+        close = difflib.get_close_matches(name, names, n=1)
+        others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
+        meant = f"did you mean {close[0]!r}?" if close else others
+        raise KeyMismatch(f"{self._opened.where} has no tensor {name!r}; {meant}")
 
     def _model_leaf(self, name: str, path: tuple[Any, ...], pp_rank: int) -> TensorStub | Assembly:
         assert self._model is not None
@@ -127,8 +143,10 @@ class WholeTag:
         if isinstance(leaf, MissingTensor):
             found = self._master_weight(parameter, leaf)
             if found is None:
+                unnamed = any(slot.startswith("#") for slot in self._slots)
                 raise PartNotFound(
                     f"{self._opened.where}: no file holds {name} ({leaf.file} is missing), nor its master weights"
+                    f"{', as far as the tag tells: pass saved_param_names=' if unnamed else ''}"
                 )
             return found
         assert isinstance(leaf, (TensorStub, Assembly))
@@ -261,7 +279,7 @@ class WholeTag:
 def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape; of a tensor that is in no file, as far as its info file says."""
     if isinstance(leaf, MissingTensor):
-        return leaf.dtype or "?", leaf.shape or ()
+        return leaf.dtype or UNKNOWN_DTYPE, leaf.shape or ()
     return form_of(leaf)
 
 
