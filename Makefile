@@ -33,7 +33,7 @@ test-xla: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m "not soak and not once" $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
-	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" $(PYTEST_ARGS)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 soak: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)

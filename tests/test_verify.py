@@ -16,7 +16,7 @@ from nxd_ckpt.cli.inspection import inspection
 from nxd_ckpt.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, 
 from tests.bad_input.live import Job, jobs, topologies
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 FORMS = ["plain", "xser"]
 MARKERS = ("checkpoint", "done")

@@ -23,7 +23,7 @@ from tests.bad_input.live import Job, Net, files_below, jobs, topologies
 from tests.bad_input.test_saving import TAGS
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from nxd_ckpt.testing.workers import WorkerPool
 from tests.bad_input.live import Net, files_below, jobs
 from tests.bad_input.test_saving import Settings
 
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 
 @dataclass(frozen=True)
 class Refusal:

@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt import Checkpointer, Partition, Topology, errors, load_checkpoint, save_checkpoint
 from tests.bad_input.live import files_below, jobs
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 TAGS = ["", "/abs", "a/b", "..", "../up", ".hidden", "a\\b", "nul\0", "x" * 256, True, 1.5]
 

@@ -24,7 +24,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from nxd_ckpt.testing.workers import WorkerPool
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MIB = 2**20
 SHAPES: dict[str, tuple[int, ...]] = {

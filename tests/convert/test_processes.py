@@ -16,7 +16,7 @@ from nxd_ckpt.errors import CheckpointError
 from tests.convert.tags import optimizers, plainly, remains, save_example, sharded, whole
 from tests.layout.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,6 +28,8 @@ from nxd_ckpt.testing.storage import failing
 from tests.protocol.job import Died, Job, Raised
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 
 def error_of(saver: Checkpointer, tag: str, model: Any, **options: Any) -> BaseException | None:
     try:

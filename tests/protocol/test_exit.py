@@ -13,6 +13,8 @@ import torch
 from nxd_ckpt import open_checkpoint
 from tests.protocol.states import visible_tags
 
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 # Every data file takes a second to sync, or fails to; rank 1 of two exists on paper only where WORLD is 2.
 PROLOGUE = """
 import sys, torch, nxd_ckpt

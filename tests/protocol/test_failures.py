@@ -20,6 +20,8 @@ from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job
 from tests.protocol.states import PATIENCE, checkpointer, save, saved_value, visible_tags
 
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 # The second save's effects on any rank, in order: what fails, and on which keys.

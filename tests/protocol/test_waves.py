@@ -13,6 +13,8 @@ from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from nxd_ckpt.verify import verify_checkpoint
 
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 MIB = 2**20
 
 
@@ -53,8 +55,6 @@ def test_files_written_in_waves_are_bit_identical(tmp_path: Path, use_xser: bool
     assert [] == [name for name in at_once if at_once[name] != in_waves[name]]
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_waves_into_a_store() -> None:
     """Uploads of a whole wave go on side by side; they are waited for before the next wave takes their memory."""
     log: list[Operation] = []

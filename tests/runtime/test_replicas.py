@@ -22,7 +22,7 @@ from nxd_ckpt.runtime.reading import Leaf
 from nxd_ckpt.runtime.replicas import FAST, WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
 from tests.runtime.test_agreement import on_ranks
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 Leaves = list[tuple[str, Leaf]]
 

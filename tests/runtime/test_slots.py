@@ -17,6 +17,8 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job
 
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 
 @pytest.fixture
 def run_id() -> str:

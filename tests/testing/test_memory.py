@@ -7,7 +7,7 @@ import pytest
 from nxd_ckpt.storage.base import Entry
 from nxd_ckpt.testing.memory import MemoryStorage
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_one_name_is_one_store() -> None:
