@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Partition, Topology
-from nxd_ckpt.core.heads import Heads
 from tests.elastic.ranks import mark
+from tests.hugging_face.reference import Job
 from tests.training.model import _Copy, _groups, _Reduce, tp_groups
 
 Groups = list[list[int]]
@@ -96,22 +96,24 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class GQAQKVColumnParallelLinear(nn.Module):
-    """Queries, keys and values of this rank's places for heads; a key-value head is kept ``heads.copies`` times.
+    """Queries, keys and values of this rank's places for heads; a key-value head is kept ``job.copies`` times.
 
     Ranks that keep the same heads sum their gradients of them, and so copies stay equal.
     """
 
-    def __init__(self, at: Topology, hidden: int, heads: Heads) -> None:
+    def __init__(self, at: Topology, job: Job) -> None:
         super().__init__()
-        self.groups = tp_groups(at)
-        width = heads.kv_heads * heads.copies * heads.head_dim
-        self.weight_q = parameter(at, heads.heads * heads.head_dim, hidden, dim=0)
-        self.weight_k = parameter(at, width, hidden, dim=0)
-        self.weight_v = parameter(at, width, hidden, dim=0)
-        places = [heads._kv_head(place) for place in range(heads.kv_heads * heads.copies)]
-        each = len(places) // at.tp
-        kept = [tuple(places[rank * each : (rank + 1) * each]) for rank in range(at.tp)]
-        self.keepers = _groups(at, lambda one: (one.pp_rank, one.dp_rank, kept[one.tp_rank]))
+        model, self.groups = job.model, tp_groups(at)
+        places = model.kv_heads * job.copies
+        self.weight_q = parameter(at, model.heads * model.head_dim, model.hidden, dim=0)
+        self.weight_k = parameter(at, places * model.head_dim, model.hidden, dim=0)
+        self.weight_v = parameter(at, places * model.head_dim, model.hidden, dim=0)
+
+        def kept(tp_rank: int) -> list[int]:
+            mine = range(tp_rank * places // at.tp, (tp_rank + 1) * places // at.tp)
+            return [place % model.kv_heads if job.hardware == "trn1" else place // job.copies for place in mine]
+
+        self.keepers = _groups(at, lambda one: (one.pp_rank, one.dp_rank, *kept(one.tp_rank)))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden = _Copy.apply(hidden, self.groups)
@@ -120,7 +122,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
 
 
 class Weight(nn.Module):
-    """For its name."""
+    """A module that holds a weight, and only gives it a name."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

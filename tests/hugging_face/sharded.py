@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Topology
-from nxd_ckpt.core.heads import Heads
 from tests.hugging_face.layers import (
     ColumnParallelLinear,
     Experts,
@@ -49,6 +48,10 @@ class CausalLM(nn.Module):
             body[last] = norm(at, self.width)
             self.add_module(self.head, OutputLayer(at, self.width, job.model.vocab))
         self.add_module(self.body, body)
+
+    def tie(self) -> None:
+        """The head is the embedding; again after a move, which unties them on XLA. For one stage."""
+        self.get_submodule(self.head).weight = self.get_submodule(self.embed).weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         start = torch.zeros(*tokens.shape, self.width, device=tokens.device, requires_grad=True)
@@ -89,8 +92,7 @@ class LlamaAttention(nn.Module):
         self.kind, self.head_dim = job.qkv, model.head_dim
         query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         if job.qkv == "linear":
-            heads = Heads(model.heads, model.kv_heads, model.head_dim, job.copies, job.hardware)
-            self.qkv_proj: nn.Module = GQAQKVColumnParallelLinear(at, model.hidden, heads)
+            self.qkv_proj: nn.Module = GQAQKVColumnParallelLinear(at, job)
         elif job.qkv == "coalesced":
             self.qkv_proj = ColumnParallelLinear(at, model.hidden, 3 * query, stride=3)
         else:

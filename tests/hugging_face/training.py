@@ -27,8 +27,8 @@ class Run:
     """``source`` is the Hugging Face directory, ``runs`` where the job saves: "loaded", and "trained" after its steps.
 
     The model is built on the ``device``: "cpu", from where it is moved before the load, "meta", from where it is moved
-    after, or "xla". ``zero1``: with torch-xla's optimizer, as more than one data-parallel rank needs. ``options`` are
-    those of the save after training.
+    after, or "xla". ``tied``: its head is the embedding. ``zero1``: with torch-xla's optimizer, as more than one
+    data-parallel rank needs. ``options`` are those of the save after training.
     """
 
     job: Job
@@ -36,6 +36,7 @@ class Run:
     runs: str
     dp: int = 1
     device: str = "cpu"
+    tied: bool = False
     zero1: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     storage_options: dict[str, Any] | None = None
@@ -73,6 +74,8 @@ def train_on(rank: int, run: Run) -> Outcome:
         module = CausalLM(run.job, at)
     if run.device == "cpu":
         place(module, torch_xla.device())
+    if run.tied:
+        module.tie()
     model = Pipeline(module) if at.pp > 1 else module
     before = device.compile_count()
     nxd_ckpt.load_checkpoint(
