@@ -1,12 +1,9 @@
 """Layers as NxD has them: cut over tensor-, pipeline- and expert-parallel ranks, with its names and attributes.
 
-Their collectives are torch-xla's. Every layer starts as zeros: what it computes comes from a checkpoint.
+Every layer starts as zeros: what it computes comes from a checkpoint.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +11,9 @@ from torch import Tensor, nn
 
 from nxd_ckpt import Partition, Topology
 from tests.elastic.ranks import mark
+from tests.hugging_face.collectives import AllGather, Gather, ReduceScatter
 from tests.hugging_face.reference import Job
 from tests.training.model import _Copy, _groups, _Reduce, tp_groups
-
-Groups = list[list[int]]
 
 
 def parameter(at: Topology, *shape: int, dim: int | None = None, stride: int = 1, expert: bool = False) -> nn.Parameter:
@@ -91,7 +87,7 @@ class OutputLayer(ColumnParallelLinear):
         self.rank = at.tp_rank
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = _Gather.apply(super().forward(hidden), self.groups, self.rank)
+        out: Tensor = Gather.apply(super().forward(hidden), self.groups, self.rank)
         return out
 
 
@@ -155,11 +151,11 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, shares: Tensor) -> Tensor:
         """``shares`` as from :class:`Router`."""
-        hidden, shares = (_AllGather.apply(_Copy.apply(one, self.groups), self.sharing) for one in (hidden, shares))
+        hidden, shares = (AllGather.apply(_Copy.apply(one, self.groups), self.sharing) for one in (hidden, shares))
         gate, up = torch.einsum("th,ehf->etf", hidden, self.mlp_op["gate_up_proj"].weight).chunk(2, -1)
         each = torch.einsum("etf,efh->eth", F.silu(gate) * up, self.mlp_op["down_proj"].weight)
         mine = shares.chunk(self.at.ep, 1)[self.at.ep_rank]
-        mixed = _ReduceScatter.apply(torch.einsum("eth,te->th", each, mine), self.sharing)
+        mixed = ReduceScatter.apply(torch.einsum("eth,te->th", each, mine), self.sharing)
         out: Tensor = _Reduce.apply(mixed, self.groups)
         return out
 
@@ -205,88 +201,3 @@ def _rotate(heads: Tensor, rotated: int) -> Tensor:
     first, second = heads[..., :rotated].chunk(2, -1)
     turned = [first * cosine - second * sine, second * cosine + first * sine]
     return torch.cat([*turned, heads[..., rotated:]], -1)
-
-
-def through_stages(at: Topology, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the last pipeline stage computes of what the stages before it did; zeros on the others.
-
-    On them ``.sum().backward()`` receives the gradient from the next stage: to be called on all stages alike.
-    """
-    for stage in range(at.pp):
-        if stage == at.pp_rank:
-            hidden = compute(hidden)
-        if stage + 1 < at.pp:
-            stages = _groups(at, lambda one: (one.dp_rank, one.tp_rank))
-            hidden = _Send.apply(hidden, [[ranks[stage], ranks[stage + 1]] for ranks in stages])
-    return hidden
-
-
-class _Gather(torch.autograd.Function):
-    """The ranks' parts of the last dimension, side by side: each rank's gradient is its own part."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Groups, rank: int) -> Tensor:
-        import torch_xla.core.xla_model as xm
-
-        ctx.parts, ctx.rank = len(groups[0]), rank
-        return xm.all_gather(value, dim=value.dim() - 1, groups=groups)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.chunk(ctx.parts, -1)[ctx.rank].contiguous(), None, None
-
-
-def _all_gather(value: Tensor, groups: Groups) -> Tensor:
-    import torch_xla.core.xla_model as xm
-
-    return value.clone() if len(groups[0]) == 1 else xm.all_gather(value, dim=0, groups=groups)
-
-
-def _reduce_scatter(value: Tensor, groups: Groups) -> Tensor:
-    import torch_xla.core.xla_model as xm
-
-    count = len(groups[0])
-    return value.clone() if count == 1 else xm.reduce_scatter(xm.REDUCE_SUM, value, 1.0, 0, count, groups=groups)
-
-
-class _AllGather(torch.autograd.Function):
-    """The rows of all ranks of a group, each of which goes on with them in its own way."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Groups) -> Tensor:
-        ctx.groups = groups
-        return _all_gather(value, groups)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(gradient, ctx.groups), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """This rank's rows of the sum over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Groups) -> Tensor:
-        ctx.groups = groups
-        return _reduce_scatter(value, groups)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(gradient, ctx.groups), None
-
-
-class _Send(torch.autograd.Function):
-    """To the target of each pair (source, target); the gradient goes back. Zeros elsewhere, both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, pairs: Groups) -> Tensor:
-        import torch_xla.core.xla_model as xm
-
-        ctx.pairs = pairs
-        return xm.collective_permute(value, pairs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        import torch_xla.core.xla_model as xm
-
-        return xm.collective_permute(gradient, [[target, source] for source, target in ctx.pairs]), None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Topology
+from tests.hugging_face.collectives import through_stages
 from tests.hugging_face.layers import (
     ColumnParallelLinear,
     Experts,
@@ -22,7 +23,6 @@ from tests.hugging_face.layers import (
     Router,
     RowParallelLinear,
     attend,
-    through_stages,
 )
 from tests.hugging_face.reference import Job
 
