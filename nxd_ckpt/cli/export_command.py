@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, mapping_of
+from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
 from nxd_ckpt.cli.reshard import nested_lists
 from nxd_ckpt.cli.storage_options import add_storage_options, nested
 from nxd_ckpt.core.units import size
@@ -91,9 +91,4 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         for one in tensors
     ]
     yield from text.table(("Hugging Face", "dtype", "shape", "NxD", "whole shape"), rows)
-    if document["unknown"]:
-        yield "no rule maps:"
-        rules = document["unknown"].items()
-        yield from text.table(("NxD", "closest rules"), [(name, ", ".join(close)) for name, close in rules])
-    if document["missing"]:
-        yield f"missing, though every such model has them: {', '.join(document['missing'])}"
+    yield from hindrances("NxD", document)

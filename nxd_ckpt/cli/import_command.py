@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
-from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, mapping_of
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
 from nxd_ckpt.cli.means import add_means, means_of
 from nxd_ckpt.cli.reshard import nested_lists
 
@@ -41,13 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as it is)")
     parser.add_argument("--use_xser", action="store_true", help="write xser files")
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
+    parser.add_argument("--dry-run", action="store_true", help="show what maps to what and what does not")
     add_means(parser)
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import import_checkpoint
 
-    import_checkpoint(
+    done = import_checkpoint(
         args.hf,
         args.tag,
         **{name: getattr(args, name) for name in (*_SIZES, *_VARIANTS)},
@@ -55,7 +61,23 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         use_xser=args.use_xser,
         stages=nested_lists(args.stages, depth=2),
+        dry_run=args.dry_run,
         **mapping_of(args),
         **means_of(args),
     )
-    return 0
+    document = {**asdict(done), "dry_run": args.dry_run}
+    if args.json or args.dry_run:
+        text.show(document, _lines(document), as_json=args.json)
+    return 1 if document["unknown"] or document["missing"] else 0
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    done = "would be imported" if document["dry_run"] else "is imported"
+    count = text.count(len(document["tensors"]), "tensor")
+    yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {count}"
+    rows = [
+        (one["name"], one["dtype"], text.shape(one["shape"]), str(one["pp_rank"]), " ".join(one["members"]))
+        for one in document["tensors"]
+    ]
+    yield from text.table(("NxD", "dtype", "shape on a rank", "stage", "Hugging Face"), rows)
+    yield from hindrances("Hugging Face", document)

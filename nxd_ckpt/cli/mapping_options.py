@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
+from nxd_ckpt.cli import text
 from nxd_ckpt.core.heads import HARDWARE
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,3 +38,13 @@ def mapping_of(args: argparse.Namespace) -> dict[str, Any]:
         "kv_size_multiplier": args.kv_size_multiplier,
         "hardware": args.hw_backend,
     }
+
+
+def hindrances(side: str, document: dict[str, Any]) -> Iterator[str]:
+    """What a dry run says of names on that side that no rule maps, and of tensors that are missing."""
+    if document["unknown"]:
+        yield "no rule maps:"
+        rules = document["unknown"].items()
+        yield from text.table((side, "closest rules"), [(name, ", ".join(close)) for name, close in rules])
+    if document["missing"]:
+        yield f"missing, though every such model has them: {', '.join(document['missing'])}"

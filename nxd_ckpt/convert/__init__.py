@@ -3,6 +3,7 @@ its model as a Hugging Face directory; or a tag from such a directory."""
 
 from nxd_ckpt.convert.cp import Copy, copy_checkpoint
 from nxd_ckpt.convert.export import Export, export_checkpoint
+from nxd_ckpt.convert.import_plan import Import
 from nxd_ckpt.convert.importing import import_checkpoint
 from nxd_ckpt.convert.resharding import reshard
 from nxd_ckpt.convert.zero1 import convert_zero1
@@ -10,6 +11,7 @@ from nxd_ckpt.convert.zero1 import convert_zero1
 __all__ = [
     "Copy",
     "Export",
+    "Import",
     "convert_zero1",
     "copy_checkpoint",
     "export_checkpoint",

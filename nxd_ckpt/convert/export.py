@@ -18,7 +18,6 @@ from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, PartNotFound
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
@@ -143,7 +142,7 @@ def export_checkpoint(
         refuse_overlap(source, target)
         files = [] if config is None else read_config(os.fspath(config), storage_options)
         chosen = find_mapping(mapping, config_in(files))
-        sizes = Sizes(config_in(files), kv_size_multiplier, hardware, chosen.keys)
+        sizes = chosen.sizes(config_in(files), kv_size_multiplier, hardware)
         if tokenizer is not None:
             files += read_tokenizer(os.fspath(tokenizer), storage_options)
         opened = _open(source)

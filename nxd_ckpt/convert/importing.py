@@ -7,16 +7,18 @@ from collections.abc import Sequence
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
+from nxd_ckpt.convert.crew import joined
 from nxd_ckpt.convert.export import DTYPES
+from nxd_ckpt.convert.import_plan import Import, import_plan
 from nxd_ckpt.convert.inputs import open_model
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.model_files import config_in, read_config
 from nxd_ckpt.convert.places import Options, StrPath, locate_output, place_of, written_with
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import Given, find_mapping
+from nxd_ckpt.runtime.agreement import on_all
 from nxd_ckpt.runtime.imported_model import ImportTarget
 
 
@@ -42,12 +44,13 @@ def import_checkpoint(
     model_key: str = "model",
     num_workers: int = 1,
     overwrite: bool = False,
+    dry_run: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     progress: bool = False,
-) -> None:
+) -> Import:
     """Make ``tag`` of the model in ``hf_directory``, as a job of the given sizes would have saved it.
 
     The tag holds the model alone. It is written as any conversion's: rank by rank in bounded memory, about 100 MiB for
@@ -70,6 +73,7 @@ def import_checkpoint(
         use_xser: write xser files.
         stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
         model_key: where a file that torch.save wrote has the state dict, if it holds more.
+        dry_run: write nothing, and raise nothing for names that are unknown or missing.
         num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``reshard``.
 
     Raises:
@@ -81,6 +85,8 @@ def import_checkpoint(
     """
     means = Means(num_workers, timeout, progress)
     variants = _variants(qkv_linear, fuse_qkv, coalesce_qkv, split_gate_up)
+
+    plans: list[Import] = []
 
     def prepare(process: int, processes: int) -> Job:
         means.validate()
@@ -94,12 +100,18 @@ def import_checkpoint(
         else:
             document = config_in(read_config(os.fspath(config), storage_options))
         chosen = find_mapping(mapping, document)
-        sizes = Sizes(document, kv_size_multiplier, hardware, chosen.keys)
+        sizes = chosen.sizes(document, kv_size_multiplier, hardware)
         what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, stages, model_key)
+        plans.append(import_plan(source, target, what))
         parts = Parts(model=True, use_xser=use_xser)
         return Job(source, target, what, parts, durable=durable, overwrite=overwrite)
 
-    convert(prepare, means)
+    if dry_run:
+        with joined(timeout) as agreement:
+            on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
+    else:
+        convert(prepare, means)
+    return plans[-1]
 
 
 def _variants(qkv_linear: bool, fuse_qkv: bool, coalesce_qkv: bool, split_gate_up: bool) -> tuple[str, ...]:

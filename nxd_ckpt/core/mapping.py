@@ -17,9 +17,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from typing import Any
 
+from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.errors import KeyMismatch
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 
 Numbers = Mapping[str, int]
 """What placeholders stand for."""
@@ -122,6 +124,20 @@ class ModelMapping:
     tied: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[Pattern, ...] = ()
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
+        """Those of one such model.
+
+        Raises InvalidArgument for another hardware than there is, or copies of heads that no rule knows of.
+        """
+        if hardware not in HARDWARE:
+            raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {hardware!r}")
+        if kv_size_multiplier != 1 and not any(member.heads for rule in self.rules for member in rule.members):
+            raise InvalidArgument(
+                f"kv_size_multiplier={kv_size_multiplier}, but mapping {self.name!r} has no rule with heads that could "
+                "be kept several times; leave it out, or say in a mapping file of your own which tensors have heads"
+            )
+        return Sizes(config, kv_size_multiplier, hardware, self.keys)
 
     def matches(self, names: Iterable[str]) -> list[Match]:
         """The rule of each NxD tensor, without those that Hugging Face computes.

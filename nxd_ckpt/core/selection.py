@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 from nxd_ckpt.core.mapping import Match, ModelMapping, Rule
@@ -14,29 +15,58 @@ from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 _SHOWN = 8
 
 
-def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants: Collection[str] = ()) -> list[Match]:
-    """The NxD tensors of a model with the Hugging Face tensors ``names``, in the model's order.
+@dataclass(frozen=True)
+class Selection:
+    """What becomes of a Hugging Face model.
 
-    ``variants`` are the options that were asked for. Tensors that files leave out because they are tied count as there.
+    Attributes:
+        matches: the NxD tensors, in the model's order.
+        unknown: names that no rule maps.
+        missing: Hugging Face tensors that ``matches`` need, or every such model has, and this one has not.
+    """
+
+    matches: tuple[Match, ...]
+    unknown: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants: Collection[str] = ()) -> Selection:
+    """What a model with the Hugging Face tensors ``names`` becomes; ``variants`` are the options that were asked for.
+
+    Tensors that files leave out because they are tied count as there. Raises InvalidArgument if the mapping knows no
+    such variant.
+    """
+    rules = _alternatives_settled(mapping, variants)
+    held = set(names)
+    unknown = _unknown(mapping, rules, held)
+    if mapping.are_tied(sizes):
+        held |= {name for name, other in mapping.tied.items() if other in held}
+    found = tuple(_matches(rules, held, sizes))
+    needed = [name for match in found for name in match.rule.names(match.numbers, sizes)]
+    missing = [name for name in dict.fromkeys([*mapping.required(sizes), *needed]) if name not in held]
+    return Selection(found, unknown, tuple(missing))
+
+
+def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants: Collection[str] = ()) -> list[Match]:
+    """The NxD tensors of that model, of which nothing may be unknown or missing.
 
     Raises:
         InvalidArgument: the mapping knows no such variant.
         KeyMismatch: no rule maps a name, or tensors are missing that the model must have.
     """
-    rules = _alternatives_settled(mapping, variants)
-    held = set(names)
-    _refuse_unknown(mapping, rules, held)
-    if mapping.are_tied(sizes):
-        held |= {name for name, other in mapping.tied.items() if other in held}
-    found = list(_matches(rules, held, sizes))
-    needed = [name for match in found for name in match.rule.names(match.numbers, sizes)]
-    missing = [name for name in dict.fromkeys([*mapping.required(sizes), *needed]) if name not in held]
-    if missing:
+    found = selection(mapping, names, sizes, variants)
+    if found.unknown:
+        close = ", ".join(closest(mapping, found.unknown[0])) or "none"
         raise KeyMismatch(
-            f"tensors are missing: {_shown(missing)}, which every model of mapping {mapping.name!r} has with this "
-            "config.json; is the directory complete, and this its model's config.json?"
+            f"mapping {mapping.name!r} has no rule for {_shown(found.unknown)}; the closest to the first: "
+            f"{close}. Choose another mapping, or add rules to a mapping file of your own"
         )
-    return found
+    if found.missing:
+        raise KeyMismatch(
+            f"tensors are missing: {_shown(found.missing)}, which every model of mapping {mapping.name!r} has with "
+            "this config.json; is the directory complete, and this its model's config.json?"
+        )
+    return list(found.matches)
 
 
 def _alternatives_settled(mapping: ModelMapping, variants: Collection[str]) -> list[Rule]:
@@ -54,17 +84,15 @@ def _alternatives_settled(mapping: ModelMapping, variants: Collection[str]) -> l
     return [rule for rule in mapping.rules if rule in chosen]
 
 
-def _refuse_unknown(mapping: ModelMapping, rules: Iterable[Rule], names: Collection[str]) -> None:
-    patterns = [member.name for rule in rules for member in rule.members]
-    known = [*patterns, *mapping.ignored]
-    unknown = sorted(name for name in names if not any(pattern.match(name) is not None for pattern in known))
-    if unknown:
-        texts = [pattern.text for pattern in patterns]
-        close = difflib.get_close_matches(re.sub(r"\b\d+\b", "{layer}", unknown[0]), texts, n=2)
-        raise KeyMismatch(
-            f"mapping {mapping.name!r} has no rule for {_shown(unknown)}; the closest to the first: "
-            f"{', '.join(close) or 'none'}. Choose another mapping, or add rules to a mapping file of your own"
-        )
+def closest(mapping: ModelMapping, name: str) -> list[str]:
+    """The Hugging Face patterns of rules that are most like ``name``, at most two."""
+    texts = [member.name.text for rule in mapping.rules for member in rule.members]
+    return difflib.get_close_matches(re.sub(r"\b\d+\b", "{layer}", name), dict.fromkeys(texts), n=2)
+
+
+def _unknown(mapping: ModelMapping, rules: Iterable[Rule], names: Collection[str]) -> tuple[str, ...]:
+    known = [*(member.name for rule in rules for member in rule.members), *mapping.ignored]
+    return tuple(sorted(name for name in names if not any(pattern.match(name) is not None for pattern in known)))
 
 
 def _matches(rules: Iterable[Rule], names: Collection[str], sizes: Sizes) -> Iterator[Match]:

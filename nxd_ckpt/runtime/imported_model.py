@@ -11,7 +11,7 @@ from nxd_ckpt.adapters.state import ModelState, StateTensor
 from nxd_ckpt.core.counterpart import partition_of, whole_shape
 from nxd_ckpt.core.entries import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
-from nxd_ckpt.core.selection import selected
+from nxd_ckpt.core.selection import Selection, selected, selection
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.stages import restaged
 from nxd_ckpt.core.topology import Topology
@@ -51,6 +51,12 @@ class ImportedModel:
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._directory, self._target = directory, target
 
+    @property
+    def selection(self) -> Selection:
+        """What becomes of the directory's tensors, and what hinders it."""
+        target = self._target
+        return selection(target.mapping, self._directory.names, target.sizes, target.variants)
+
     @cached_property
     def matches(self) -> dict[str, Match]:
         """The NxD tensors by name, in the model's order. Raises as :func:`~nxd_ckpt.core.selection.selected`."""
@@ -85,7 +91,7 @@ class ImportedModel:
         """
         mapped = MappedDirectory(self._directory, self._target.mapping, self._target.sizes, topology)
         mine = [self.matches[name] for name in self.stages[topology.pp_rank]]
-        specs = {match.name: self._spec(match, topology) for match in mine}
+        specs = {match.name: self.spec(match, topology) for match in mine}
         tree: dict[str, Any] = {
             match.name: mapped.assembly(match, specs[match.name].dtype, specs[match.name].shape) for match in mine
         }
@@ -96,7 +102,7 @@ class ImportedModel:
             model=ModelState(tree, lambda: dict(tensors), specify=lambda: dict(specs)), use_xser=self._target.use_xser
         )
 
-    def _spec(self, match: Match, topology: Topology) -> ParameterSpec:
+    def spec(self, match: Match, topology: Topology) -> ParameterSpec:
         """The tensor as each rank holds it."""
         rule, sizes, tied = match.rule, self._target.sizes, self._target.mapping.tied
         stubs = [self._directory.tensor(name, tied) for name in rule.names(match.numbers, sizes)]

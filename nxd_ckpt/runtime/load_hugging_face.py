@@ -17,7 +17,6 @@ import torch
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.model import open_model
 from nxd_ckpt.core.mapping import Match
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
@@ -77,7 +76,7 @@ class _Prepared:
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict
         config = self._directory.config
         self._mapping = find_mapping(options.mapping, config)
-        self._sizes = Sizes(config, options.kv_size_multiplier, options.hardware, self._mapping.keys)
+        self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._model = open_model(model, may_be_meta=True)
         matches = self._matches()
         self.taken = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]

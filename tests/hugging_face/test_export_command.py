@@ -44,7 +44,8 @@ def test_a_dry_run_shows_what_maps_to_what(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names without a rule with the closest rules, tensors that are missing; the exit code is 1."""
-    rules = {"nxd": "model.layers.{layer}.self_attn.qkv_proj.weight", "hf": "layers.{layer}.qkv"}
+    names = {"nxd": "model.layers.{layer}.self_attn.qkv_proj.weight", "hf": "layers.{layer}.qkv"}
+    rules = {**names, "heads": "kv", "dim": 0}
     mapping = tmp_path / "mine.json"
     mapping.write_text(json.dumps({"format_version": 1, "name": "mine", "rules": [rules]}))
     assert 1 == command(tmp_path, "--dry-run", "--mapping", str(mapping))
@@ -57,4 +58,4 @@ def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.Captur
 def test_what_cannot_be_exported_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line on stderr."""
     assert 1 == command(tmp_path, "--mapping", "gpt_neox")
-    assert capsys.readouterr().err.startswith("nxd-ckpt: error: mapping 'gpt_neox' has no rule for ")
+    assert capsys.readouterr().err.startswith("nxd-ckpt: error: kv_size_multiplier=2, but mapping 'gpt_neox'")

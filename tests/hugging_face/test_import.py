@@ -208,6 +208,8 @@ def _whole(path: Path, model: Model) -> None:
         (_whole, {"stages": [["lm_head.weight"]]}, KeyMismatch, r"stages= must list every NxD tensor"),
         (_whole, {"fuse_qkv": True, "coalesce_qkv": True}, InvalidArgument, r"pass one or the other"),
         (_whole, {"mapping": "gpt_neox", "qkv_linear": True}, InvalidArgument, r"has no rules for qkv_linear"),
+        (_whole, {"mapping": "gpt_neox", "kv_size_multiplier": 2}, InvalidArgument, r"has no rule with heads"),
+        (_whole, {"mapping": "gpt_neox", "hardware": "inf2"}, InvalidArgument, r"hardware must be one of trn1, trn2"),
         (_whole, {"config": "nowhere"}, InvalidArgument, r"expected config\.json"),
     ],
 )
@@ -296,6 +298,37 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert [] == differences(local_state(job, state, at), loaded(tag, at))
     assert 1 == main(command)
     assert capsys.readouterr().err.startswith("nxd-ckpt: error: output_dir ")
+
+
+def test_a_dry_run_shows_what_maps_to_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What each rank would hold, of which tensors and on which stage; nothing is written."""
+    job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="linear", copies=2), tmp_path / "run" / "step_0"
+    state = write_model(tmp_path / "hf", job.model)
+    options = ["--tp", "4", "--pp", "2", "--kv_size_multiplier", "2", "--qkv_linear", "--dry-run"]
+    assert 0 == main(["import", str(tmp_path / "hf"), str(tag), *options, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    for pp_rank in range(2):
+        held = local_state(job, state, Topology(tp=4, pp=2, pp_rank=pp_rank))
+        shapes = {one["name"]: tuple(one["shape"]) for one in document["tensors"] if one["pp_rank"] == pp_rank}
+        assert {name: tuple(tensor.shape) for name, tensor in held.items()} == shapes
+    members = {name for one in document["tensors"] for name in one["members"]}
+    assert (set(state), {}, []) == (members, document["unknown"], document["missing"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All names without a rule, with the closest rules, and all tensors that are missing; the exit code is 1."""
+    state = {**Model().state(), "model.layers.0.mlp.gate.weight": torch.ones(2)}
+    del state["model.layers.1.mlp.up_proj.weight"]
+    write_model(tmp_path / "hf", Model(), state)
+    assert 1 == main(["import", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), "--dry-run"])
+    *tensors, _, header, unknown, missing = capsys.readouterr().out.splitlines()
+    assert ["Hugging", "Face", "closest", "rules"] == header.split()
+    assert "model.layers.0.mlp.gate.weight" == unknown.split()[0]
+    assert "model.layers.{layer}.mlp.gate_proj.weight" in unknown
+    assert "missing, though every such model has them: model.layers.1.mlp.up_proj.weight" == missing
+    whole = [line.split()[0] for line in tensors if "gate_up_proj" in line]
+    assert ["model.layers.0.mlp.gate_up_proj.weight"] == whole
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "checkpoint.pt"])
