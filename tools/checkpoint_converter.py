@@ -30,7 +30,7 @@ COUNTS = {
     "pp_size": "pipeline-parallel size",
     "ep_size": "expert-parallel size",
     "kv_size_multiplier": "how often each key-value head is kept",
-    "virtual_pp_size": "model chunks of a pipeline stage; only 1 is supported",
+    "virtual_pp_size": "chunks of the model on each pipeline rank; an output's, of an input files show it",
 }
 BOOLEANS = {
     "qkv_linear": "the model has GQAQKVColumnParallelLinear",
@@ -44,10 +44,6 @@ BOOLEANS = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.virtual_pp_size != 1:
-        parser.error("--virtual_pp_size: only 1 is supported; call import_checkpoint with stages=")
-    if args.model_style != "hf":
-        parser.error("--model_style: only hf is supported")
     try:
         _convert(args)
     except (CheckpointError, OSError) as error:
@@ -71,12 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in BOOLEANS.items():
         parser.add_argument(f"--{name}", type=_boolean, nargs="?", const=True, default=False, help=meaning)
     parser.add_argument("--hw_backend", choices=HARDWARE, default="trn1", help="the order of copies (default: trn1)")
-    parser.add_argument("--model_style", choices=("hf", "megatron"), default="hf", help="only hf is supported")
+    parser.add_argument("--model_style", choices=("hf", "megatron"), default="hf", help="the tag's names (default: hf)")
     return parser
 
 
 def _convert(args: argparse.Namespace) -> None:
-    heads: dict[str, Any] = {"kv_size_multiplier": args.kv_size_multiplier, "hardware": args.hw_backend}
+    names: dict[str, Any] = {"kv_size_multiplier": args.kv_size_multiplier, "hardware": args.hw_backend}
+    if args.model_style == "megatron":
+        names["mapping"] = "megatron_llama"
     if args.mode == "convert_from_full_state":
         import_checkpoint(
             args.input_dir,
@@ -85,6 +83,7 @@ def _convert(args: argparse.Namespace) -> None:
             tp=args.tp_size,
             pp=args.pp_size,
             ep=args.ep_size,
+            virtual_pp=args.virtual_pp_size,
             config=args.config,
             qkv_linear=args.qkv_linear,
             fuse_qkv=args.fuse_qkv,
@@ -92,10 +91,10 @@ def _convert(args: argparse.Namespace) -> None:
             use_xser=args.save_xser,
             model_key=args.model_key,
             progress=True,
-            **heads,
+            **names,
         )
     elif args.mode == "convert_to_full_state":
-        export_checkpoint(_tag(args.input_dir), args.output_dir, config=args.config, progress=True, **heads)
+        export_checkpoint(_tag(args.input_dir), args.output_dir, config=args.config, progress=True, **names)
     else:
         reshard(_tag(args.input_dir), args.output_dir, use_xser=args.mode == "convert_to_xser", progress=True)
 

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{kind}-parallel size (default: 1)")
     parser.add_argument(
+        "--virtual_pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="chunks of the model on each rank of an interleaved pipeline (default: 1)",
+    )
+    parser.add_argument(
         "--config", metavar="PATH", help="the model's config.json, or a directory with one (default: the one of HF)"
     )
     add_mapping(parser, "the job keeps")
@@ -57,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         args.hf,
         args.tag,
         **{name: getattr(args, name) for name in (*_SIZES, *_VARIANTS)},
+        virtual_pp=args.virtual_pp,
         config=args.config,
         dtype=args.dtype,
         use_xser=args.use_xser,

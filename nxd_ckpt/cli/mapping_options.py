@@ -17,7 +17,7 @@ def add_mapping(parser: argparse.ArgumentParser, job_keeps: str) -> None:
     parser.add_argument(
         "--mapping",
         metavar="NAME",
-        help="a shipped mapping (gpt_neox, llama, mixtral) or a JSON file (default: what config.json says)",
+        help="a shipped mapping (gpt_neox, llama, megatron_llama, mixtral) or a JSON file (default: by config.json)",
     )
     parser.add_argument(
         "--kv_size_multiplier",

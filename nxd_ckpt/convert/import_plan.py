@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from nxd_ckpt.convert.inputs import open_model
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.selection import closest
-from nxd_ckpt.core.stages import restaged
 from nxd_ckpt.runtime.imported_model import ImportedModel, ImportTarget
 
 
@@ -52,7 +51,7 @@ def import_plan(source: Place, target: Place, what: ImportTarget) -> Import:
     members = {match.name: tuple(match.rule.names(match.numbers, sizes)) for match in found.matches}
     whole = {match.name: match for match in found.matches if not set(members[match.name]) & set(found.missing)}
     hindered = bool(found.unknown or found.missing)
-    stages = restaged([list(whole)], what.topology.pp) if hindered else model.stages
+    stages = model.staged(list(whole)) if hindered else model.stages
     tensors = []
     for pp_rank, names in enumerate(stages):
         for name in names:

@@ -30,6 +30,7 @@ def import_checkpoint(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    virtual_pp: int = 1,
     config: StrPath | None = None,
     mapping: Given = None,
     kv_size_multiplier: int = 1,
@@ -61,6 +62,7 @@ def import_checkpoint(
             state dict that torch.save wrote, of which plain data is read, no code. It is only read.
         tag: the tag's directory or URL that is made, outside ``hf_directory``.
         dp, tp, pp, ep: the job's sizes. ``ep`` must divide ``dp``.
+        virtual_pp: chunks of the model that each rank of an interleaved pipeline holds (virtual_pipeline_size).
         config: the model's config.json, or a directory with one; by default the one of ``hf_directory``.
         mapping: the name of a shipped mapping, a JSON file or document; by default chosen by config.json.
         kv_size_multiplier: how often the job keeps each key-value head.
@@ -92,6 +94,8 @@ def import_checkpoint(
         means.validate()
         if dtype is not None and dtype not in DTYPES:
             raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+        if virtual_pp < 1 or (virtual_pp > 1 and stages is not None):
+            raise InvalidArgument(f"virtual_pp must be at least 1, and is for stages=None; found {virtual_pp}")
         topology = Topology(dp, tp, pp, ep)
         source = place_of(hf_directory, "hf_directory", storage_options)
         target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
@@ -101,7 +105,7 @@ def import_checkpoint(
             document = config_in(read_config(os.fspath(config), storage_options))
         chosen = find_mapping(mapping, document)
         sizes = chosen.sizes(document, kv_size_multiplier, hardware)
-        what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, stages, model_key)
+        what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, virtual_pp, stages, model_key)
         plans.append(import_plan(source, target, what))
         parts = Parts(model=True, use_xser=use_xser)
         return Job(source, target, what, parts, durable=durable, overwrite=overwrite)

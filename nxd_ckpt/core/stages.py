@@ -16,9 +16,10 @@ _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 def restaged(saved: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
     """The names of each of ``pp`` stages, from those of each saved stage, in the model's order.
 
-    One stage holds all of them. Else repeated layers (the most numerous ``prefix.N.``) are spread evenly, earlier
-    stages first; what comes before them in the model goes to the first stage, what comes after to the last, and a name
-    that several stages held (a tied embedding) to both of these.
+    One stage holds all of them. Else repeated layers (the most numerous ``prefix.N.``) are spread evenly, where that
+    leaves some over one more to each of the last stages (as NxD's pipeline.partition does); what comes before them in
+    the model goes to the first stage, what comes after to the last, and a name that several stages held (a tied
+    embedding) to both of these.
 
     Raises:
         TopologyMismatch: fewer layers than stages.
@@ -34,7 +35,9 @@ def restaged(saved: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
         raise TopologyMismatch(
             f"{pp} pipeline stages for {count} repeated layers: each stage needs one; choose a smaller pp"
         )
-    rank_of = {number: index * pp // count for index, number in enumerate(sorted(set(layers.values())))}
+    sizes = [count // pp + (stage >= pp - count % pp) for stage in range(pp)]
+    stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    rank_of = dict(zip(sorted(set(layers.values())), stage_of, strict=True))
     last_layer = max(index for index, name in enumerate(order) if name in layers)
     stages: list[list[str]] = [[] for _ in range(pp)]
     for index, name in enumerate(order):
@@ -46,6 +49,14 @@ def restaged(saved: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
         else:
             stages[0 if index < last_layer else -1].append(name)
     return stages
+
+
+def interleaved(chunks: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
+    """The names of each of ``pp`` ranks of an interleaved pipeline, to which chunks are dealt out in turn.
+
+    (As NxD's pipeline.partition.stage_to_pipeline_parallel_rank; a rank saves its chunks as one model.)
+    """
+    return [[name for chunk in chunks[rank::pp] for name in chunk] for rank in range(pp)]
 
 
 def _layers(names: Sequence[str]) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from nxd_ckpt.core.entries import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.selection import Selection, selected, selection
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.core.stages import restaged
+from nxd_ckpt.core.stages import interleaved, restaged
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import cast_dtype
@@ -31,6 +31,7 @@ class ImportTarget:
         variants: the options that choose among the mapping's rules.
         dtype: what numbers of floating point are cast to; None keeps theirs.
         use_xser: write xser files.
+        virtual_pp: chunks of the model that each pipeline rank holds.
         stages: the names of each pipeline stage; by default as core.stages has it.
         model_key: where a pickled file has the model's state dict.
     """
@@ -41,6 +42,7 @@ class ImportTarget:
     variants: tuple[str, ...] = ()
     dtype: str | None = None
     use_xser: bool = False
+    virtual_pp: int = 1
     stages: Sequence[Sequence[str]] | None = None
     model_key: str = "model"
 
@@ -72,7 +74,7 @@ class ImportedModel:
         """The names of each pipeline stage."""
         given, pp = self._target.stages, self._target.topology.pp
         if given is None:
-            return restaged([list(self.matches)], pp)
+            return self.staged(list(self.matches))
         if len(given) != pp:
             raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {pp}")
         listed = {name for names in given for name in names}
@@ -80,6 +82,11 @@ class ImportedModel:
             wrong = ", ".join(sorted(listed ^ set(self.matches))[:5])
             raise KeyMismatch(f"{self._directory.where}: stages= must list every NxD tensor, and no other: {wrong}")
         return given
+
+    def staged(self, names: Sequence[str]) -> list[list[str]]:
+        """These names on the pipeline stages where layers are spread evenly."""
+        pp = self._target.topology.pp
+        return interleaved(restaged([names], pp * self._target.virtual_pp), pp)
 
     def state(self, topology: Topology) -> SaveState:
         """What the rank that ``topology`` is seen from would save, its leaves assemblies of the directory's tensors.

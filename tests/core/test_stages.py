@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_ckpt.core.stages import restaged
+from nxd_ckpt.core.stages import interleaved, restaged
 from nxd_ckpt.errors import TopologyMismatch
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -25,12 +25,12 @@ def test_as_many_stages_stay_as_they_are() -> None:
 
 
 def test_layers_are_spread_evenly() -> None:
-    """Numbers inside a layer do not count; what is before the layers goes first, what is after them last."""
-    expected = [["embed.weight", *LAYERS[:4]], LAYERS[4:8], [*LAYERS[8:], "norm.weight", "head.weight"]]
+    """As NxD does, later stages have one more; what is before the layers goes first, what is after them last."""
+    expected = [["embed.weight", *LAYERS[:2]], LAYERS[2:6], [*LAYERS[6:], "norm.weight", "head.weight"]]
     found = restaged([NAMES], 3)
     assert sorted(NAMES) == sorted(name for stage in found for name in stage)
     assert [expected[0][0], expected[2][-2:]] == [found[0][0], found[2][-2:]]
-    assert [[0, 1], [2, 3], [4]] == [
+    assert [[0], [1, 2], [3, 4]] == [
         sorted({int(name.split(".")[2]) for name in stage if name in LAYERS}) for stage in found
     ]
 
@@ -45,3 +45,8 @@ def test_each_stage_needs_a_layer() -> None:
     """Five layers for six stages: the error says how many there are."""
     with pytest.raises(TopologyMismatch, match="6 pipeline stages for 5 repeated layers"):
         restaged([NAMES], 6)
+
+
+def test_chunks_are_dealt_out_in_turn() -> None:
+    """A rank of an interleaved pipeline holds every pp-th of them."""
+    assert [["a", "c", "d", "g"], ["b", "e", "f"]] == interleaved([["a"], ["b"], ["c", "d"], ["e", "f"], ["g"]], 2)

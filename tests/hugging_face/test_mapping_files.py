@@ -54,7 +54,7 @@ def test_a_users_file_is_a_mapping(tmp_path: Path) -> None:
 
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
     """The error lists the shipped ones, or says that a file is no JSON."""
-    with pytest.raises(InvalidArgument, match="neither one of gpt_neox, llama, mixtral nor the path"):
+    with pytest.raises(InvalidArgument, match="neither one of gpt_neox, llama, megatron_llama, mixtral nor the path"):
         find_mapping("lama", {})
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(InvalidArgument, match=r"broken\.json: not JSON"):
