@@ -102,9 +102,10 @@ def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) ->
         return Partition(expert=expert)
     lengths = _lengths(match, shape, sizes)
     for member, length in zip(rule.members, lengths, strict=True):
-        if length % tp:
+        count, what = (length // sizes.get("head_dim"), "heads") if member.heads else (length, "elements")
+        if count % tp:
             raise TopologyMismatch(
-                f"{match.name}: the {length} elements of {member.name.text} along dimension {rule.dim} cannot be "
+                f"{match.name}: the {count} {what} of {member.name.text} along dimension {rule.dim} cannot be "
                 f"divided equally among {tp} tensor-parallel ranks; choose another size, or another kv_size_multiplier"
             )
     if len(set(lengths)) == 1:

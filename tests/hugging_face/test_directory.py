@@ -149,6 +149,12 @@ def _leave_pickles(path: Path) -> None:
         shard.rename(path / ("pytorch_model.bin" if number == 0 else f"{number}.bin"))
 
 
+def _leave_sharded_pickles(path: Path) -> None:
+    _leave_pickles(path)
+    (path / "pytorch_model.bin").rename(path / "pytorch_model-00001-of-00003.bin")
+    (path / "pytorch_model.bin.index.json").write_text("{}")
+
+
 def _leave_nothing(path: Path) -> None:
     _lose_the_index(path)
     for shard in path.glob("*.safetensors"):
@@ -170,6 +176,7 @@ def _index(document: object) -> Callable[[Path], None]:
         (_swap_shards, MalformedFile, r"model-00001.* holds other tensors than"),
         (_cut_a_shard, MalformedFile, r"model-00001.*truncated, or not whole"),
         (_leave_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
+        (_leave_sharded_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
         (_leave_nothing, PartNotFound, r"holds no weights"),
         (_index("{"), MalformedFile, r"index\.json: not JSON"),
         (_index([]), MalformedFile, r"expected a JSON object"),

@@ -173,6 +173,14 @@ def _add_a_tensor(path: Path, model: Model) -> None:
     write_model(path, model, {**model.state(), "model.layers.0.self_attn.q_norm.weight": torch.ones(2)})
 
 
+def _lose_the_embedding(path: Path, model: Model) -> None:
+    """Of two tied tensors the one that files keep."""
+    state = model.state()
+    del state["model.embed_tokens.weight"]
+    write_model(path, model, state)
+    write_config(path, {**model.config, "tie_word_embeddings": True})
+
+
 def _mix_dtypes(path: Path, model: Model) -> None:
     state = model.state()
     name = "model.layers.0.mlp.up_proj.weight"
@@ -202,6 +210,8 @@ def _whole(path: Path, model: Model) -> None:
         (_claim_other_heads, {}, ShapeMismatch, r"k_proj\.weight has shape \(4, 8\), expected \(8, 8\)"),
         (_overflow, {"dtype": "float16"}, DtypeMismatch, r"model/model\.norm\.weight.*become infinite"),
         (_whole, {"dtype": "float8"}, InvalidArgument, r"dtype must be one of"),
+        (_lose_the_embedding, {}, KeyMismatch, r"tensors are missing: model\.embed_tokens\.weight"),
+        (_whole, {"tp": 4}, TopologyMismatch, r"k_proj\.weight: the 2 heads of .* cannot be divided equally among 4"),
         (_whole, {"tp": 3}, TopologyMismatch, r"cannot be divided equally among 3 tensor-parallel ranks"),
         (_whole, {"pp": 3}, TopologyMismatch, r"3 pipeline stages for 2 repeated layers"),
         (_whole, {"pp": 2, "stages": [[]]}, TopologyMismatch, r"lists 1 pipeline stages, but pp is 2"),

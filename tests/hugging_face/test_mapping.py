@@ -152,7 +152,7 @@ def test_a_tensor_that_ranks_cannot_share_is_refused() -> None:
     """Two heads of k over four ranks need kv_size_multiplier=2."""
     (match,) = shipped_mappings()["llama"].matches(["model.layers.0.self_attn.qkv_proj.weight_k"])
     sizes = Sizes(Model(head_dim=1).config)
-    with pytest.raises(TopologyMismatch, match=r"2 elements of .*k_proj.*kv_size_multiplier"):
+    with pytest.raises(TopologyMismatch, match=r"2 heads of .*k_proj.*kv_size_multiplier"):
         partition_of(match, (2, 4), sizes, tp=4)
 
 
