@@ -9,6 +9,7 @@
 ``open_checkpoint``           one tag opened for reading, anywhere: a ``Checkpoint``
 ``load_keys``                 single tensors of a tag, by name; ``get_checkpoint_metadata``: all of them, as
                               ``GlobalTensor``
+``diff_checkpoints``          what two tags differ in, and by how much
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
 ``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.partition import Partition
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
+    from nxd_ckpt.diff import diff_checkpoints
     from nxd_ckpt.runtime.background import PendingSave
     from nxd_ckpt.runtime.whole_tag import GlobalTensor
 
@@ -48,6 +50,7 @@ __all__ = [
     "Topology",
     "capture_random_state",
     "close_checkpointers",
+    "diff_checkpoints",
     "errors",
     "finalize_checkpoint",
     "get_checkpoint_metadata",
@@ -70,6 +73,7 @@ _MODULE_OF = {
     "Topology": "core.topology",
     "capture_random_state": "adapters.random_state",
     "close_checkpointers": "api",
+    "diff_checkpoints": "diff",
     "finalize_checkpoint": "api",
     "get_checkpoint_metadata": "checkpoint",
     "has_checkpoint": "api",

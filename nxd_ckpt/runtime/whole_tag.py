@@ -64,6 +64,7 @@ class WholeTag:
     """The tag ``opened``, as a single rank would hold it.
 
     Args:
+        live: as the rank would hold it that this is seen from, in a job of its sizes.
         partitions: how parameters of the tag were cut, by name, where it does not say.
         saved_param_names: the optimizer's parameter names as saved, by stage and group, where it does not say.
     """
@@ -72,14 +73,20 @@ class WholeTag:
         self,
         opened: OpenTag,
         *,
+        live: Topology | None = None,
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
-        self._opened = opened
+        self.opened = opened
+        self._partitions = partitions
         recorded = recorded_parameters(opened, partitions or {})
-        self._crossing = Crossing(opened, Topology(), recorded=recorded, every_stage=True)
+        self._crossing = Crossing(opened, live or Topology(), recorded=recorded, every_stage=True)
         self._model = ReshardedModel(self._crossing) if opened.parts.model else None
         self._saved_names = saved_param_names
+
+    def seen_from(self, live: Topology) -> WholeTag:
+        """The same, as another rank would hold it."""
+        return WholeTag(self.opened, live=live, partitions=self._partitions, saved_param_names=self._saved_names)
 
     @cached_property
     def tensors(self) -> dict[str, GlobalTensor]:
@@ -131,7 +138,7 @@ class WholeTag:
         close = difflib.get_close_matches(name, names, n=1)
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
         meant = f"did you mean {close[0]!r}?" if close else others
-        raise KeyMismatch(f"{self._opened.where} has no tensor {name!r}; {meant}")
+        raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {meant}")
 
     def _model_leaf(self, name: str, path: tuple[Any, ...], pp_rank: int) -> TensorStub | Assembly:
         assert self._model is not None
@@ -145,7 +152,7 @@ class WholeTag:
             if found is None:
                 unnamed = any(slot.startswith("#") for slot in self._slots)
                 raise PartNotFound(
-                    f"{self._opened.where}: no file holds {name} ({leaf.file} is missing), nor its master weights"
+                    f"{self.opened.where}: no file holds {name} ({leaf.file} is missing), nor its master weights"
                     f"{', as far as the tag tells: pass saved_param_names=' if unnamed else ''}"
                 )
             return found
@@ -163,7 +170,7 @@ class WholeTag:
             if not parameter.startswith("#"):
                 raise
             raise OptimizerMismatch(
-                f"{self._opened.where} does not say whose state optim/{parameter}/{key} is, so its cut is not known; "
+                f"{self.opened.where} does not say whose state optim/{parameter}/{key} is, so its cut is not known; "
                 "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
         assert leaf is not None
@@ -196,7 +203,7 @@ class WholeTag:
 
     @cached_property
     def _optimizer(self) -> ReshardedOptimizer | None:
-        if self._opened.parts.optimizer is None:
+        if self.opened.parts.optimizer is None:
             return None
         return ReshardedOptimizer(self._crossing, saved_names=self._names_as_saved())
 
@@ -265,12 +272,12 @@ class WholeTag:
         """Names for every saved entry; "#3" (of the only stage, else "#1.3") where nobody knows them."""
         if self._saved_names is not None:
             return self._saved_names
-        names = self._opened.optimizer_names(Coordinates())
+        names = self.opened.optimizer_names(Coordinates())
         if names is not None and not any(name.startswith("#") for name in names):
             return None
-        sizes, stages = self._opened.topology, []
+        sizes, stages = self.opened.topology, []
         for pp_rank in range(sizes.pp):
-            groups = self._opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
+            groups = self.opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
             prefix = "#" if sizes.pp == 1 else f"#{pp_rank}."
             stages.append([[f"{prefix}{index}" for index in range(sum(len(group["params"]) for group in groups))]])
         return stages

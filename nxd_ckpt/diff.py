@@ -1,0 +1,102 @@
+"""What two tags differ in, and by how much, whatever sizes they were saved on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.runtime.plain_values import ABSENT, equal_values, plain_values
+from nxd_ckpt.runtime.progress import watched
+from nxd_ckpt.runtime.tensor_comparison import TensorComparison, TensorDifference
+
+__all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """What is no tensor and differs: ``name`` is such as "optim/param_groups/0/lr", "scheduler/last_epoch",
+    "user_content/steps". ABSENT stands for what one of the tags does not have."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What the tags ``a`` and ``b`` differ in. It is true where they differ, or may.
+
+    Attributes:
+        tensors, values: those that differ.
+        same_tensors: how many do not.
+        same_digests: how many of these were not read, because their recorded digests are equal.
+        problems: parts of the tags that could not be compared.
+        nbytes: bytes that were read of ``b``'s tensors.
+    """
+
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    same_tensors: int
+    same_digests: int
+    problems: tuple[str, ...]
+    nbytes: int
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.values or self.problems)
+
+
+def diff_checkpoints(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    prefix: str | Sequence[str] = (),
+    tolerance: float | None = None,
+    full: bool = False,
+    progress: bool = False,
+) -> Difference:
+    """What two tags differ in: of nxd_ckpt or NxD, in any place, saved on any sizes.
+
+    Tensors are put together by name and compared window by window, in 64 MiB of memory; their digests are proved. NaN
+    in the same place is equal. Tensors of other dtypes are compared as numbers, and differ in any case but with a
+    ``tolerance``. Where it is not known how a tensor is cut, and both tags were saved on the same tp and ep, what their
+    ranks held is compared.
+
+    Args:
+        a, b: opened by :func:`open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` where they do not say.
+        prefix: compare what has a name that begins so, such as "model/" or "optim/*/exp_avg"; a shell's patterns.
+        tolerance: take tensors for the same in which no element differs by more, whatever their dtypes.
+        full: read also tensors whose recorded digests (CRC-32) are equal.
+        progress: show a bar on a terminal.
+
+    Raises:
+        InvalidArgument: neither tag has such a name; a tolerance below 0.
+        CorruptCheckpoint: bytes of a tag are not those that were written.
+    """
+    if tolerance is not None and not tolerance >= 0:
+        raise InvalidArgument(f"tolerance must be a number from 0 on, found {tolerance!r}")
+    prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
+
+    def wanted(name: str) -> bool:
+        return not prefixes or any(fnmatchcase(name, f"{one}*") for one in prefixes)
+
+    problems: dict[str, str] = {}
+    values_a, values_b = (plain_values(one.whole, problems) for one in (a, b))
+    names = [name for name in dict.fromkeys([*values_a, *values_b]) if wanted(name)]
+    comparison = TensorComparison(a.whole, b.whole, wanted, full=full)
+    if prefixes and not names and not comparison.names:
+        raise InvalidArgument(f"no name in either tag begins with {' or '.join(prefixes)}")
+    with watched("diff", comparison.nbytes, lambda: comparison.done.nbytes, progress):
+        tensors = tuple(comparison.differences(tolerance))
+    pairs = [ValueDifference(name, values_a.get(name, ABSENT), values_b.get(name, ABSENT)) for name in names]
+    return Difference(
+        tensors,
+        tuple(pair for pair in pairs if not equal_values(pair.a, pair.b)),
+        len(comparison.names) - len(tensors),
+        comparison.same_digests,
+        tuple(problem for name, problem in problems.items() if wanted(name)),
+        comparison.done.nbytes,
+    )

@@ -1,0 +1,80 @@
+"""How far two tensors are apart, counted window by window: equal ones cost a look at their bytes."""
+
+from __future__ import annotations
+
+from math import isfinite, isinf, sqrt
+
+import torch
+
+_CHUNK = 2**17
+"""Elements that are compared at once: as float64 they stay in the processor's cache."""
+
+
+class Tally:
+    """What is known of ``a`` and ``b`` so far. NaN in the same place is equal; in one of both, it is counted alone.
+
+    Attributes:
+        differing: elements that are not equal, as numbers, those that are NaN on one side only included.
+        nans: the latter.
+        max_difference: the largest ``|a - b|`` of the others.
+    """
+
+    def __init__(self) -> None:
+        self.differing = self.nans = 0
+        self.max_difference = 0.0
+        self._difference = self._norm = 0.0  # squared
+
+    @property
+    def relative_norm(self) -> float:
+        """``||a - b|| / ||a||``; infinite where ``a`` is zero and ``b`` is not."""
+        if self._difference == 0:
+            return 0.0
+        if self._norm == 0 or isinf(self._difference):
+            return float("inf")
+        return sqrt(self._difference / self._norm)
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """The next elements of both: contiguous, of one dimension and equal length; dtypes may differ."""
+        for one, other in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
+            if one.dtype == other.dtype and _same_bytes(one, other):
+                self._norm += _finite_square(_exact(one))
+            else:
+                self._compare(one, other)
+
+    def _compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        x, y = _exact(a), _exact(b)
+        distance = (x - y).abs()
+        largest = float(distance.max())
+        if isfinite(largest):
+            exact = a.dtype == b.dtype == torch.int64  # which float64 rounds
+            self.differing += int(torch.count_nonzero(a != b if exact else distance))
+        else:
+            nan = x.isnan() | y.isnan()
+            self.nans += (alone := int((x.isnan() ^ y.isnan()).sum()))
+            distance = distance.masked_fill(nan | (x == y), 0)
+            largest = float(distance.max())
+            self.differing += alone + int(torch.count_nonzero(distance))
+        self.max_difference = max(self.max_difference, largest)
+        self._difference += _square(distance)
+        self._norm += _finite_square(x)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    nbytes = a.numel() * a.element_size()
+    return torch.equal(*(one.view(torch.int64 if nbytes % 8 == 0 else torch.uint8) for one in (a, b)))
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Every number as it is, but for integers beyond 2^53."""
+    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def _square(x: torch.Tensor) -> float:
+    x = torch.view_as_real(x).flatten() if x.is_complex() else x
+    return float(torch.dot(x, x))
+
+
+def _finite_square(x: torch.Tensor) -> float:
+    """The same of the finite elements alone."""
+    found = _square(x)
+    return found if isfinite(found) else _square(x.masked_fill(~x.isfinite(), 0))

@@ -1,0 +1,168 @@
+"""What two tags differ in: of any sizes, in every number, and with what is missing on either side."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxd_ckpt import Topology, diff_checkpoints, open_checkpoint
+from nxd_ckpt.convert import reshard
+from nxd_ckpt.errors import DigestMismatch, InvalidArgument
+from nxd_ckpt.runtime import side_by_side
+from nxd_ckpt.runtime.tally import Tally
+from tests.cli.checkpoints import CUTS, PLACES, held, save_examples
+from tests.elastic.ranks import save_job
+from tests.elastic.transformer import layout_of, weights_of
+from tests.golden.checkpoints import CONFIGURATIONS, saved
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def save_one(directory: Path, tag: str, model: dict[str, torch.Tensor], **parts: Any) -> None:
+    save_as_every_rank(directory, tag, [Topology()], lambda _: {"model": model, **parts})
+
+
+@pytest.mark.parametrize("to", [{"dp": 3, "tp": 1}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2, "use_xser": True}])
+def test_a_tag_and_the_same_on_other_sizes_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: dict[str, Any]
+) -> None:
+    """Model, moments, master weights, options: nothing differs, also where windows cut tensors in two."""
+    monkeypatch.setattr(side_by_side, "_WINDOW", 256)
+    weights = weights_of(torch.bfloat16)
+    save_job(tmp_path, weights, layout_of("dp2tp2", weights, zero1=True))
+    reshard(tmp_path / "step_1", tmp_path / "other", **to, durable=False)
+    a, b = (open_checkpoint(tmp_path, tag) for tag in ("step_1", "other"))
+
+    found = diff_checkpoints(a, b, full=True)
+
+    assert (not found, len(a.metadata), 0) == (True, found.same_tensors, found.same_digests), found
+    assert sum(told.nbytes or 0 for told in a.metadata.values()) == found.nbytes
+    assert not diff_checkpoints(a, b)
+
+
+def test_what_differs_is_told(tmp_path: Path) -> None:
+    """Changed, missing, reshaped tensors and other dtypes; values; and how many are the same."""
+    same = {"same": torch.rand(9, 4), "nan": torch.tensor([1.0, float("nan")])}
+    one = {**same, "changed": torch.tensor([3.0, 4.0, 0.0]), "gone": torch.ones(1), "flat": torch.ones(6)}
+    one |= {"cast": torch.tensor([1.0, 2.0]), "count": torch.tensor([2**60, 1])}
+    other = {**same, "changed": torch.tensor([3.0, 4.0, 1.0]), "new": torch.ones(2), "flat": torch.ones(2, 3)}
+    other |= {"cast": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "count": torch.tensor([2**60 + 1, 1])}
+    save_one(tmp_path, "a", one, scheduler={"last_epoch": 1, "base": [1.0]}, user_content={"steps": 1, "x": None})
+    save_one(tmp_path, "b", other, scheduler={"last_epoch": 2, "base": [1.0]}, user_content={"steps": 1, 3: "y"})
+
+    found = diff_checkpoints(open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path, "b"))
+
+    kinds = {difference.name: difference.kind for difference in found.tensors}
+    assert kinds == {
+        "model/changed": "values",
+        "model/gone": "only in a",
+        "model/flat": "shape",
+        "model/cast": "dtype",
+        "model/count": "values",
+        "model/new": "only in b",
+    }
+    changed = found.tensors[0]
+    assert (1, 0, 1.0, 0.2) == (changed.differing, changed.nans, changed.max_difference, changed.relative_norm)
+    assert ["scheduler/last_epoch", "user_content/x", "user_content/3"] == [value.name for value in found.values]
+    assert (2, 2) == (found.same_tensors, found.same_digests)
+
+    tolerant = diff_checkpoints(
+        open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path, "b"), tolerance=1.0, prefix="model/c*"
+    )
+    assert not tolerant, tolerant
+    with pytest.raises(InvalidArgument, match="layers"):
+        diff_checkpoints(open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path, "b"), prefix="layers")
+
+
+@given(
+    values=st.lists(
+        st.tuples(*[st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, float("inf"), -float("inf"), float("nan")])] * 2),
+        min_size=1,
+        max_size=12,
+    ),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float64])] * 2),
+)
+@settings(max_examples=200, deadline=None)
+def test_numbers_are_compared_as_numpy_would(
+    values: list[tuple[float, float]], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Count, largest difference and relative norm, with infinities and NaN on one side or both."""
+    a, b = (np.array(side) for side in zip(*values, strict=True))
+    tally = Tally()
+    tally.add(*(torch.tensor(side).to(dtype) for side, dtype in zip((a, b), dtypes, strict=True)))
+    alone, both = np.isnan(a) ^ np.isnan(b), np.isnan(a) & np.isnan(b)
+    equal = (a == b) | both
+    with np.errstate(all="ignore"):
+        distance = np.where(equal | alone, 0, np.abs(a - b))
+        norm = np.sqrt(np.sum(np.where(np.isfinite(a), a, 0) ** 2))
+        apart = np.sqrt(np.sum(distance**2))
+        relative = 0.0 if not apart else float("inf") if not norm or np.isinf(apart) else apart / norm
+    assert (int((~equal).sum()), int(alone.sum())) == (tally.differing, tally.nans)
+    assert distance.max() == tally.max_difference
+    assert tally.relative_norm == pytest.approx(relative)
+
+
+def changed_in(name: str) -> Callable[[int], dict[str, Any]]:
+    """The ranks of the tag ``cut``, the first of which holds another first element."""
+
+    def cut(rank: int) -> dict[str, Any]:
+        model = {each: held(each, PLACES[rank]) for each in CUTS}
+        if PLACES[rank].coordinates == PLACES[0].coordinates:
+            model[name] = model[name].clone()
+            model[name].view(-1)[0] += 0.5
+        return {"model": model, "partitions": {each: partition for each, (partition, _) in CUTS.items()}}
+
+    return cut
+
+
+def test_one_changed_element_says_which_tensor(tmp_path: Path) -> None:
+    """Of a cut tensor, and of one whose cut nobody knows: then ranks are compared, one by one."""
+    save_examples(tmp_path)
+    for name in ("column", "lost"):
+        save_as_every_rank(tmp_path, name, PLACES, changed_in(name), use_xser=True)
+        found = diff_checkpoints(open_checkpoint(tmp_path, "cut"), open_checkpoint(tmp_path, name))
+        [difference] = found.tensors
+        assert (f"model/{name}", "values", 1, 0.5) == (
+            difference.name, difference.kind, difference.differing, difference.max_difference
+        )
+
+
+def test_what_cannot_be_compared_is_no_equality(tmp_path: Path) -> None:
+    """An unknown cut on other sizes is reported with its reason; a damaged tensor is an error."""
+    save_examples(tmp_path)
+    one = {name: torch.zeros(2) for name in ("lost", "norm")}
+    save_one(tmp_path, "one", one)
+    found = diff_checkpoints(open_checkpoint(tmp_path, "cut"), open_checkpoint(tmp_path, "one"), prefix="model/lost")
+    [difference] = found.tensors
+    assert "not compared" == difference.kind
+    assert "partitions=" in str(difference.problem)
+
+    shutil.copytree(tmp_path / "one", tmp_path / "copied")
+    b = open_checkpoint(tmp_path, "copied")
+    stub = b.opened.model_tree(b.topology.coordinates)["norm"]
+    with (tmp_path / "copied" / stub.file).open("r+b") as file:
+        file.seek(stub.offset)
+        file.write(b"\x01")
+    with pytest.raises(DigestMismatch, match="norm"):
+        diff_checkpoints(open_checkpoint(tmp_path, "one"), b, full=True)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_tags_of_nxd_are_compared_as_they_are(golden: Path, configuration: str) -> None:
+    """With themselves nothing differs, also where nobody told how they are cut, or whose state is whose."""
+    source = saved(golden, configuration)
+    tags = [open_checkpoint(source.directory, source.tags[-1]) for _ in range(2)]
+    found = diff_checkpoints(*tags, full=True)
+    missing = {one.name for one in found.tensors if "no file holds" in str(one.problem)}
+    assert {one.name for one in found.tensors} == missing
+    assert ((), bool(missing)) == (found.values, configuration.startswith("f_"))
+    assert found.same_tensors + len(missing) == len(tags[0].metadata)
