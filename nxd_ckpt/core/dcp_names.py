@@ -1,0 +1,158 @@
+"""The names of torch DCP for a tag's tensors and values, and back: one place for both directions. Pure.
+
+DCP keeps a nested state dict flat, keys joined by dots, and beside each name the path of keys that it came from. Model
+and optimizer are in it as ``torch.distributed.checkpoint.state_dict`` gives them (``get_model_state_dict``,
+``get_optimizer_state_dict``), each under a key, as OLMo-core has them:
+
+=========================  =====================================  ===================================================
+of a tag                   DCP                                    with flattened optimizer states
+=========================  =====================================  ===================================================
+model/embed.weight         model.embed.weight                     model.embed.weight
+optim/embed.weight/step    optim.state.embed.weight.step          optim.state.embed.weight.step
+param group 0's lr         optim.param_groups.0.lr                optim.param_groups.embed.weight.lr, one a parameter
+names in param group 0     optim.param_groups.0.params            that each has options
+=========================  =====================================  ===================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+
+PARAMS = "params"
+_STATE, _GROUPS = "state", "param_groups"
+
+Path = tuple[Any, ...]
+"""The keys that lead to an entry in the nested state dict."""
+
+
+@dataclass(frozen=True)
+class DcpEntry:
+    """The flat name of something in a state dict, and the keys that lead to it."""
+
+    name: str
+    path: Path
+
+    @staticmethod
+    def at(path: Path) -> DcpEntry:
+        return DcpEntry(".".join(map(str, path)), path)
+
+
+@dataclass(frozen=True)
+class DcpNames:
+    """Under which keys model and optimizer are; "" where they are the state dict itself.
+
+    ``flat_optimizer`` is how ``get_optimizer_state_dict`` names states with ``flatten_optimizer_state_dict``. It
+    matters for what is written only.
+    """
+
+    model: str = "model"
+    optim: str = "optim"
+    flat_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model == self.optim:
+            raise InvalidArgument(f"model_key and optim_key must differ, found {self.model!r} for both")
+
+    def entry(self, name: str) -> DcpEntry:
+        """What DCP calls ``model/embed.weight``, ``optim/embed.weight/exp_avg``."""
+        part, *keys = name.split("/")
+        if part == "model":
+            return DcpEntry.at((*_head(self.model), *keys))
+        parameter, key = "/".join(keys[:-1]), keys[-1]
+        path = (f"{_STATE}.{parameter}.{key}",) if self.flat_optimizer else (_STATE, parameter, key)
+        return DcpEntry.at((*_head(self.optim), *path))
+
+    def group_entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[DcpEntry, Any]]:
+        """What DCP keeps of param groups, whose "params" are names."""
+        head = _head(self.optim)
+        if not self.flat_optimizer:
+            return [
+                (DcpEntry.at((*head, _GROUPS, number, option)), value)
+                for number, group in enumerate(groups)
+                for option, value in group.items()
+            ]
+        return [
+            (DcpEntry.at((*head, f"{_GROUPS}.{parameter}.{option}")), value)
+            for group in groups
+            for parameter in group[PARAMS]
+            for option, value in group.items()
+            if option != PARAMS
+        ]
+
+    def model_name(self, name: str) -> str | None:
+        """The parameter or buffer that DCP's ``name`` is; None for what is not the model's."""
+        if self.model:
+            return _after(self.model, name)
+        return None if self.optim and _after(self.optim, name) is not None else name
+
+    def state_key(self, name: str) -> tuple[str, str] | None:
+        """(parameter, key) of an optimizer's state that DCP's ``name`` is; None for anything else."""
+        rest = self._of_optimizer(_STATE, name)
+        parameter, _, key = (rest or "").rpartition(".")
+        return (parameter, key) if parameter else None
+
+    def option_key(self, name: str) -> tuple[str, str] | None:
+        """(number of the param group, or a parameter, option) that DCP's ``name`` is; None for anything else."""
+        rest = self._of_optimizer(_GROUPS, name)
+        owner, _, option = (rest or "").rpartition(".")
+        return (owner, option) if owner else None
+
+    def is_of_optimizer(self, name: str) -> bool:
+        return self._of_optimizer(_STATE, name) is not None or self._of_optimizer(_GROUPS, name) is not None
+
+    def _of_optimizer(self, section: str, name: str) -> str | None:
+        return _after(".".join((*_head(self.optim), section)), name)
+
+
+def groups_of(options: Iterable[tuple[str, str, Any]], parameters: Sequence[str]) -> list[dict[str, Any]]:
+    """Param groups, "params" being names, of (owner, option, value) as :meth:`DcpNames.option_key` has the first two.
+
+    Flattened, each parameter has options of its own: those that agree are a group. ``parameters`` are all that have
+    state; without any options they are one group.
+
+    Raises:
+        KeyMismatch: parameters with state are in no group, or in two.
+    """
+    by_owner: dict[str, dict[str, Any]] = {}
+    for owner, option, value in options:
+        by_owner.setdefault(owner, {})[option] = value
+    if all(owner.isdecimal() and PARAMS in values for owner, values in by_owner.items()):
+        groups = [by_owner[owner] for owner in sorted(by_owner, key=int)]
+    else:
+        groups = _joined(by_owner)
+    if not groups and parameters:
+        groups = [{PARAMS: list(parameters)}]
+    listed = [name for group in groups for name in group[PARAMS]]
+    wrong = sorted({name for name in listed if listed.count(name) > 1} if len(set(listed)) < len(listed) else set())
+    wrong += sorted(set(parameters) - set(listed))
+    if wrong:
+        raise KeyMismatch(
+            f"the optimizer has state of {', '.join(wrong[:5])}, which its param groups do not list, or list twice"
+        )
+    return groups
+
+
+def _joined(by_owner: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
+    for parameter, options in by_owner.items():
+        group = next((group for group in groups if _without_params(group) == options), None)
+        if group is None:
+            groups.append(group := {**options, PARAMS: []})
+        group[PARAMS].append(parameter)
+    return groups
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in group.items() if option != PARAMS}
+
+
+def _head(key: str) -> tuple[str, ...]:
+    return (key,) if key else ()
+
+
+def _after(prefix: str, name: str) -> str | None:
+    return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None

@@ -1,0 +1,164 @@
+"""torch.distributed.checkpoint.load reads tags: any box of any tensor, any placement, values, and what it cannot."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from nxd_ckpt import open_checkpoint
+from nxd_ckpt.adapters.dcp import StorageReader
+from nxd_ckpt.errors import DigestMismatch
+from nxd_ckpt.testing.workers import WorkerPool
+from tests.bad_input.live import jobs
+from tests.cli.checkpoints import CONTENT, CUTS, save_examples, whole
+from tests.convert.tags import unsharded
+from tests.golden.checkpoints import saved
+from tests.torch_dcp import ranks
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("examples")
+    save_examples(directory)
+    return directory
+
+
+class Targets:
+    """As much of a planner as reading asks for: what is read for each item goes to the tensor of its number."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors, self.committed = tensors, list[int]()
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self.tensors[item.dest_index.index or 0]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        self.committed.append(item.dest_index.index or 0)
+
+
+@st.composite
+def wanted(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]], torch.dtype, bool]:
+    """A tensor's name, (offset, length) of a box of it by dimension, and the dtype and layout to read it into."""
+    name = draw(st.sampled_from(ranks.NAMES))
+    box = []
+    for size in whole(name).shape:
+        offset = draw(st.integers(0, size - 1))
+        box.append((offset, draw(st.integers(1, size - offset))))
+    return name, box, draw(st.sampled_from((torch.float32, torch.float64))), draw(st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(wanted(), min_size=1, max_size=8))
+def test_any_boxes_equal_those_of_the_whole_tensors(examples: Path, boxes: list[Any]) -> None:
+    """Whatever ranks cut, and whether the target lies as the values do or transposed, or is of another dtype."""
+    items, targets, expected = [], [], []
+    for number, (name, box, dtype, transposed) in enumerate(boxes):
+        offsets, lengths = (torch.Size(numbers) for numbers in zip(*box, strict=True))
+        target = torch.full(tuple(reversed(lengths)) if transposed else lengths, -1, dtype=dtype)
+        targets.append(target.permute(*reversed(range(target.dim()))) if transposed else target)
+        index, zeros = MetadataIndex(f"model.{name}"), torch.Size([0] * len(box))
+        items.append(
+            ReadItem(LoadItemType.TENSOR, MetadataIndex(f"model.{name}", zeros, number), zeros, index, offsets, lengths)
+        )
+        expected.append(whole(name)[tuple(slice(start, start + length) for start, length in box)].to(dtype))
+    planner: Any = Targets(targets)
+    StorageReader(examples / "cut").read_data(LoadPlan(items), planner).wait()
+    assert all(torch.equal(*pair) for pair in zip(expected, targets, strict=True))
+    assert list(range(len(boxes))) == sorted(planner.committed)
+
+
+def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path) -> None:
+    """Even and uneven DTensors; FSDP2 resumes what was saved, of plain and ZeRO-1 tags, and trains on alike."""
+    [job] = jobs()
+    before = ranks.picture(job.model, job.optimizer)
+    ranks.training(job.model, job.optimizer)
+    expected = {"before": before, "after": ranks.picture(job.model, job.optimizer)}
+    with WorkerPool(2) as pool:
+        assert [[], []] == pool.run(ranks.placements, examples)
+        for flat in (False, True):
+            assert [expected] * 2 == pool.run(ranks.fsdp2, examples, "z_plain", flat)
+        first, second = pool.run(ranks.fsdp2, examples, "zero1", False)
+    assert first == second
+    checkpoint = open_checkpoint(examples, "zero1")
+    states = unsharded([checkpoint.optimizer_state(rank) for rank in range(2)])
+    held = ranks.gathered(list(states["base_state"].values()))
+    state = first["before"]["optim"]["state"]
+    assert held == [state[name] for name in ("up.weight", "up.bias", "down.weight")]
+
+
+def test_plain_tensors_and_values_load_in_one_process(examples: Path) -> None:
+    """Python numbers, scheduler and user content go where the state dict has their names; unasked names are left."""
+    [job] = jobs()
+    state: dict[str, Any] = {
+        "model": {"up.bias": torch.zeros(4)},
+        "optim": {"param_groups": [{"lr": 9.0, "params": []}]},
+        "scheduler": {"last_epoch": -1},
+        "user_content": {"steps": 0, "seen": torch.zeros(3, dtype=torch.int64), "args": {"deep": {"er": {}}}},
+    }
+    load(state, storage_reader=StorageReader(examples / "z_plain"))
+    assert torch.equal(job.model.up.bias, state["model"]["up.bias"])
+    assert {"lr": job.optimizer.param_groups[0]["lr"], "params": ["up.weight", "up.bias", "down.weight"]} == {
+        key: state["optim"]["param_groups"][0][key] for key in ("lr", "params")
+    }
+    assert job.scheduler.last_epoch == state["scheduler"]["last_epoch"]
+    assert CONTENT["steps"] == state["user_content"]["steps"]
+    assert [0, 1, 2] == state["user_content"]["seen"].tolist()
+
+
+def test_state_dicts_may_have_other_keys_and_one_reader_another_tag(examples: Path) -> None:
+    """The model as the state dict itself, and ``checkpoint_id=`` in place of the reader's own."""
+    reader = StorageReader(examples / "z_plain", model_key="")
+    state = {"norm": torch.zeros(3)}
+    load(state, checkpoint_id=examples / "cut", storage_reader=reader)
+    assert torch.equal(whole("norm"), state["norm"])
+    assert str(examples / "cut") == reader.checkpoint_id
+
+
+def test_changed_bytes_are_refused(tmp_path: Path) -> None:
+    """What is read is proved, and the error names the tensor."""
+    save_examples(tmp_path)
+    [file] = (tmp_path / "z_plain" / "model").glob("*.pt")
+    data = bytearray(file.read_bytes())
+    at = data.index(jobs()[0].model.up.weight.detach().numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(CheckpointException) as raised:
+        load({"model": {"up.weight": torch.zeros(4, 3)}}, storage_reader=StorageReader(tmp_path / "z_plain"))
+    [(error, _)] = raised.value.failures.values()
+    assert isinstance(error, DigestMismatch)
+    assert "up.weight" in str(error)
+
+
+def test_what_is_not_known_is_left_out_and_said(examples: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tensor whose cut nobody recorded is in no metadata, and a warning names it with what would help."""
+    with caplog.at_level(logging.WARNING, "nxd_ckpt"):
+        metadata = StorageReader(examples / "cut").read_metadata()
+    assert {f"model.{name}" for name in CUTS if name != "lost"} == set(metadata.state_dict_metadata)
+    assert "partitions=" in caplog.text
+    assert "model/lost" in caplog.text
+
+
+def test_nxds_own_tags_load_with_the_names_that_they_lack(golden: Path) -> None:
+    """Its optimizer's entries have no names: with them they load, and without them they are called "#0"."""
+    alone = saved(golden, "a_dp2_zero1_pt")
+    held = alone.held("step_3", 0)["model"]
+    reader = StorageReader(alone.directory / "step_3")
+    listed = [name for name in reader.read_metadata().state_dict_metadata if name.startswith("optim.state.#")]
+    assert "optim.state.#0.exp_avg" in listed
+    state = {"model": {name: torch.zeros_like(held[name]) for name in held}}
+    load(state, storage_reader=reader)
+    assert all(torch.equal(held[name], state["model"][name]) for name in held)
+    with pytest.raises(CheckpointException, match="but 1 names were given"):
+        load(state, storage_reader=StorageReader(alone.directory / "step_3", saved_param_names=[[["one"]]]))
