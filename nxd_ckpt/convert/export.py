@@ -98,7 +98,7 @@ def export_checkpoint(
     """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
 
     Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are proved on the way; the
-    directory appears when all of it is written. Extra memory: about 100 MiB, whatever the size of the model. Under
+    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model. Under
     torchrun every process calls this and writes its share of the files.
 
     Args:
