@@ -239,7 +239,9 @@ def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
     decided_by_rank0(agreement, output.begin)
-    writer = ShardWriter(job.opened, job.mapped, job.tensors, output.storage, output.folder)
+    writer = ShardWriter(
+        job.opened, lambda name: job.mapped.assembly(job.tensors[name]), output.storage, output.folder
+    )
     mine = job.shards[agreement.rank :: agreement.world_size]
     nbytes = sum(shard.layout.nbytes for shard in mine)
     try:

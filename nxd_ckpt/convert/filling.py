@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from nxd_ckpt.convert.ahead import Ahead
 from nxd_ckpt.convert.inputs import Fill, Input
 from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.arena import Arena
@@ -20,7 +21,7 @@ class Filling:
 
     def __init__(self, source: Input) -> None:
         self._source = source
-        self._arenas = (Arena(WAVE), Arena(WAVE))
+        self._ahead = Ahead(WAVE)
 
     def waves(self, files: Sequence[PlannedFile]) -> Iterator[tuple[Wave, list[memoryview]]]:
         """Each wave with its memory, filled; while the caller writes one, the next is read.
@@ -28,15 +29,8 @@ class Filling:
         Raises:
             DigestMismatch: what is read is not what was written; names the tensor.
         """
-        waves = plan_waves(files, WAVE)
-        with self._source.filler() as fill, ThreadPoolExecutor(1, "nxd_ckpt-reader") as reader:
-            filled = reader.submit(self._fill, fill, files, waves[0], self._arenas[0])
-            for number, wave in enumerate(waves):
-                views = filled.result()
-                if number + 1 < len(waves):
-                    arena = self._arenas[(number + 1) % 2]
-                    filled = reader.submit(self._fill, fill, files, waves[number + 1], arena)
-                yield wave, views
+        with self._source.filler() as fill:
+            yield from self._ahead.filled(plan_waves(files, WAVE), partial(self._fill, fill, files))
 
     def _fill(self, fill: Fill, files: Sequence[PlannedFile], wave: Wave, arena: Arena) -> list[memoryview]:
         views = views_of(wave, arena)

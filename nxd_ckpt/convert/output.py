@@ -7,23 +7,42 @@ place, that which readers look for first (the index, or the one file) at the end
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.base import Entry
 
 logger = logging.getLogger("nxd_ckpt")
 
-_REPLACEABLE = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md")
-"""What a Hugging Face directory holds: one with anything else is not replaced."""
+
+@dataclass(frozen=True)
+class Kind:
+    """What such a directory holds: patterns of files, ``DIR/*.pt`` for those in a directory. One with anything else is
+    not replaced."""
+
+    noun: str
+    patterns: tuple[str, ...]
+
+    def knows(self, file: str) -> bool:
+        return any(
+            file.count("/") == pattern.count("/") and fnmatchcase(file, pattern) for pattern in self.patterns
+        )
+
+
+HUGGING_FACE = Kind(
+    "Hugging Face model", ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md")
+)
 
 
 class Output:
     """The directory ``place``. Raises InvalidArgument where it must not be written; nothing was touched then."""
 
-    def __init__(self, place: Place, *, overwrite: bool, durable: bool) -> None:
-        self.place, self.storage = place, place.open(durable)
+    def __init__(self, place: Place, *, overwrite: bool, durable: bool, kind: Kind = HUGGING_FACE) -> None:
+        self.place, self.storage, self._kind = place, place.open(durable), kind
         self._existed = self._check(overwrite)
 
     @property
@@ -64,14 +83,17 @@ class Output:
             raise InvalidArgument(
                 f"output {path} is not empty; pass --overwrite (overwrite=True) to replace it, or choose another path"
             )
-        foreign = [
-            entry.name
-            for entry in held
-            if entry.is_dir or not any(fnmatchcase(entry.name, pattern) for pattern in _REPLACEABLE)
-        ]
+        foreign = [file for entry in held for file in self._files(entry) if not self._kind.knows(file)]
         if foreign:
             raise InvalidArgument(
-                f"output {path} holds {', '.join(foreign[:5])}, which no Hugging Face model has; it is left alone: "
+                f"output {path} holds {', '.join(foreign[:5])}, which no {self._kind.noun} has; it is left alone: "
                 "choose another path"
             )
         return self.storage.is_dir(name)
+
+    def _files(self, entry: Entry) -> Iterator[str]:
+        """The entry itself, and of a directory what is in it."""
+        held = self.storage.list(f"{self.place.name}/{entry.name}") if entry.is_dir else []
+        yield from (f"{entry.name}/{below.name}{'/' * below.is_dir}" for below in held)
+        if not held:
+            yield entry.name + "/" * entry.is_dir

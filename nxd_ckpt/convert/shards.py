@@ -60,10 +60,10 @@ def index_of(shards: Sequence[Shard]) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def bytes_of(size: int | str) -> int:
-    """``5GB``, ``512MiB`` or a number of bytes. Raises InvalidArgument."""
+def bytes_of(size: int | str, what: str = "size_per_shard") -> int:
+    """``5GB``, ``512MiB`` or a number of bytes. Raises InvalidArgument, naming ``what`` it is."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     unit = found[2].upper() if found else ""
     if found is None or unit not in _UNITS or float(found[1]) * _UNITS[unit] < 1 or isinstance(size, bool):
-        raise InvalidArgument(f"size_per_shard must be bytes, or such as 5GB or 512MiB, found {size!r}")
+        raise InvalidArgument(f"{what} must be bytes, or such as 5GB or 512MiB, found {size!r}")
     return int(float(found[1]) * _UNITS[unit])
