@@ -147,7 +147,7 @@ def _divided(name: str, size: int, parts: int, what: str) -> int:
 
 
 def _rescaled_section(name: str, section: Section, tp: int, new_tp: int) -> Section:
-    if section.rank_ordering is not None and section.num_partitions > 1:
+    if section.rank_ordering is not None and section.num_partitions > 1 and new_tp > 1:
         raise _no_convention(name, f"rank_ordering={section.rank_ordering}", tp, new_tp)
     try:
         return Section(section.size, _rescaled_count(name, section.num_partitions, tp, new_tp))

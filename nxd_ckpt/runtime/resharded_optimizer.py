@@ -132,13 +132,17 @@ class ReshardedOptimizer:
 
         Raises OptimizerMismatch if it is not shaped like the parameter.
         """
+        leaf = self.value(name, key, spec)
+        return replace(Assembly.of(leaf), dtype=spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
+
+    def value(self, name: str, key: str, spec: ParameterSpec) -> Any:
+        """The same in the dtype that it was saved in, or the plain value that is there instead."""
         saved = self._held(name)
         reference = None if saved is None else saved.slot.leaf(key)
         if saved is None or reference is None:
             return None
         slot = OptimizerSlot(name, self._crossing.live_spec(name, spec))
-        leaf = self._entry(slot, saved, key, reference)
-        return replace(Assembly.of(leaf), dtype=spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
+        return self._entry(slot, saved, key, reference)
 
     def _entry(self, slot: OptimizerSlot, found: _Found, key: str, reference: Any) -> Any:
         """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""

@@ -20,10 +20,11 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
 from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.proof import refuse_missing
 from nxd_ckpt.runtime.resharded_model import ReshardedModel
 from nxd_ckpt.runtime.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.runtime.saved_optimizer import SavedSlot
@@ -113,13 +114,23 @@ class WholeTag:
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The options of each param group, and under "params" the names of its parameters."""
+        """The options of each param group, and under "params" the names of its parameters.
+
+        A stage may lack groups, and experts have groups of their own: a parameter is in the group of its number if that
+        has its options, else in the first that has.
+        """
         if self._optimizer is None:
             return []
-        groups = [{**options, "params": list[str]()} for options in self._optimizer.groups()]
+        groups = [(options, list[str]()) for options in self._optimizer.groups()]
         for name, (_, slot) in self._slots.items():
-            groups[slot.group]["params"].append(name)
-        return groups
+            likely = groups[slot.group : slot.group + 1]
+            fits = (names for options, names in likely + groups if _same(options, slot.options))
+            found = next(fits, None)
+            if found is None:
+                found = []
+                groups.append((dict(slot.options), found))
+            found.append(name)
+        return [{**options, "params": names} for options, names in groups]
 
     def leaf(self, name: str) -> TensorStub | Assembly:
         """What the tensor is made of, to be read by ``opened.reader()``.
@@ -139,6 +150,32 @@ class WholeTag:
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
         meant = f"did you mean {close[0]!r}?" if close else others
         raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {meant}")
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's state dict, by name: what each tensor is made of in its place, all else as it was saved.
+
+        Raises as :meth:`leaf`.
+        """
+        return {name: self._model_value(name, *found) for name, found in self._model_values.items()}
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """The entries of each parameter that has any, master weights among them, by its name.
+
+        Raises as :meth:`leaf`.
+        """
+        return {
+            name: {key: self._entry_value(name, key) for key in entries}
+            for name, (_, slot) in self._slots.items()
+            if (entries := _entries(slot))
+        }
+
+    def _model_value(self, name: str, pp_rank: int, value: Any) -> Any:
+        if isinstance(value, _LEAVES):
+            return self._model_leaf(f"model/{name}", (name,), pp_rank)
+        assert self._model is not None
+        tree = self._model.leaf(name, pp_rank, None)
+        refuse_missing(self.opened.where, tree)
+        return tree
 
     def _model_leaf(self, name: str, path: tuple[Any, ...], pp_rank: int) -> TensorStub | Assembly:
         assert self._model is not None
@@ -160,12 +197,17 @@ class WholeTag:
         return leaf
 
     def _entry_leaf(self, parameter: str, key: str) -> TensorStub | Assembly:
+        leaf = self._entry_value(parameter, key)
+        assert isinstance(leaf, (TensorStub, Assembly))
+        return leaf
+
+    def _entry_value(self, parameter: str, key: str) -> Any:
         assert self._optimizer is not None
         slot = self._slots[parameter][1]
         try:
-            spec = replace(self._slot_spec(parameter, slot), dtype=form_of(_entries(slot)[key])[0])
+            spec = self._slot_spec(parameter, slot)
             self._optimizer.slot(parameter, spec)
-            leaf = self._optimizer.entry(parameter, key, spec)
+            return self._optimizer.value(parameter, key, spec)
         except TopologyMismatch as error:
             if not parameter.startswith("#"):
                 raise
@@ -173,8 +215,6 @@ class WholeTag:
                 f"{self.opened.where} does not say whose state optim/{parameter}/{key} is, so its cut is not known; "
                 "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
-        assert leaf is not None
-        return leaf
 
     def _master_weight(self, parameter: str, missing: MissingTensor) -> Assembly | None:
         if self._optimizer is None or missing.dtype is None or parameter not in self._slots:
@@ -293,3 +333,16 @@ def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
 def _entries(slot: SavedSlot) -> dict[str, Any]:
     masters = {} if slot.master is None else {MASTER_WEIGHTS: slot.master}
     return {**slot.entries, **masters}
+
+
+def _same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether two param groups have equal options. A tensor is what its digest says: each rank's is in another file."""
+    return _comparable(options) == _comparable(others)
+
+
+def _comparable(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def told(leaf: TensorStub) -> tuple[Any, ...]:
+        return leaf.dtype, leaf.shape, leaf.storage.crc32
+
+    found: dict[str, Any] = map_tensors(dict(options), told, TensorStub)
+    return found
