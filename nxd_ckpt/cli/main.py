@@ -23,6 +23,7 @@ from nxd_ckpt.cli import (
     list_command,
     reshard,
     text,
+    unshard_command,
     verify_command,
 )
 from nxd_ckpt.errors import CheckpointError
@@ -50,6 +51,7 @@ COMMANDS: tuple[Command, ...] = (
     convert_zero1,
     export_command,
     import_command,
+    unshard_command,
 )
 
 _PIPE_CLOSED = 128 + 13

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         args.input,
         args.output,
         **{name: getattr(args, name) for name in _SIZES},
-        partitions=_partitions(args.partitions),
+        partitions=partitions_in(args.partitions),
         stages=nested_lists(args.stages, depth=2),
         saved_param_names=nested_lists(args.param_names, depth=3),
         **means_of(args),
@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _partitions(path: str | None) -> dict[str, Partition] | None:
+def partitions_in(path: str | None) -> dict[str, Partition] | None:
+    """How parameters are cut, by name. Raises InvalidArgument for a file that does not say that."""
     if path is None:
         return None
     document = _json(path)

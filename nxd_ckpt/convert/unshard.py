@@ -1,0 +1,227 @@
+"""``unshard_checkpoint``: model and optimizer of a tag as plain files, of whole tensors under their names."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nxd_ckpt.convert.output import Kind, Output
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.shard_writer import ShardWriter
+from nxd_ckpt.convert.shards import Shard
+from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.torch_writer import planned, write_torch_files
+from nxd_ckpt.convert.unsharded import (
+    CHUNKS,
+    INDEX,
+    MODEL,
+    ONE_FILE,
+    OPTIM,
+    Item,
+    Strategy,
+    UnshardStrategy,
+    files_of,
+    index_of,
+    items_of,
+    json_of,
+    split,
+)
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.formats.safetensors import TensorForm
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.whole_tag import WholeTag
+from nxd_ckpt.storage.urls import is_url, join
+
+_EXTENSIONS = ("pt", "safetensors")
+_FILES = [f"{part}.{extension}" for part in (MODEL, OPTIM) for extension in (*_EXTENSIONS, "json")]
+_FILES += [
+    f"{part}/{name}"
+    for part in (MODEL, OPTIM)
+    for name in (INDEX, *(f"{stem}-*.{extension}" for stem in ("chunk", part) for extension in _EXTENSIONS))
+]
+_UNSHARDED = Kind("unsharded checkpoint", tuple(_FILES))
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """What was written: the path (of a store: the URL) of the model and of the optimizer, each a file or a directory.
+
+    None for what there is none of. ``files`` are all of them with their bytes, by name below the output. Unpacks into
+    ``model`` and ``optim``, as OLMo-core's result does.
+    """
+
+    model: Any
+    optim: Any
+    files: Mapping[str, int] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optim))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+def unshard_checkpoint(
+    tag_dir: StrPath,
+    output_dir: StrPath,
+    *,
+    optim: bool | None = None,
+    overwrite: bool = False,
+    use_safetensors: bool = False,
+    unshard_strategy: str | Strategy = ONE_FILE,
+    chunk_size: int | str = "5GB",
+    partitions: Mapping[str, Partition] | None = None,
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    storage_options: Options | None = None,
+    output_options: Options | None = None,
+    durable: bool = True,
+    quiet: bool = False,
+) -> Unsharded:
+    """Make ``output_dir``: plain files of a tag, every tensor whole and under its name. Layout as by OLMo-core.
+
+    Any tag, of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict, ``optim.pt`` what torch's distributed state
+    dicts are: ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], ...}]}``,
+    with ``master_weights`` among a parameter's entries where the tag has them. Both load with
+    ``torch.load(weights_only=True)``. The input is only read and its digests are proved on the way; the directory
+    appears when all of it is written. Extra memory: about 100 MiB, whatever the size of the tag.
+
+    With ``use_safetensors``, files are ``model.safetensors`` and ``optim.safetensors``, with ``state.NAME.exp_avg``
+    for names, and what is no tensor (steps, param groups) is in ``optim.json``. Of several files for a part, those are
+    in directories ``model`` and ``optim``, whose ``index.json`` says which holds what.
+
+    Args:
+        tag_dir: a tag's directory or URL.
+        output_dir: the directory or URL that is made.
+        optim: whether to write the optimizer; None: if the tag has one.
+        overwrite: replace an existing directory that this function made.
+        use_safetensors: safetensors in place of ``.pt``.
+        unshard_strategy: "one_file", "one_file_per_tensor" or "chunks"; or an :class:`UnshardStrategy`, also
+            OLMo-core's own.
+        chunk_size: for "chunks": bytes of a file at most (a larger tensor has a file of its own), or such as "5GB".
+        partitions: how parameters were cut over the ranks, by name, where the tag does not say (NxD's do not).
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, where the tag
+            does not say (NxD's do not); without them entries are called "#0", "#1", ... where that is enough.
+        storage_options: what URLs are opened with; ``output_options`` the same for ``output_dir``, if it needs others.
+        durable: fsync everything before the directory appears.
+        quiet: show no bar, where a terminal watches something that takes longer than two seconds.
+
+    Raises:
+        InvalidArgument: arguments that cannot be, or a ``output_dir`` that must not be touched.
+        PartNotFound: no model, or no optimizer though ``optim=True``; or a file is missing.
+        TopologyMismatch, OptimizerMismatch: how a tensor was cut, or whose it is, is not known.
+        UnsupportedState: safetensors cannot hold it.
+        CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
+    """
+    started = time.monotonic()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InvalidArgument("unshard_checkpoint is for one process; start it without torchrun")
+    strategy = _strategy(unshard_strategy, chunk_size)
+    source = locate_input(tag_dir, storage_options)
+    target = place_of(output_dir, "output", written_with(storage_options, output_options))
+    refuse_overlap(source, target)
+    opened = open_source(source)
+    tag = WholeTag(opened, partitions=partitions, saved_param_names=saved_param_names)
+    parts = [_Part(opened, tag, part, strategy, use_safetensors) for part in _parts(opened, optim)]
+    output = Output(target, overwrite=overwrite, durable=durable, kind=_UNSHARDED)
+    nbytes = sum(part.nbytes for part in parts)
+    written = Counter()
+    try:
+        output.begin()
+        with watched("unshard", nbytes, lambda: written.nbytes, not quiet):
+            for part in reversed(parts):  # of a store the model, which readers look for, comes last
+                part.write(output, written)
+        output.publish()
+    except BaseException:
+        output.discard()
+        raise
+    report("unsharded", f"{source.path} to {target.path}", nbytes, started)
+    files = {name: size for part in parts for name, size in part.sizes().items()}
+    places = {part.name: _path(target, output_dir, part.place) for part in parts}
+    return Unsharded(places.get(MODEL), places.get(OPTIM), files)
+
+
+class _Part:
+    """Model or optimizer, planned: nothing is written yet, and all that could be refused was."""
+
+    def __init__(self, opened: OpenTag, tag: WholeTag, name: str, strategy: Strategy, safetensors: bool) -> None:
+        self.name, self._opened = name, opened
+        items, others = items_of(tag, name), list[Item]()
+        if safetensors:
+            items, others = split(items, name)
+        files = files_of(name, items, strategy, _EXTENSIONS[safetensors])
+        self._leaves = {item.name: Assembly.of(item.value) for item in items if safetensors}
+        self._shards = [Shard(file.key, tuple(map(_form, file.items))) for file in files if safetensors]
+        self._planned = [planned(file) for file in files if not safetensors]
+        single = strategy.name == ONE_FILE
+        self.place = files[0].key if single else name
+        self._documents = _values(opened, others, name)
+        if not single:
+            self._documents[f"{name}/{INDEX}"] = index_of(files)
+        self._sizes = {shard.file: shard.layout.nbytes for shard in self._shards}
+        self._sizes |= {file.key: file.image.nbytes for file in self._planned}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors' files."""
+        return sum(self._sizes.values())
+
+    def sizes(self) -> dict[str, int]:
+        """Every file with its bytes."""
+        return self._sizes | {name: len(content) for name, content in self._documents.items()}
+
+    def write(self, output: Output, written: Counter) -> None:
+        if self._planned:
+            before = written.nbytes
+
+            def progress(nbytes: int) -> None:
+                written.nbytes = before + nbytes
+
+            write_torch_files(self._opened, self._planned, output.storage, output.folder, progress)
+        writer = ShardWriter(self._opened, self._leaves.__getitem__, output.storage, output.folder, written)
+        for shard in self._shards:
+            writer.write(shard)
+        for name, content in self._documents.items():
+            output.storage.write(f"{output.folder}/{name}", content)
+        if self.place == self.name:
+            output.storage.sync_dir(f"{output.folder}/{self.place}")
+
+
+def _values(opened: OpenTag, others: Sequence[Item], part: str) -> dict[str, bytes]:
+    """The file of what is no tensor, if there is anything."""
+
+    def number(leaf: TensorStub) -> Any:  # of one element, such as a learning rate
+        return opened.read(leaf).item()
+
+    plain = [Item(item.path, map_tensors(item.value, number)) for item in others]
+    return {f"{part}.json": json_of(plain, part)} if plain else {}
+
+
+def _strategy(given: str | Strategy, chunk_size: int | str) -> Strategy:
+    if isinstance(given, str):
+        return UnshardStrategy(given, chunk_size if given == CHUNKS else None)
+    return UnshardStrategy(str(given.name), given.chunk_size_bytes)
+
+
+def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
+    if not opened.parts.model:
+        raise PartNotFound(f"{opened.where} was saved without a model: there is nothing to unshard")
+    has_optimizer = opened.parts.optimizer is not None
+    if optim and not has_optimizer:
+        raise PartNotFound(f"{opened.where} was saved without an optimizer; pass optim=None to go without")
+    return [MODEL, OPTIM] if has_optimizer and optim is not False else [MODEL]
+
+
+def _form(item: Item) -> TensorForm:
+    return TensorForm(item.name, item.value.dtype, tuple(item.value.shape))
+
+
+def _path(target: Place, given: StrPath, name: str) -> StrPath:
+    return join(target.path, name) if is_url(given) else Path(given) / name
