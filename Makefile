@@ -21,7 +21,7 @@ BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test lint test-xla test-plain soak bench bench-reshard bench-hf bench-scale demo
+.PHONY: test lint test-xla test-plain soak bench bench-reshard bench-diff bench-hf bench-scale demo
 
 test: lint test-xla test-plain
 
@@ -47,6 +47,9 @@ bench-reshard: $(PLAIN_READY)
 
 bench-hf: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.hugging_face $(BENCH_ARGS)
+
+bench-diff: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench.diff $(BENCH_ARGS)
 
 bench-scale: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.scale $(BENCH_ARGS)

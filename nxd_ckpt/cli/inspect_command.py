@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.alike import alike
 from nxd_ckpt.cli.storage_options import add_storage_options, nested
 from nxd_ckpt.core.units import size
 
@@ -29,6 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="*",
         help="show instead where the rank's tensors lie: those whose name matches, such as 'model/*.weight', or all",
     )
+    parser.add_argument(
+        "--by-prefix",
+        metavar="DEPTH",
+        nargs="?",
+        type=int,
+        const=0,
+        help="show instead the global tensors of model and optimizer by the first DEPTH parts of their names, or "
+        "(default) those together that differ in numbers alone",
+    )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="the global rank to look as (default: 0)")
     add_storage_options(parser)
     text.add_json(parser)
@@ -38,14 +48,18 @@ def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.inspection import inspection
 
     options = nested(args.storage_option)
-    document = inspection(args.directory, args.tag, rank=args.rank, pattern=args.tensors, options=options)
+    document = inspection(
+        args.directory, args.tag, rank=args.rank, pattern=args.tensors, depth=args.by_prefix, options=options
+    )
     text.show(document, _lines(document), as_json=args.json)
     return 1 if document["problems"] else 0
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield "/".join(filter(None, (document["directory"], document["tag"]))) + (" (latest)" if document["latest"] else "")
-    if document["tensors"] is None:
+    if document["prefixes"] is not None:
+        yield from _prefixes(document["prefixes"])
+    elif document["tensors"] is None:
         yield from text.pairs(_facts(document))
         yield from _parameters(document["parameters"])
         yield from _optimizer(document["optimizer"])
@@ -87,9 +101,8 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
     if not parameters:
         return
     yield from ("", f"model: {text.count(len(parameters), 'tensor')}")
-    rows = (
+    forms = (
         (
-            one["name"],
             one["dtype"] or "?",
             text.shape(one["shape"]),
             text.shape(one["global_shape"]),
@@ -98,7 +111,30 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
         )
         for one in parameters
     )
+    named = zip((one["name"] for one in parameters), forms, strict=True)
+    rows = ((name, *form) for name, _, form in alike(named))
     yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
+
+
+def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"{text.count(sum(one['tensors'] for one in prefixes), 'tensor')}, {size(sum(map(_nbytes, prefixes)))}"
+    rows = (
+        (
+            one["prefix"],
+            str(one["tensors"]),
+            ", ".join(one["dtypes"]),
+            "various" if one["shapes"] > 1 else text.shape(one["shape"]),
+            "?" if one["nbytes"] is None else size(one["nbytes"]),
+            ", ".join(one["cuts"]) if len(one["cuts"]) < 2 else "various",
+        )
+        for one in prefixes
+    )
+    if prefixes:
+        yield from text.table(("PREFIX", "TENSORS", "DTYPES", "GLOBAL", "SIZE", "CUT"), rows)
+
+
+def _nbytes(prefix: dict[str, Any]) -> int:
+    return prefix["nbytes"] or 0
 
 
 def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:

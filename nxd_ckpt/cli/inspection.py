@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_ckpt.cli.optimizer import optimizer
 from nxd_ckpt.cli.parameters import parameters
+from nxd_ckpt.cli.prefixes import prefixes
 from nxd_ckpt.cli.tags import locate, summary
 from nxd_ckpt.cli.tensors import tensors
 from nxd_ckpt.cli.values import content_document
@@ -37,11 +38,13 @@ def inspection(
     *,
     rank: int = 0,
     pattern: str | None = None,
+    depth: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
 
-    What a rank holds is said of ``rank``; its tensors are listed if there is a ``pattern``. What cannot be read is
+    What a rank holds is said of ``rank``; its tensors are listed if there is a ``pattern``. With a
+    ``depth`` the global tensors are told by prefix. What cannot be read is
     None, and ``problems`` says why.
 
     Raises:
@@ -69,6 +72,7 @@ def inspection(
         "user_content": None,
         "rank": rank,
         "tensors": None,
+        "prefixes": None,
         "problems": problems,
     }
     with _noting(problems):
@@ -80,6 +84,9 @@ def inspection(
     if pattern is not None:
         with _noting(problems):
             document["tensors"] = tensors(opened, at, pattern)
+    if depth is not None:
+        with _noting(problems):
+            document["prefixes"] = prefixes(opened, depth)
     return document
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from nxd_ckpt.cli import (
     convert_zero1,
     cp_command,
+    diff_command,
     export_command,
     import_command,
     inspect_command,
@@ -46,6 +47,7 @@ COMMANDS: tuple[Command, ...] = (
     list_command,
     inspect_command,
     verify_command,
+    diff_command,
     cp_command,
     reshard,
     convert_zero1,
@@ -65,7 +67,8 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         prog="nxd-ckpt",
         description="Look at checkpoints of nxd_ckpt and neuronx-distributed, copy them, and write them anew on other "
         "sizes. Needs no accelerator and no torch-xla.",
-        epilog="Exit code: 0 if all is well, 1 for an error or a problem found, 2 for a wrong command line.",
+        epilog="Exit code: 0 if all is well, 1 for an error or a problem found, 2 for a wrong command line; of diff, "
+        "1 if something differs, and 2 for an error.",
         allow_abbrev=False,
     )
     chosen = whole.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
@@ -74,9 +77,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         parser = chosen.add_parser(
             command.NAME, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
         )
+        parser.set_defaults(run=command.run, code_of_error=1)
         command.add_arguments(parser)
         parser.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
-        parser.set_defaults(run=command.run)
         single[command.NAME] = parser
     return whole, single
 
@@ -102,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         print(f"nxd-ckpt: error: {text.printable(str(error))}", file=sys.stderr)
-        return 1
+        code = args.code_of_error
+        return code
 
 
 @contextmanager

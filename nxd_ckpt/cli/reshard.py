@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def partitions_in(path: str | None) -> dict[str, Partition] | None:
-    """How parameters are cut, by name. Raises InvalidArgument for a file that does not say that."""
+    """How parameters are cut, by name. Raises InvalidArgument where the file does not say it."""
     if path is None:
         return None
     document = _json(path)

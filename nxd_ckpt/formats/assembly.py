@@ -101,7 +101,7 @@ def slabs_of(part: Part) -> Iterator[Part]:
             back = tuple(order.index(dim) for dim in range(len(order)))
             yield from (slab.permuted(back) for slab in slabs_of(part.permuted(order)))
         return
-    for source in _slabs(part.source, max(1, SLAB // itemsize(part.stub.dtype))):
+    for source in cut_box(part.source, max(1, SLAB // itemsize(part.stub.dtype))):
         moved = source.shifted(part.source.offset)
         offset = tuple(a + b for a, b in zip(moved.offset, part.target.offset, strict=True))
         yield Part(part.stub, source, Box(offset, source.size))
@@ -139,7 +139,7 @@ def read_part(slab: Part, out: torch.Tensor, read: ReadRanges) -> None:
     target.copy_(scratch.view(source.size))
 
 
-def _slabs(box: Box, limit: int) -> Iterator[Box]:
+def cut_box(box: Box, limit: int) -> Iterator[Box]:
     """``box`` cut along its outer dimensions into boxes of at most ``limit`` elements, in row-major order."""
     if box.numel <= limit:
         yield box
@@ -148,7 +148,7 @@ def _slabs(box: Box, limit: int) -> Iterator[Box]:
     row = prod(box.size[dim + 1 :])
     step = max(1, limit // row)
     parts = (box.narrowed(dim, at, min(step, box.size[dim] - at)) for at in range(0, box.size[dim], step))
-    yield from chain.from_iterable(_slabs(part, limit) for part in parts)
+    yield from chain.from_iterable(cut_box(part, limit) for part in parts)
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:

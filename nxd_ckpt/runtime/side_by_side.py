@@ -11,7 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from nxd_ckpt.core.box import boxes_of_run
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.formats.assembly import cut_box
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
 from nxd_ckpt.runtime.arena import Arena
 from nxd_ckpt.runtime.opening import OpenTag
@@ -34,12 +35,11 @@ class Pair(NamedTuple, Generic[Key]):
     b: Leaf
 
 
-class _Run(NamedTuple, Generic[Key]):
-    """The elements ``start <= index < stop`` of a pair, row-major, and where in the window they are to lie."""
+class _Piece(NamedTuple, Generic[Key]):
+    """A box of a pair, and where in the window it is to lie."""
 
     pair: Pair[Key]
-    start: int
-    stop: int
+    box: Box
     at: int
 
 
@@ -51,7 +51,9 @@ class SideBySide:
         self._arenas = [(Arena(_WINDOW), Arena(_WINDOW)) for _ in range(2)]
 
     def windows(self, pairs: Iterable[Pair[Key]]) -> Iterator[list[tuple[Key, torch.Tensor, torch.Tensor]]]:
-        """The elements of all pairs, in order, as tensors of one dimension: valid until the next window is asked for.
+        """The elements of all pairs, as tensors of one dimension: valid until the next window is asked for.
+
+        Those of a pair come in any order, the same for both: as they lie in the files of one of the tags.
 
         Raises:
             CorruptCheckpoint: bytes of a tag are not those that were written.
@@ -59,8 +61,8 @@ class SideBySide:
         a, b = self._tags
         with a.reader() as of_a, b.reader() as of_b, ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
             ahead = None
-            for number, runs in enumerate(_windows(pairs)):
-                following = thread.submit(self._fill, (of_a, of_b), runs, self._arenas[number % 2])
+            for number, pieces in enumerate(_windows(pairs)):
+                following = thread.submit(self._fill, (of_a, of_b), pieces, self._arenas[number % 2])
                 if ahead is not None:
                     yield ahead.result()
                 ahead = following
@@ -68,47 +70,51 @@ class SideBySide:
                 yield ahead.result()
 
     def _fill(
-        self, readers: tuple[LeafReader, LeafReader], runs: list[_Run[Key]], arenas: tuple[Arena, Arena]
+        self, readers: tuple[LeafReader, LeafReader], pieces: list[_Piece[Key]], arenas: tuple[Arena, Arena]
     ) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
         memories = [arena.reserve(_WINDOW) for arena in arenas]
         found = []
-        for run in runs:
-            leaves = run.pair.a, run.pair.b
-            sides = zip(readers, leaves, memories, strict=True)
-            a, b = (_read(reader, leaf, run, memory[run.at :]) for reader, leaf, memory in sides)
-            found.append((run.pair.key, a, b))
+        for piece in pieces:
+            sides = zip(readers, (piece.pair.a, piece.pair.b), memories, strict=True)
+            a, b = (_read(reader, leaf, piece, memory[piece.at :]) for reader, leaf, memory in sides)
+            found.append((piece.pair.key, a, b))
         for reader in readers:
             reader.finish()
         return found
 
 
-def _read(reader: LeafReader, leaf: Leaf, run: _Run[Key], memory: memoryview) -> torch.Tensor:
-    """Have the elements of ``run`` read into the memory; what they will be."""
-    whole = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=run.stop - run.start)
-    if len(whole) == leaf.numel:
-        reader.read_into(leaf, whole.view(leaf.shape), run.pair.name, compare=True, proved=False)
-        return whole
-    at = 0
-    for box in boxes_of_run(run.start, run.stop, leaf.shape):
-        out = whole[at : at + box.numel].view(box.size)
-        reader.read_into(Assembly.of(leaf).within(box), out, run.pair.name, compare=True, proved=False)
-        at += box.numel
-    return whole
+def _read(reader: LeafReader, leaf: Leaf, piece: _Piece[Key], memory: memoryview) -> torch.Tensor:
+    """Have the piece read into the memory; what it will be."""
+    out = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=piece.box.numel)
+    wanted = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
+    reader.read_into(wanted, out.view(piece.box.size), piece.pair.name, compare=True, proved=False)
+    return out
 
 
-def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Run[Key]]]:
-    """The pairs cut into runs, and these collected into windows."""
-    runs: list[_Run[Key]] = []
+def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Piece[Key]]]:
+    """The pairs cut into pieces, and these collected into windows."""
+    pieces: list[_Piece[Key]] = []
     at = 0
     for pair in pairs:
         size = max(itemsize(pair.a.dtype), itemsize(pair.b.dtype))
-        length = _WINDOW // size
-        for start in range(0, pair.a.numel, length):
-            stop = min(start + length, pair.a.numel)
-            if at + (stop - start) * size > _WINDOW:
-                yield runs
-                runs, at = [], 0
-            runs.append(_Run(pair, start, stop, at))
-            at += -(-(stop - start) * size // _ALIGNED) * _ALIGNED
-    if runs:
-        yield runs
+        for box in _boxes(pair, _WINDOW // size):
+            if at + box.numel * size > _WINDOW:
+                yield pieces
+                pieces, at = [], 0
+            pieces.append(_Piece(pair, box, at))
+            at += -(-box.numel * size // _ALIGNED) * _ALIGNED
+    if pieces:
+        yield pieces
+
+
+def _boxes(pair: Pair[Key], limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements that cover the tensors: what has its bytes together in a file of one tag."""
+    whole = Box.whole(pair.a.shape)
+    if whole.numel <= limit:  # no longer than it takes: a whole tensor is read and proved at once
+        yield from [whole] * bool(whole.numel)
+        return
+    targets = min(([part.target for part in Assembly.of(leaf).parts] for leaf in (pair.a, pair.b)), key=len)
+    if sum(box.numel for box in targets) < whole.numel:  # the rest is zero
+        targets = [whole]
+    for box in targets:
+        yield from cut_box(box, limit)

@@ -1,0 +1,33 @@
+"""``nxd-ckpt diff``: exit codes as diff has them, a document, and lines that say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology
+from tests.cli.conftest import Run
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def test_what_differs_is_shown(run: Run, copied: Path) -> None:
+    """0 where nothing does, 1 where something does, 2 where nobody can tell."""
+    assert (0, "") == (run("diff", copied / "cut", copied / "cut", "--quiet").code, "")
+    assert 2 == run("diff", copied / "cut", copied / "absent").code
+    assert 2 == run("diff", copied / "cut", copied / "cut", "--prefix", "layers").code
+
+    other = {"norm": torch.tensor([0.0, 1.0, float("nan")]), "new": torch.ones(2)}
+    save_as_every_rank(copied, "other", [Topology()], lambda _: {"model": other, "user_content": {"steps": 8}})
+    shown = run("diff", copied / "cut", copied / "other")
+    assert 1 == shown.code
+    assert "  model/norm  1 (1 NaN)  0    0         float32 [3]  float32 [3]" in shown.out.splitlines()
+    assert "  model/new      only in b  -                float32 [2]" in shown.out.splitlines()
+
+    document = run("diff", copied / "cut", copied, "--json", "--prefix", "model/n", "--prefix", "user").document
+    assert {"model/norm": 1, "model/new": None} == {one["name"]: one["differing"] for one in document["tensors"]}
+    assert [{"name": "user_content/steps", "a": None, "b": "8"}] == document["values"]
+    assert (False, 0, 12) == (document["same"], document["same_tensors"], document["nbytes"])
