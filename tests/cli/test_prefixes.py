@@ -1,0 +1,55 @@
+"""``nxd-ckpt inspect`` of a deep model: layers are taken together, and global tensors are told by prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology
+from nxd_ckpt.cli.alike import alike
+from tests.cli.conftest import Run
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def test_names_that_differ_in_numbers_are_one_line() -> None:
+    """Ranges are shown as ranges; gaps, and numbers that do not go with all others, as a star; other forms apart."""
+    layers = [(f"layers.{layer}.up", "f32") for layer in range(12)]
+    experts = [(f"moe.{layer}.{expert}.w", "f32") for layer in range(2) for expert in range(4)]
+    gaps = [(f"gap.{layer}.w", "f32") for layer in (0, 2)] + [("ragged.0.0", "x"), ("ragged.1.1", "x")]
+    odd = [("layers.12.up", "bf16"), ("conv1d.weight", "x"), ("conv2d.weight", "x"), ("a*b.7", "x")]
+    assert alike([*layers, *experts, *gaps, *odd]) == [
+        ("layers.{0..11}.up", 12, "f32"),
+        ("moe.{0..1}.{0..3}.w", 8, "f32"),
+        ("gap.*.w", 2, "f32"),
+        ("ragged.*.*", 2, "x"),
+        ("layers.12.up", 1, "bf16"),
+        ("conv1d.weight", 1, "x"),
+        ("conv2d.weight", 1, "x"),
+        ("a*b.7", 1, "x"),
+    ]
+
+
+def test_a_model_of_a_thousand_layers_is_a_page(run: Run, tmp_path: Path) -> None:
+    """In the table of parameters and by prefix; the document counts everything."""
+    model = {f"layers.{layer}.{name}": torch.ones(2, 3) for layer in range(1000) for name in ("up", "down")}
+    save_as_every_rank(tmp_path, "deep", [Topology()], lambda _: {"model": model})
+
+    assert "  layers.{0..999}.up    float32  [2, 3]  [2, 3]  whole  no" in run("inspect", tmp_path).out.splitlines()
+    lines = run("inspect", tmp_path, "--by-prefix").out.splitlines()
+    assert "  model/layers.{0..999}.up    1000     float32  [2, 3]  23.4 KiB  whole" in lines
+    assert 5 == len(lines)
+    document = run("inspect", tmp_path, "--by-prefix", "1", "--json").document
+    assert [("model/", 2000, 48000, [2, 3])] == [
+        (one["prefix"], one["tensors"], one["nbytes"], one["shape"]) for one in document["prefixes"]
+    ]
+
+
+def test_cuts_and_unknown_shapes_are_told(run: Run, examples: Path) -> None:
+    """By prefix, with the sum of what is known, and nothing where a shape is not."""
+    [model] = run("inspect", examples, "cut", "--by-prefix", "1", "--json").document["prefixes"]
+    assert (9, None, ["float32"]) == (model["tensors"], model["nbytes"], model["dtypes"])
+    assert {"whole", "dim 0 in 4", "unknown"} <= set(model["cuts"])
