@@ -19,11 +19,13 @@ from nxd_ckpt.cli import (
     cp_command,
     diff_command,
     export_command,
+    from_dcp_command,
     import_command,
     inspect_command,
     list_command,
     reshard,
     text,
+    to_dcp_command,
     unshard_command,
     verify_command,
 )
@@ -53,6 +55,8 @@ COMMANDS: tuple[Command, ...] = (
     convert_zero1,
     export_command,
     import_command,
+    to_dcp_command,
+    from_dcp_command,
     unshard_command,
 )
 

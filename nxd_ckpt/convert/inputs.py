@@ -1,4 +1,5 @@
-"""What a conversion's result is made of, as one of its workers has it opened: a tag, or a Hugging Face directory."""
+"""What a conversion's result is made of, as one of its workers has it opened: a tag, or a directory of Hugging Face's
+or of torch DCP."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Protocol
 import torch
 
 from nxd_ckpt.convert.carrying import Carried, Carrying
-from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.job import DcpTarget, Job
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.box import boxes_of_run
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointNotFound, DtypeMismatch
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
+from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import ModelFile
 from nxd_ckpt.runtime.imported_model import ImportedModel, ImportTarget
@@ -31,14 +34,18 @@ Fill = Callable[[Assembly, int, int, memoryview, str], None]
 row-major tensor, proved as far as that is possible."""
 
 
-class Input(Protocol):
+class Fillable(Protocol):
+    """What tensors on disk can be read from."""
+
+    def filler(self) -> AbstractContextManager[Fill]:
+        """Fills memory with leaves that stand for them."""
+
+
+class Input(Fillable, Protocol):
     """What the ranks of the result hold, and what is taken over as it is."""
 
     def state(self, topology: Topology) -> SaveState:
         """What the rank that ``topology`` is seen from would save, with leaves that stand for tensors on disk."""
-
-    def filler(self) -> AbstractContextManager[Fill]:
-        """Fills memory with those leaves."""
 
     def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
         """Take over what belongs to the rank, below ``folder``; see :class:`~nxd_ckpt.convert.carrying.Carrying`."""
@@ -58,22 +65,56 @@ def open_input(job: Job, storage: Storage) -> Input:
     """The input of ``job``, whose result is written to ``storage``."""
     if isinstance(job.what, ImportTarget):
         return _Directory(open_model(job.source, job.what.model_key), job.what)
+    if isinstance(job.what, DcpTarget):
+        return _Dcp(open_dcp(job.source, job.what.names), job.what)
     return _Tag(job, job.what, storage)
 
 
-class _Tag:
-    def __init__(self, job: Job, target: Target, storage: Storage) -> None:
-        self._job, self._target = job, target
-        self._opened = open_complete_tag(job.source.open(), job.source.name)
-        self.bring = Carrying(job, self._opened, storage).bring
+def open_dcp(place: Place, names: DcpNames) -> OpenTag:
+    """The torch DCP directory as a tag of one rank; raises what opening it raises."""
+    storage = place.open()
+    return OpenTag(storage, place.name, DcpDirectory(storage, place.name, names), None)
 
-    def state(self, topology: Topology) -> SaveState:
-        return target_state(self._opened, replace(self._target, topology=topology))
+
+class Proved:
+    """The tensors of a tag."""
+
+    def __init__(self, opened: OpenTag) -> None:
+        self._opened = opened
 
     @contextmanager
     def filler(self) -> Iterator[Fill]:
         with self._opened.reader() as prover:
             yield partial(_fill_proved, self._opened, prover)
+
+
+class _Tag(Proved):
+    def __init__(self, job: Job, target: Target, storage: Storage) -> None:
+        super().__init__(open_complete_tag(job.source.open(), job.source.name))
+        self._target = target
+        self.bring = Carrying(job, self._opened, storage).bring
+
+    def state(self, topology: Topology) -> SaveState:
+        return target_state(self._opened, replace(self._target, topology=topology))
+
+
+class _Dcp(Proved):
+    """Scheduler and user content are entries among others there, and written anew."""
+
+    def __init__(self, opened: OpenTag, target: DcpTarget) -> None:
+        super().__init__(opened)
+        self._target = target
+
+    def state(self, topology: Topology) -> SaveState:
+        state, parts = target_state(self._opened, replace(self._target, topology=topology)), self._opened.parts
+        return replace(
+            state,
+            scheduler=self._opened.scheduler() if parts.scheduler else None,
+            user_content=self._opened.user_content() if parts.user_content else None,
+        )
+
+    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
+        return Carried()
 
 
 def _fill_proved(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nxd_ckpt.convert.places import Place
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.runtime.imported_model import ImportTarget
 from nxd_ckpt.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class DcpTarget(Target):
+    """The same for a torch DCP directory, and what it calls things."""
+
+    names: DcpNames = field(default_factory=DcpNames)
 
 
 @dataclass(frozen=True)

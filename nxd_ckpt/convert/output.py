@@ -36,6 +36,7 @@ class Kind:
 HUGGING_FACE = Kind(
     "Hugging Face model", ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md")
 )
+TORCH_DCP = Kind("torch DCP checkpoint", ("*.distcp", ".metadata"))
 
 
 class Output:

@@ -16,6 +16,7 @@ names in param group 0     optim.param_groups.0.params            that each has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ from typing import Any
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 
 PARAMS = "params"
+MASTER_WEIGHTS = "master_weights"
+SCHEDULER, USER_CONTENT = "scheduler", "user_content"
+"""Keys of a state dict under which these parts of a tag are."""
+
 _STATE, _GROUPS = "state", "param_groups"
 
 Path = tuple[Any, ...]
@@ -84,10 +89,8 @@ class DcpNames:
         ]
 
     def model_name(self, name: str) -> str | None:
-        """The parameter or buffer that DCP's ``name`` is; None for what is not the model's."""
-        if self.model:
-            return _after(self.model, name)
-        return None if self.optim and _after(self.optim, name) is not None else name
+        """What DCP's ``name``, not one of the optimizer's, is in the model; None for what is not there."""
+        return _after(self.model, name) if self.model else name
 
     def state_key(self, name: str) -> tuple[str, str] | None:
         """(parameter, key) of an optimizer's state that DCP's ``name`` is; None for anything else."""
@@ -100,9 +103,6 @@ class DcpNames:
         rest = self._of_optimizer(_GROUPS, name)
         owner, _, option = (rest or "").rpartition(".")
         return (owner, option) if owner else None
-
-    def is_of_optimizer(self, name: str) -> bool:
-        return self._of_optimizer(_STATE, name) is not None or self._of_optimizer(_GROUPS, name) is not None
 
     def _of_optimizer(self, section: str, name: str) -> str | None:
         return _after(".".join((*_head(self.optim), section)), name)
@@ -126,14 +126,26 @@ def groups_of(options: Iterable[tuple[str, str, Any]], parameters: Sequence[str]
         groups = _joined(by_owner)
     if not groups and parameters:
         groups = [{PARAMS: list(parameters)}]
-    listed = [name for group in groups for name in group[PARAMS]]
-    wrong = sorted({name for name in listed if listed.count(name) > 1} if len(set(listed)) < len(listed) else set())
-    wrong += sorted(set(parameters) - set(listed))
+    listed = Counter(name for group in groups for name in group[PARAMS])
+    wrong = [name for name in {**listed, **dict.fromkeys(parameters)} if listed[name] != 1]
     if wrong:
         raise KeyMismatch(
-            f"the optimizer has state of {', '.join(wrong[:5])}, which its param groups do not list, or list twice"
+            f"the optimizer has {', '.join(wrong[:5])} in none of its param groups, or in several; expected each in one"
         )
     return groups
+
+
+def nested(entries: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
+    """The state dict that these paths lead through."""
+    tree: dict[Any, Any] = {}
+    for path, value in entries:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise KeyMismatch(f"{'.'.join(map(str, path))}: {key!r} is both a value and a dict")
+        node[path[-1]] = value
+    return tree
 
 
 def _joined(by_owner: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

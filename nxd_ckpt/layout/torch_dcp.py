@@ -16,6 +16,7 @@ from typing import Any
 
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.inert import GLOBALS
+from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.layout.files import TagFiles
 
 METADATA = ".metadata"
@@ -36,22 +37,32 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class WholeForm:
+    """What the metadata says of a whole tensor: dtype (torch's name), shape, and where its chunks are how large."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sizes: Mapping[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class DcpMetadata:
     """``entries``: the chunks of every fully qualified name, in the order of their offsets. ``paths``: the
-    keys that lead to it in the state dict, where the writer recorded them."""
+    keys that lead to it in the state dict, where the writer recorded them. ``forms``: what tensors are, as wholes."""
 
     entries: Mapping[str, tuple[Chunk, ...]]
     paths: Mapping[str, tuple[Any, ...]]
+    forms: Mapping[str, WholeForm]
 
 
 def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
-    """The metadata of the DCP directory ``directory`` of a tag.
+    """The metadata of the DCP directory ``directory`` of a tag; "" for ``files`` itself.
 
     Raises:
         UnsafePickle: the pickle names a class that no DCP metadata holds.
         MalformedFile: not such metadata, or one that points outside the directory or to a missing file.
     """
-    where = f"{directory}/{METADATA}"
+    where = _inside(directory, METADATA)
     root = _unpickle(files.storage.read(files.key(where)), f"{files.storage.url}/{files.key(where)}")
     try:
         return _metadata(root, directory, files)
@@ -64,10 +75,10 @@ def _metadata(root: Any, directory: str, files: TagFiles) -> DcpMetadata:
     for index, info in root.fields["storage_data"].items():
         name, offset = index.fields["fqn"], index.fields.get("offset")
         relative, start, nbytes = (info.fields[key] for key in ("relative_path", "offset", "length"))
-        file = f"{directory}/{relative}"
+        file = _inside(directory, relative)
         if "/" in relative or not files.has(file):
             raise MalformedFile(
-                f"{files.key(directory)}/{METADATA}: {name} lies in {relative!r}, which is not there"
+                f"{files.key(_inside(directory, METADATA))}: {name} lies in {relative!r}, which is not there"
             )
         if info.fields.get("transform_descriptors"):
             raise MalformedFile(
@@ -81,7 +92,19 @@ def _metadata(root: Any, directory: str, files: TagFiles) -> DcpMetadata:
     ordered = {
         name: tuple(sorted(chunks, key=lambda chunk: chunk.offsets or ())) for name, chunks in entries.items()
     }
-    return DcpMetadata(ordered, dict(root.fields.get("planner_data") or {}))
+    abouts = {str(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
+    forms = {name: _form(fields) for name, fields in abouts.items() if "chunks" in fields}
+    return DcpMetadata(ordered, dict(root.fields.get("planner_data") or {}), forms)
+
+
+def _form(fields: Mapping[str, Any]) -> WholeForm:
+    chunks = [chunk.fields for chunk in fields["chunks"]]
+    sizes = {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in chunks}
+    return WholeForm(dtype_name(fields["properties"].fields["dtype"]), tuple(fields["size"]), sizes)
+
+
+def _inside(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
 
 
 class _Record:
@@ -96,8 +119,8 @@ class _Record:
         return record
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):  # a TensorProperties' is a tuple, which nobody here needs
-            self.fields = state
+        # A TensorProperties' is a tuple.
+        self.fields = {"dtype": state[0]} if isinstance(state, tuple) and state else state
 
 
 _METADATA_CLASSES = {
@@ -112,6 +135,7 @@ _METADATA_CLASSES = {
 }
 _ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }

@@ -5,7 +5,7 @@ How a parameter was cut comes from the manifest, for tags without one from how t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -172,7 +172,7 @@ def assembled(
     dtype: str,
     shape: tuple[int, ...],
     reads: Sequence[Read[Place]],
-    stubs: Mapping[Place, TensorStub],
+    stubs: Mapping[Place, TensorStub | Assembly],
     expected: tuple[int, ...],
     *,
     unpadded: bool = False,
@@ -186,11 +186,24 @@ def assembled(
         shorter = unpadded and stub.shape[1:] == expected[1:] and stub.shape < expected
         if stub.dtype != dtype or not (stub.shape == expected or shorter):
             raise MalformedFile(
-                f"{name}: {stub.file} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} as the other ranks' "
-                "files and sizes say; the tag mixes files of two saves, or of two conversions"
+                f"{name}: {_files_of(stub)} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} as the other "
+                "ranks' files and sizes say; the tag mixes files of two saves, or of two conversions"
             )
     if len(reads) == 1 and reads[0].source == reads[0].target == Box.whole(shape):
         stub = stubs[reads[0].holder]
         if stub.shape == shape:
             return stub
-    return Assembly(dtype, shape, tuple(Part(stubs[read.holder], read.source, read.target) for read in reads))
+    return Assembly(dtype, shape, tuple(part for read in reads for part in _parts(stubs[read.holder], read)))
+
+
+def _parts(held: TensorStub | Assembly, read: Read[Place]) -> Iterator[Part]:
+    """What is copied from one holder's tensor, which may itself be put together."""
+    if isinstance(held, TensorStub):
+        yield Part(held, read.source, read.target)
+        return
+    for part in held.within(read.source).parts:
+        yield Part(part.stub, part.source, part.target.moved(read.target.offset))
+
+
+def _files_of(held: TensorStub | Assembly) -> str:
+    return held.file if isinstance(held, TensorStub) else ", ".join(sorted({part.stub.file for part in held.parts}))

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters.optimizer_state import STEP
-from nxd_ckpt.core.dcp_names import DcpEntry, DcpNames, Path
+from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.formats.tensors import Assembly, dtype_name
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.whole_tag import WholeTag
-
-SCHEDULER, USER_CONTENT = "scheduler", "user_content"
-"""Keys of a state dict under which these parts of a tag are."""
 
 
 @dataclass(frozen=True)

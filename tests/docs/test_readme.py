@@ -12,7 +12,7 @@ import pytest
 
 import nxd_ckpt
 from nxd_ckpt.testing.s3_server import S3Server
-from tests.docs.markdown import OBJECT_STORES, README, code_blocks, prose, tables, unquoted
+from tests.docs.markdown import OBJECT_STORES, README, TORCH_DCP, code_blocks, prose, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -46,7 +46,7 @@ def printed(blocks: list[str]) -> list[str]:
 
 
 @pytest.mark.usefixtures("_s3_in_the_environment")
-@pytest.mark.parametrize("page", [README, OBJECT_STORES], ids=["README", "object-stores"])
+@pytest.mark.parametrize("page", [README, OBJECT_STORES, TORCH_DCP], ids=["README", "object-stores", "torch-dcp"])
 def test_every_python_block_runs_and_prints_what_its_comments_say(
     page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
@@ -92,3 +93,21 @@ def gathered(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: gathered(child) for key, child in value.items()}
     return [gathered(child) for child in value] if isinstance(value, (list, tuple)) else value
+
+
+def save_fsdp2(rank: int, directory: Path) -> dict[str, Any]:
+    """Train under FSDP2 and save with torch's own writer; the whole model and optimizer."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    model = Net()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    training(model, optimizer)
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+        "note": "hi",
+        "steps": 5,
+    }
+    save(state, checkpoint_id=directory)
+    return picture(model, optimizer)

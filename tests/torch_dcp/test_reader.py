@@ -79,17 +79,16 @@ def test_any_boxes_equal_those_of_the_whole_tensors(examples: Path, boxes: list[
     assert list(range(len(boxes))) == sorted(planner.committed)
 
 
-def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path) -> None:
+def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path, pool: WorkerPool) -> None:
     """Even and uneven DTensors; FSDP2 resumes what was saved, of plain and ZeRO-1 tags, and trains on alike."""
     [job] = jobs()
     before = ranks.picture(job.model, job.optimizer)
     ranks.training(job.model, job.optimizer)
     expected = {"before": before, "after": ranks.picture(job.model, job.optimizer)}
-    with WorkerPool(2) as pool:
-        assert [[], []] == pool.run(ranks.placements, examples)
-        for flat in (False, True):
-            assert [expected] * 2 == pool.run(ranks.fsdp2, examples, "z_plain", flat)
-        first, second = pool.run(ranks.fsdp2, examples, "zero1", False)
+    assert [[], []] == pool.run(ranks.placements, examples)
+    for flat in (False, True):
+        assert [expected] * 2 == pool.run(ranks.fsdp2, examples, "z_plain", flat)
+    first, second = pool.run(ranks.fsdp2, examples, "zero1", False)
     assert first == second
     checkpoint = open_checkpoint(examples, "zero1")
     states = unsharded([checkpoint.optimizer_state(rank) for rank in range(2)])

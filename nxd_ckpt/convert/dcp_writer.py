@@ -1,0 +1,165 @@
+"""Writing the files of a torch DCP directory: proved on the way, in bounded memory.
+
+Every entry is a ``torch.save`` file. A large tensor's is a file of its own, as torch's writer has them with
+``single_file_per_rank=False``, which is laid out, filled and written as those of a tag are. Values and small tensors
+lie in common ones, one behind the other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from nxd_ckpt.convert.filling import Filling
+from nxd_ckpt.convert.inputs import Proved
+from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
+from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.runtime.dcp_state import DcpState
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.plan import NamedTensor, PlannedFile
+from nxd_ckpt.runtime.writing import WRITERS, FileWriter
+from nxd_ckpt.storage.base import Storage
+
+_SMALL = 2**20
+"""Bytes of a tensor below which it shares a file with others."""
+
+_TOGETHER = 32 * 2**20
+"""Bytes of such a file, about."""
+
+_Place = tuple[str, int, int]
+"""File, offset and length of an entry."""
+
+
+class DcpWriter:
+    """Writes ``state``, which is of the tag ``opened``, below ``folder``. ``written`` counts the bytes of tensors."""
+
+    def __init__(self, opened: OpenTag, state: DcpState, storage: Storage, folder: str) -> None:
+        self._opened, self._state, self._storage, self._folder = opened, state, storage, folder
+        self._leaves = {name: state.leaf(name) for name in state.tensors}
+        self._places: dict[str, _Place] = {}
+        self._files = 0
+        self.written = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(_nbytes(leaf) for leaf in self._leaves.values())
+
+    def write(self) -> bytes:
+        """Write all files durably; the metadata, to be written when this is done.
+
+        Raises:
+            DigestMismatch: what is read is not what was saved; names the tensor.
+        """
+        self._write_small()
+        self._write_large({name: leaf for name, leaf in self._leaves.items() if _is_large(leaf)})
+        self._storage.sync_dir(self._folder)
+        return self._metadata()
+
+    def _write_large(self, leaves: dict[str, Any]) -> None:
+        files = []
+        for name, leaf in leaves.items():
+            image = image_of(leaf)
+            tensor = NamedTensor(name, 0, leaf.dtype, leaf.shape, None)
+            files.append(PlannedFile(self._next_file(), image, (tensor,)))
+            self._places[name] = (files[-1].key, 0, image.nbytes)
+        if not files:
+            return
+        before = self.written
+
+        def progress(nbytes: int) -> None:
+            self.written = before + nbytes
+
+        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads:
+            writer = FileWriter(self._storage, self._folder, files, progress, threads)
+            try:
+                for wave, views in Filling(Proved(self._opened)).waves(files):
+                    writer.write(wave, views)
+                writer.finish()
+            except BaseException:
+                writer.abort()
+                raise
+
+    def _write_small(self) -> None:
+        together = io.BytesIO()
+        inside: dict[str, tuple[int, int]] = {}
+        for name, value in self._small():
+            start = together.tell()
+            torch.save(value, together)
+            inside[name] = (start, together.tell() - start)
+            if together.tell() >= _TOGETHER:
+                self._put(together, inside)
+                together, inside = io.BytesIO(), {}
+        if inside:
+            self._put(together, inside)
+
+    def _small(self) -> Iterator[tuple[str, Any]]:
+        """Values and small tensors by name, read some at a time."""
+        yield from ((name, value) for name, (_, value) in self._state.values.items())
+        batch: dict[str, Any] = {}
+        for name, leaf in self._leaves.items():
+            if not _is_large(leaf):
+                batch[name] = leaf
+            if sum(map(_nbytes, batch.values())) >= _TOGETHER:
+                yield from self._read(batch)
+                batch = {}
+        yield from self._read(batch)
+
+    def _read(self, leaves: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = {}
+        with self._opened.reader() as reader:
+            for name, leaf in leaves.items():
+                tensors[name] = leaf
+                if isinstance(leaf, Assembly):
+                    tensors[name] = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+                    reader.read_into(leaf, tensors[name], name, compare=True, proved=False)
+            reader.finish()
+        yield from tensors.items()
+
+    def _put(self, content: io.BytesIO, inside: dict[str, tuple[int, int]]) -> None:
+        file = self._next_file()
+        self._storage.write(f"{self._folder}/{file}", content.getvalue())
+        self._places |= {name: (file, *place) for name, place in inside.items()}
+        self.written += sum(_nbytes(self._leaves[name]) for name in inside if name in self._leaves)
+
+    def _next_file(self) -> str:
+        self._files += 1
+        return f"__0_{self._files - 1}.distcp"
+
+    def _metadata(self) -> bytes:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        paths: dict[str, Any] = {name: path for name, (path, _) in self._state.values.items()}
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._state.values}
+        data = {MetadataIndex(name): _StorageInfo(*self._places[name]) for name in self._state.values}
+        for name, tensor in self._state.tensors.items():
+            size, zeros = torch.Size(tensor.shape), torch.Size([0] * len(tensor.shape))
+            properties = TensorProperties(dtype=torch_dtype(tensor.dtype))
+            entries[name] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
+            data[MetadataIndex(name, zeros, 0)] = _StorageInfo(*self._places[name])
+            paths[name] = tensor.path
+        return pickle.dumps(Metadata(entries, planner_data=paths, storage_data=data, storage_meta=StorageMeta()))
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, Assembly) and _nbytes(leaf) >= _SMALL
+
+
+def _nbytes(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.nbytes
+    return int(leaf.numel * itemsize(leaf.dtype))

@@ -1,0 +1,112 @@
+"""The tensors and values of a torch DCP directory by name: each tensor of the chunks that ranks saved of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.torch_dcp import METADATA, Chunk, WholeForm, read_metadata
+
+
+class DcpTensors:
+    """What the directory ``files`` holds. A chunk's header is read when its tensor is asked for, once.
+
+    Raises:
+        CheckpointNotFound: it has no metadata: no such directory, or its save was interrupted.
+        UnsafePickle, MalformedFile: its metadata holds more than that, points elsewhere, or to a missing file.
+    """
+
+    def __init__(self, files: TagFiles) -> None:
+        self._files = files
+        self.where = files.where("").rstrip("/")
+        if not files.has(METADATA):
+            raise CheckpointNotFound(
+                f"{self.where} is no directory of torch DCP: it has no {METADATA}, which is written last; found "
+                f"{sorted(files.names())[:5]}"
+            )
+        self._metadata = read_metadata(files, "")
+        self._leaves: dict[str, TensorStub | Assembly] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of the state dict as far as that is recorded."""
+        entries = self._metadata.entries
+        empty = [name for name, form in self._metadata.forms.items() if not form.sizes]
+        return [name for name in {**self._metadata.paths, **entries} if name in entries or name in empty]
+
+    def path(self, name: str) -> tuple[Any, ...]:
+        """The keys that lead to it in the state dict; where that is not recorded, as its name has them."""
+        return tuple(self._metadata.paths.get(name, name.split(".")))
+
+    def form(self, name: str) -> WholeForm | None:
+        """What the tensor is as a whole; None for what is no tensor."""
+        return self._metadata.forms.get(name)
+
+    def entry(self, name: str) -> Any:
+        """What stands for the tensor, or the value itself.
+
+        Raises:
+            MalformedFile: the chunks are not all of the tensor, or not what the metadata says.
+            UnsafePickle: the value is more than plain data.
+        """
+        form = self.form(name)
+        if form is None:
+            return self._read(name, self._metadata.entries[name][0])
+        if name not in self._leaves:
+            self._leaves[name] = self._tensor(name, form)
+        return self._leaves[name]
+
+    def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
+        whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
+        boxes = [self._box(name, form, chunk) for chunk in chunks]
+        inside = all(whole.contains(box) for box in boxes)
+        if not inside or sum(box.numel for box in boxes) != whole.numel or not _are_disjoint(boxes):
+            raise MalformedFile(
+                f"{self.where}/{METADATA}: the chunks of {name} must be all of its shape {form.shape}, each element "
+                f"once; found {', '.join(map(str, boxes[:5]))}"
+            )
+        stubs = [self._stub(name, form, box, chunk) for box, chunk in zip(boxes, chunks, strict=True)]
+        if boxes == [whole]:
+            return stubs[0]
+        parts = (Part(stub, Box.whole(box.size), box) for stub, box in zip(stubs, boxes, strict=True))
+        return Assembly(form.dtype, form.shape, tuple(parts))
+
+    def _box(self, name: str, form: WholeForm, chunk: Chunk) -> Box:
+        offsets = chunk.offsets or (0,) * len(form.shape)
+        size = form.sizes.get(offsets, ())
+        if not len(offsets) == len(size) == len(form.shape):
+            raise MalformedFile(
+                f"{self.where}/{METADATA}: the chunk of {name} at {list(offsets)} is none of a tensor of {form.shape}"
+            )
+        return Box(offsets, size)
+
+    def _stub(self, name: str, form: WholeForm, box: Box, chunk: Chunk) -> TensorStub:
+        stub = self._read(name, chunk)
+        if not isinstance(stub, TensorStub) or (stub.dtype, stub.shape) != (form.dtype, box.size):
+            found = f"{stub.dtype} {stub.shape}" if isinstance(stub, TensorStub) else type(stub).__name__
+            raise MalformedFile(
+                f"{self._files.where(chunk.file)}: {METADATA} says {form.dtype} {box.size} of {name}, found {found}; "
+                "the directory mixes files of two saves"
+            )
+        return stub
+
+    def _read(self, name: str, chunk: Chunk) -> Any:
+        try:
+            return self._files.tree(chunk.file, chunk.start, chunk.nbytes)
+        except CheckpointError as error:
+            raise type(error)(f"{error} (in {name})") from error
+
+
+def _are_disjoint(boxes: Sequence[Box]) -> bool:
+    ordered = sorted(box for box in boxes if box.numel)
+    for number, box in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if box.offset and other.offset[0] >= box.offset[0] + box.size[0]:
+                break
+            if box.intersect(other) is not None:
+                return False
+    return True

@@ -1,0 +1,15 @@
+"""Two ranks with gloo, which all tests of torch DCP share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nxd_ckpt.testing.workers import WorkerPool
+
+
+@pytest.fixture(scope="package")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as started:
+        yield started

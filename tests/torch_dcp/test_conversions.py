@@ -1,0 +1,238 @@
+"""Tags from and to torch DCP directories: read by the real torch, both ways bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from nxd_ckpt import Partition, open_checkpoint
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import from_dcp, to_dcp
+from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, InvalidArgument, MalformedFile, UnsafePickle
+from nxd_ckpt.runtime.opening import open_complete_tag
+from nxd_ckpt.runtime.whole_tag import WholeTag
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.verify import verify_checkpoint
+from tests.bad_input.live import Net, jobs
+from tests.cli.checkpoints import CONTENT, save_examples, whole
+from tests.convert.tags import contents, save_example
+from tests.runtime.test_whole_tag import read
+from tests.torch_dcp import ranks
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("examples")
+    save_examples(directory)
+    return directory
+
+
+def test_torch_resumes_what_a_zero1_tag_became(examples: Path, tmp_path: Path) -> None:
+    """Its own FileSystemReader reads the directory; model, moments, steps and options are those of the tag."""
+    to_dcp(examples / "z_plain", tmp_path / "dcp")
+    [job] = jobs()
+    model = Net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
+    ranks.resume(FileSystemReader(tmp_path / "dcp"), model, optimizer)
+    assert ranks.picture(job.model, job.optimizer) == ranks.picture(model, optimizer)
+    state: dict[str, Any] = {"user_content": {"steps": 0}, "scheduler": {"last_epoch": 0}}
+    load(state, checkpoint_id=tmp_path / "dcp")
+    assert CONTENT["steps"] == state["user_content"]["steps"]
+    assert job.scheduler.last_epoch == state["scheduler"]["last_epoch"]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_there_and_back_is_the_same_tag(tmp_path: Path, flat: bool) -> None:
+    """ZeRO-1 with padding, master weights, two param groups, a parameter without state: every file's content."""
+    tag = save_example(tmp_path, 3)
+    to_dcp(tag, tmp_path / "dcp", flatten_optimizer_state=flat)
+    from_dcp(tmp_path / "dcp", tmp_path / "again" / "step_3", dp=3)
+    assert () == verify_checkpoint(tmp_path / "again", "step_3").problems
+    before, after = (open_checkpoint(directory, "step_3") for directory in (tmp_path, tmp_path / "again"))
+    assert ranks.gathered(before.model_state(0)) == ranks.gathered(after.model_state(0))
+    for rank in range(3):
+        assert ranks.gathered(before.optimizer_state(rank)) == ranks.gathered(after.optimizer_state(rank))
+    assert before.user_content() == after.user_content()
+    assert before.scheduler_state() == after.scheduler_state()
+
+
+@st.composite
+def cut_up(draw: st.DrawFn) -> dict[str, list[tuple[slice, ...]]]:
+    """Chunks that ranks may have saved of each tensor: a grid of any cuts."""
+    found = {}
+    for name in WHOLES:
+        edges = [sorted({0, size, *draw(st.sets(st.integers(1, size), max_size=2))}) for size in whole(name).shape]
+        found[name] = list(product(*(map(slice, cuts, cuts[1:]) for cuts in edges)))
+    return found
+
+
+WHOLES = ("column", "row", "norm", "expert")
+CUT = {"column": Partition(0), "row": Partition(1), "expert": Partition(1, expert=True)}
+STAGES = [["column", "row"], ["norm", "expert"]]
+
+
+@settings(max_examples=12, deadline=None)
+@given(cut_up(), st.sampled_from((1, 2)), st.sampled_from((1, 2, 4)), st.sampled_from((1, 2)), st.booleans())
+def test_any_chunks_become_a_tag_of_any_sizes(
+    tmp_path_factory: pytest.TempPathFactory,
+    chunks: dict[str, list[tuple[slice, ...]]],
+    ep: int,
+    tp: int,
+    pp: int,
+    xser: bool,
+) -> None:
+    """Each rank holds what the partitions say, and put together again it is the whole."""
+    directory = tmp_path_factory.mktemp("sizes")
+    write_chunks(directory / "dcp", chunks)
+    from_dcp(
+        directory / "dcp",
+        directory / "tag",
+        dp=ep,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        partitions=CUT,
+        stages=STAGES if pp == 2 else None,
+        use_xser=xser,
+        durable=False,
+    )
+    held = open_checkpoint(directory, "tag")
+    last = {**held.model_state(0), **held.model_state(held.topology.world_size - 1)}
+    assert torch.equal(whole("expert").chunk(ep)[-1].chunk(tp, dim=1)[-1], last["expert"])
+    tag = WholeTag(opened := open_complete_tag(open_storage(directory), "tag"))
+    for name in WHOLES:
+        assert torch.equal(whole(name), read(opened, tag, f"model/{name}")), name
+
+
+def write_chunks(directory: Path, chunks: dict[str, list[tuple[slice, ...]]]) -> None:
+    """A DCP directory, each chunk in a file of its own."""
+    directory.mkdir()
+    entries: dict[str, Any] = {}
+    data: dict[MetadataIndex, _StorageInfo] = {}
+    for name, boxes in chunks.items():
+        forms = []
+        for box in boxes:
+            part = whole(name)[box].clone()
+            file = f"__{len(data)}_0.distcp"
+            torch.save(part, directory / file)
+            offsets = torch.Size([edge.start for edge in box])
+            data[MetadataIndex(f"model.{name}", offsets)] = _StorageInfo(file, 0, (directory / file).stat().st_size)
+            forms.append(ChunkStorageMetadata(offsets, part.shape))
+        entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(), whole(name).shape, forms)
+    (directory / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=data)))
+
+
+def save_whole(directory: Path, state: dict[str, Any]) -> None:
+    save(state, checkpoint_id=directory, no_dist=True)
+
+
+def test_what_two_ranks_saved_under_fsdp2_becomes_a_tag(tmp_path: Path, pool: WorkerPool) -> None:
+    """Chunks of DTensors, even and uneven, of model and optimizer; and torch's ranks resume what becomes of it."""
+    [expected, _] = pool.run(ranks.save_fsdp2, tmp_path / "dcp")
+    from_dcp(tmp_path / "dcp", tmp_path / "tag", dp=2, tp=1, optimizer="zero1")
+    assert () == verify_checkpoint(tmp_path, "tag").problems
+    found = pool.run(ranks.fsdp2, tmp_path, "tag", False)
+    assert [expected] * 2 == [one["before"] for one in found]
+    assert {"note": "hi", "steps": 5} == open_checkpoint(tmp_path, "tag").user_content()
+
+
+def test_the_command_does_both_with_large_tensors(tmp_path: Path) -> None:
+    """Cut over two ranks and as plain files again, of several waves; keys and partitions from the command line."""
+    drawn = torch.Generator().manual_seed(5)
+    large = {f"part{n}": torch.rand((3, 700_001), generator=drawn).bfloat16() for n in range(3)}
+    save_whole(tmp_path / "dcp", {"net": {**large, "wide": torch.rand((4, 6_000_000), generator=drawn)}})
+    (tmp_path / "cuts").write_text('{"wide": {"partition_dim": 1}}')
+    keys = ["--model_key", "net", "--quiet"]
+    cuts = ["--tp", "2", "--partitions", str(tmp_path / "cuts")]
+    assert 0 == main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "tag"), *cuts, *keys])
+    assert (4, 3_000_000) == open_checkpoint(tmp_path, "tag").model_state(1)["wide"].shape
+    assert 0 == main(["to-dcp", str(tmp_path / "tag"), str(tmp_path / "again"), *keys])
+    states = [{"net": {name: torch.zeros_like(tensor) for name, tensor in large.items()}} for _ in range(2)]
+    for state, directory in zip(states, ("dcp", "again"), strict=True):
+        state["net"]["wide"] = torch.zeros(4, 6_000_000)
+        load(state, checkpoint_id=tmp_path / directory)
+    assert all(torch.equal(states[0]["net"][name], states[1]["net"][name]) for name in (*large, "wide"))
+
+
+def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
+    """Nothing of them runs, what is wrong is named, and no tag appears."""
+    good = tmp_path / "good"
+    save_whole(good, {"model": {"a": torch.arange(6.0)}, "optim": {"state": {}}})
+
+    def broken(name: str) -> Path:
+        shutil.copytree(good, tmp_path / name)
+        return tmp_path / name
+
+    def refused(directory: Path, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            from_dcp(directory, tmp_path / "tag")
+        assert not (tmp_path / "tag").exists()
+
+    lost = broken("lost")
+    [file] = lost.glob("*.distcp")
+    file.unlink()
+    refused(lost, MalformedFile, f"{file.name}.*not there")
+    unfinished = broken("unfinished")
+    (unfinished / ".metadata").unlink()
+    refused(unfinished, CheckpointNotFound, "no .metadata")
+    foreign = broken("foreign")
+    (foreign / ".metadata").write_bytes(pickle.dumps(shutil.rmtree))
+    refused(foreign, UnsafePickle, "shutil.rmtree")
+    flipped = broken("flipped")
+    [file] = flipped.glob("*.distcp")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(torch.arange(6.0).numpy().tobytes(), torch.arange(1, 7.0).numpy().tobytes()))
+    refused(flipped, DigestMismatch, "model/a")
+    partial = broken("partial")
+    metadata = pickle.loads((good / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.a"].size = torch.Size([7])
+    (partial / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(partial, MalformedFile, "chunks of model.a must be all of its shape")
+    elsewhere = broken("elsewhere")
+    metadata = pickle.loads((good / ".metadata").read_bytes())
+    info = metadata.storage_data[MetadataIndex("model.a", torch.Size([0]))]
+    metadata.storage_data[MetadataIndex("model.a", torch.Size([0]))] = type(info)("../good/x.distcp", 0, 10)
+    (elsewhere / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(elsewhere, MalformedFile, "../good/x.distcp")
+
+
+def test_an_output_appears_whole_or_not_at_all(examples: Path, tmp_path: Path) -> None:
+    """A damaged tag leaves nothing; what is there stays unless told otherwise, and a foreign directory always."""
+    shutil.copytree(examples / "z_plain", tmp_path / "damaged")
+    [file] = (tmp_path / "damaged" / "model").glob("*.pt")
+    data = bytearray(file.read_bytes())
+    data[data.index(jobs()[0].model.up.weight.detach().numpy().tobytes())] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(DigestMismatch):
+        to_dcp(tmp_path / "damaged", tmp_path / "out")
+    assert ["damaged"] == sorted(path.name for path in tmp_path.iterdir())
+    to_dcp(examples / "z_plain", tmp_path / "out")
+    held = contents(tmp_path / "out")
+    with pytest.raises(InvalidArgument, match="--overwrite"):
+        to_dcp(examples / "z_plain", tmp_path / "out")
+    to_dcp(examples / "z_plain", tmp_path / "out", overwrite=True)
+    assert held.keys() == contents(tmp_path / "out").keys()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(InvalidArgument, match="mine"):
+        to_dcp(examples / "z_plain", tmp_path / "out", overwrite=True)
