@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,8 @@ from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.runtime.dcp_state import DcpState
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.whole_tag import WholeTag
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 def to_dcp(
@@ -38,7 +41,7 @@ def to_dcp(
 
     Any tag, of nxd_ckpt or NxD, of any sizes, with all that it holds but rank content: bit for bit, tensors whole. The
     tag is only read and its digests are proved on the way; the directory appears when all of it is written. Extra
-    memory: about 200 MiB, whatever the size of the model.
+    memory: about 100 MiB, whatever the size of the model.
 
     Args:
         tag: a tag's directory or URL.
@@ -52,7 +55,7 @@ def to_dcp(
         storage_options, output_options, durable, progress: as for ``reshard``.
 
     Raises:
-        TopologyMismatch, OptimizerMismatch: how a tensor was cut, or whose it is, is not known.
+        TopologyMismatch, OptimizerMismatch: how a tensor was cut is not known.
         PartNotFound: the tag holds neither model nor optimizer, or lost files.
         InvalidArgument: a ``dcp_directory`` that must not be touched.
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
@@ -70,6 +73,13 @@ def to_dcp(
         raise TopologyMismatch(
             f"{opened.where}: how {', '.join(state.unknown[:5])} are cut over ranks is not known; pass partitions= "
             "with the cut of each, by name"
+        )
+    if any(name.startswith("optim/#") for name in whole.tensors):
+        logger.warning(
+            "%s does not say whose state the entries of its optimizer are: they are called %s.state.#0 and so on, "
+            "which no optimizer looks for; pass saved_param_names= (--param_names)",
+            opened.where,
+            optim_key,
         )
     output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
     output.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import uuid
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxd_ckpt import Partition, open_checkpoint
+from nxd_ckpt.adapters.dcp import StorageReader
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import from_dcp, to_dcp
-from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, InvalidArgument, MalformedFile, UnsafePickle
+from nxd_ckpt.errors import (
+    CheckpointNotFound,
+    DigestMismatch,
+    InvalidArgument,
+    MalformedFile,
+    PartNotFound,
+    UnsafePickle,
+)
 from nxd_ckpt.runtime.opening import open_complete_tag
 from nxd_ckpt.runtime.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
@@ -35,6 +44,7 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
 from tests.convert.tags import contents, save_example
+from tests.golden.checkpoints import saved
 from tests.runtime.test_whole_tag import read
 from tests.torch_dcp import ranks
 
@@ -173,6 +183,47 @@ def test_the_command_does_both_with_large_tensors(tmp_path: Path) -> None:
         state["net"]["wide"] = torch.zeros(4, 6_000_000)
         load(state, checkpoint_id=tmp_path / directory)
     assert all(torch.equal(states[0]["net"][name], states[1]["net"][name]) for name in (*large, "wide"))
+
+
+def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
+    golden: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps that are Python numbers become tensors; without names of the optimizer's entries a warning says so."""
+    store = f"memory://{uuid.uuid4().hex}"
+    named, unnamed = saved(golden, "l_dp2_zero1_dcp_async"), saved(golden, "a_dp2_zero1_pt")
+    to_dcp(named.directory / "step_3", f"{store}/dcp/step_3")
+    assert "" == caplog.text
+    from_dcp(f"{store}/dcp/step_3", f"{store}/tags/step_3", dp=3)
+    states = [
+        {"optim": {"state": {"embed.weight": {"step": torch.zeros(()), "exp_avg": torch.zeros(20, 10)}}}} for _ in "ab"
+    ]
+    for state, tag in zip(states, (str(named.directory / "step_3"), f"{store}/tags/step_3"), strict=True):
+        load(state, storage_reader=StorageReader(tag))
+    assert ranks.gathered(states[0]) == ranks.gathered(states[1])
+    assert 3.0 == states[0]["optim"]["state"]["embed.weight"]["step"].item()
+    to_dcp(unnamed.directory / "step_3", f"{store}/dcp/unnamed")
+    assert "saved_param_names=" in caplog.text
+    with pytest.raises(InvalidArgument, match="--overwrite"):
+        to_dcp(named.directory / "step_3", f"{store}/dcp/step_3")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"model_key": "optim"}, InvalidArgument, "must differ"),
+        ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "nothing under 'net' and 'opt'"),
+        ({"optimizer": "lion"}, InvalidArgument, "zero1, plain, found 'lion'"),
+        ({"partitions": {"absent": Partition(0)}}, InvalidArgument, "names absent"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    """Before anything is written."""
+    save_whole(tmp_path / "dcp", {"model": {"a": torch.ones(2)}})
+    with pytest.raises(error, match=match):
+        from_dcp(tmp_path / "dcp", tmp_path / "tag", **options)
+    assert not (tmp_path / "tag").exists()
 
 
 def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
