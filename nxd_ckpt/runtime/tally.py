@@ -6,7 +6,7 @@ from math import isfinite, isinf, sqrt
 
 import torch
 
-_CHUNK = 2**17
+_CHUNK = 2**16
 """Elements that are compared at once: as float64 they stay in the processor's cache."""
 
 

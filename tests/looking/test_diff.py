@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_ckpt import Topology, diff_checkpoints, open_checkpoint
-from nxd_ckpt.convert import reshard
+from nxd_ckpt.convert import copy_checkpoint, reshard
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
 from nxd_ckpt.runtime import side_by_side
 from nxd_ckpt.runtime.tally import Tally
@@ -134,6 +134,15 @@ def test_one_changed_element_says_which_tensor(tmp_path: Path) -> None:
         assert (f"model/{name}", "values", 1, 0.5) == (
             difference.name, difference.kind, difference.differing, difference.max_difference
         )
+
+
+def test_a_directory_and_a_store_are_compared(tmp_path: Path) -> None:
+    """One tag local, its copy behind a URL: nothing differs, and slices of both are the same."""
+    save_one(tmp_path, "a", {"weight": torch.rand(5, 4)}, user_content={"steps": 1})
+    copy_checkpoint(tmp_path / "a", "memory://looking/run/a")
+    a, b = open_checkpoint(tmp_path, "a"), open_checkpoint("memory://looking/run", "a")
+    assert not diff_checkpoints(a, b, full=True)
+    assert torch.equal(*(one.read("model/weight", (slice(2), slice(1, 3))) for one in (a, b)))
 
 
 def test_what_cannot_be_compared_is_no_equality(tmp_path: Path) -> None:
