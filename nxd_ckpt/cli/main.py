@@ -23,6 +23,7 @@ from nxd_ckpt.cli import (
     import_command,
     inspect_command,
     list_command,
+    pack_command,
     reshard,
     text,
     to_dcp_command,
@@ -58,6 +59,7 @@ COMMANDS: tuple[Command, ...] = (
     to_dcp_command,
     from_dcp_command,
     unshard_command,
+    pack_command,
 )
 
 _PIPE_CLOSED = 128 + 13

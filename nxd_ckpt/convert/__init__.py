@@ -1,11 +1,15 @@
 """Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place; its
 model as a Hugging Face directory, or a tag from one; all of it as plain files; and both from and to torch DCP."""
+"""Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place;
+its model as a Hugging Face directory; or a tag from such a directory; model and optimizer as plain files; a tag as one
+archive."""
 
 from nxd_ckpt.convert.cp import Copy, copy_checkpoint
 from nxd_ckpt.convert.export import Export, export_checkpoint
 from nxd_ckpt.convert.from_dcp import from_dcp
 from nxd_ckpt.convert.import_plan import Import
 from nxd_ckpt.convert.importing import import_checkpoint
+from nxd_ckpt.convert.pack import Packed, pack_checkpoint
 from nxd_ckpt.convert.resharding import reshard
 from nxd_ckpt.convert.to_dcp import to_dcp
 from nxd_ckpt.convert.unshard import Unsharded, unshard_checkpoint
@@ -16,6 +20,7 @@ __all__ = [
     "Copy",
     "Export",
     "Import",
+    "Packed",
     "UnshardStrategy",
     "Unsharded",
     "convert_zero1",
@@ -23,6 +28,7 @@ __all__ = [
     "export_checkpoint",
     "from_dcp",
     "import_checkpoint",
+    "pack_checkpoint",
     "reshard",
     "to_dcp",
     "unshard_checkpoint",

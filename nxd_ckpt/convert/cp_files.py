@@ -29,6 +29,11 @@ class TagFile:
     entry: FileEntry | None = None
     inside: tuple[Digested, ...] = field(default=(), repr=False)
 
+    @property
+    def records(self) -> dict[int, int]:
+        """The bytes of each record that has a digest, by its offset."""
+        return {record.offset: record.nbytes for record in self.inside}
+
 
 class Brought(Enum):
     """How a file came to be where it is wanted."""
@@ -123,19 +128,26 @@ class Bringing:
 
     def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
         where = f"{source.url}/{source_key}"
-        records = {record.offset: record.nbytes for record in file.inside}
         try:
-            found, blocks = copy(source, source_key, self._target, key, records, self._progress)
+            found, blocks = copy(source, source_key, self._target, key, file.records, self._progress)
         except FileNotFoundError as error:
             raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-        _must_be(file, found, where)
-        for record in file.inside:
-            crc = crc32.combine_blocks(blocks[record.offset], record.nbytes)
-            if record.crc32 not in (None, crc):
-                raise DigestMismatch(
-                    f"{where}, record {record.name!r}: expected CRC-32 {record.crc32:08x}, found {crc:08x}: its bytes "
-                    "changed"
-                )
+        prove(file, found, blocks, where)
+
+
+def prove(file: TagFile, found: FileEntry, blocks: Mapping[int, Sequence[int]], where: str) -> None:
+    """Raise unless what was read is what the tag's indexes say, and the digests inside the file.
+
+    ``blocks`` are the CRC-32s of the blocks of its records, by their offset.
+    """
+    _must_be(file, found, where)
+    for record in file.inside:
+        crc = crc32.combine_blocks(blocks[record.offset], record.nbytes)
+        if record.crc32 not in (None, crc):
+            raise DigestMismatch(
+                f"{where}, record {record.name!r}: expected CRC-32 {record.crc32:08x}, found {crc:08x}: its bytes "
+                "changed"
+            )
 
 
 def _must_be(file: TagFile, found: FileEntry, where: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
-from nxd_ckpt.layout.directory import may_be_replaced
+from nxd_ckpt.layout.directory import list_tags, may_be_replaced
 from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.storage.archive import SUFFIX
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, open_storage
@@ -41,11 +42,23 @@ class Place:
 
 
 def locate_input(path: StrPath, options: Options | None = None) -> Place:
-    """The tag ``path``. Raises CheckpointNotFound where there is none."""
+    """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
     place = place_of(path, "input_dir", options)
+    if place.name.endswith(SUFFIX) and place.open().is_file(place.name):
+        place = _only_tag(place)
     if not place.open().is_dir(place.name):
         raise CheckpointNotFound(f"input_dir {place.path} does not exist, or is not a directory")
     return place
+
+
+def _only_tag(archive: Place) -> Place:
+    directory = join(archive.directory, archive.name)
+    tags = [info.tag for info in list_tags(open_storage(directory, storage_options=archive.options))]
+    if len(tags) != 1:
+        raise CheckpointNotFound(
+            f"{archive.path} holds {', '.join(tags[:8]) or 'no tag'}; name one of them: {join(archive.path, 'TAG')}"
+        )
+    return Place(directory, tags[0], archive.options)
 
 
 def locate_output(path: StrPath, source: Place, overwrite: bool, options: Options | None = None) -> Place:

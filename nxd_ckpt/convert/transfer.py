@@ -12,7 +12,7 @@ from itertools import groupby
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, Writer
 from nxd_ckpt.storage.local import LocalStorage
 
 _PIECE = 8 * 2**20
@@ -52,19 +52,27 @@ def copy(
 
     While a piece is written, the next one is read: memory for two, of 8 MiB.
     """
-    nbytes = source.size(source_key)
-    digests = _Digests(nbytes, records)
-    writer = target.create(key, nbytes)
+    writer = target.create(key, source.size(source_key))
     try:
-        for start, piece in _read(source, source_key, nbytes):
-            digests.take(piece)
-            writer.write_at(start, piece)
-            writer.settle()  # the memory will be read into again
-            progress(len(piece))
+        found = pour(source, source_key, writer, 0, records, progress)
         writer.close()
     except BaseException:
         writer.abort()
         raise
+    return found
+
+
+def pour(
+    source: Storage, source_key: str, writer: Writer, at: int, records: Mapping[int, int], progress: Progress
+) -> tuple[FileEntry, dict[int, list[int]]]:
+    """As :func:`copy`, into a file that is being written, from byte ``at`` on."""
+    nbytes = source.size(source_key)
+    digests = _Digests(nbytes, records)
+    for start, piece in _read(source, source_key, nbytes):
+        digests.take(piece)
+        writer.write_at(at + start, piece)
+        writer.settle()  # the memory will be read into again
+        progress(len(piece))
     return FileEntry(nbytes, digests.whole), digests.blocks
 
 

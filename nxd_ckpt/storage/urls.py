@@ -1,7 +1,8 @@
 """Which storage a path or URL names, and the arithmetic of URLs.
 
 ``s3://bucket/prefix`` is :mod:`nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
-other scheme a file system of fsspec. Libraries are imported when a URL needs them.
+other scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``,
+wherever it is, is the directory that was packed into it (:mod:`nxd_ckpt.storage.archive`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.archive import COMPRESSED, SUFFIX, ArchiveStorage
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 
@@ -24,11 +26,30 @@ def open_storage(
     ``storage_options`` go to the store's library, under the names that fsspec and s3fs use; a local directory has none.
     ``durable=False`` skips every fsync of a local directory; a store has none to skip.
 
-    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, options that cannot be honoured.
+    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, options that cannot be honoured,
+    a compressed archive.
     """
     text = os.fspath(path)
     if not text:
         raise InvalidArgument("the checkpoint directory must not be empty; pass '.' for the current one")
+    if text.endswith((SUFFIX, *COMPRESSED)):
+        directory, name = directory_and_name(text)
+        inner = _open_directory(directory, durable, storage_options)
+        if inner.is_file(name):
+            return _open_archive(inner, name)
+    return _open_directory(text, durable, storage_options)
+
+
+def _open_archive(inner: Storage, name: str) -> Storage:
+    if name.endswith(COMPRESSED):
+        raise InvalidArgument(
+            f"{inner.url}/{name} is compressed: nothing in it can be read without unpacking all; decompress it first "
+            f"(zstd -d, gunzip) to a {SUFFIX} file, which is read as it is"
+        )
+    return ArchiveStorage(inner, name)
+
+
+def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any] | None) -> Storage:
     options = dict(storage_options or {})
     scheme = _scheme(text)
     if scheme in ("", "file", "local"):

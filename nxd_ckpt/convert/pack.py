@@ -1,0 +1,200 @@
+"""``pack_checkpoint``: a whole tag as one tar file, which is read without unpacking it."""
+
+from __future__ import annotations
+
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, prove
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.transfer import pour
+from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound
+from nxd_ckpt.layout import names
+from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.storage.archive import COMPRESSED, SUFFIX
+from nxd_ckpt.storage.base import Storage, Writer
+
+_PAGE = 4096
+"""Where the members' bytes begin is a multiple of this: they are written and read directly, as the files were."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was packed: ``files`` of the tag, into an archive of ``nbytes`` bytes."""
+
+    source: str
+    target: str
+    files: int
+    nbytes: int
+
+
+def pack_checkpoint(
+    tag: StrPath,
+    out: StrPath,
+    *,
+    overwrite: bool = False,
+    storage_options: Options | None = None,
+    output_options: Options | None = None,
+    durable: bool = True,
+    progress: bool = False,
+) -> Packed:
+    """Make ``out``, a tar file that holds a tag, exactly as it is: of nxd_ckpt or NxD, from and to a directory or URL.
+
+    ``load_checkpoint``, ``open_checkpoint`` and every conversion take the archive in place of a checkpoint directory,
+    and read the ranges that they need. Any tar unpacks it. Every file is proved on the way, those of NxD by the digests
+    that they carry; the archive appears when it is whole. The manifest and indexes come first, ``done`` last; the same
+    tag gives the same bytes. Extra memory: 16 MiB.
+
+    Args:
+        tag: a tag's directory or URL.
+        out: the archive that is made; its name ends in ``.tar``.
+        overwrite: replace an existing file.
+        storage_options: what URLs are opened with; ``output_options`` the same for ``out``, if it needs others.
+        durable: fsync it before it appears.
+        progress: show a bar on standard error, if that is a terminal and it takes longer than two seconds.
+
+    Raises:
+        InvalidArgument: ``out`` must not be written, or is to be compressed.
+        CheckpointNotFound: no such tag, or an incomplete one.
+        CorruptCheckpoint: a file is not what was saved; nothing appears.
+    """
+    started = time.monotonic()
+    source = locate_input(tag, storage_options)
+    target = place_of(out, "output", written_with(storage_options, output_options))
+    refuse_overlap(source, target)
+    storage = target.open(durable)
+    _check(target, storage, overwrite)
+    opened = open_source(source)
+    members = list(_members(opened))
+    nbytes = members[-1].end + 2 * tarfile.BLOCKSIZE
+    written = Counter()
+    with watched("pack", nbytes, lambda: written.nbytes, progress):
+        _write(opened, members, nbytes, storage, target.name, written)
+    report("packed", f"{source.path} as {target.path}", nbytes, started)
+    return Packed(source.path, target.path, len(members), nbytes)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One file of the tag, and its header, which begins at ``at`` of the archive."""
+
+    file: TagFile
+    time: float
+    header: bytes
+    at: int
+
+    @property
+    def offset(self) -> int:
+        return self.at + len(self.header)
+
+    @property
+    def end(self) -> int:
+        """Where the next header begins."""
+        return self.offset + self.file.nbytes + -self.file.nbytes % tarfile.BLOCKSIZE
+
+
+def _members(opened: OpenTag) -> Iterator[_Member]:
+    at = 0
+    for file in sorted([*files_to_copy(opened), *_markers(opened)], key=_order):
+        key = f"{opened.tag}/{file.name}"
+        seconds = opened.storage.time(key)
+        member = _Member(file, seconds, _header(key, file.nbytes, seconds, at), at)
+        yield member
+        at = member.end
+
+
+def _markers(opened: OpenTag) -> Iterator[TagFile]:
+    for name in (names.MARKER, names.DONE):
+        key = f"{opened.tag}/{name}"
+        if opened.storage.is_file(key):
+            yield TagFile(name, opened.storage.size(key))
+
+
+def _order(file: TagFile) -> tuple[int, str]:
+    """First what tells of the rest, last what says that all is there."""
+    ranks = {names.MANIFEST: 0, names.MARKER: 3, names.DONE: 4}
+    return ranks.get(file.name, 1 if file.name.startswith(f"{names.INDEX_DIR}/") else 2), file.name
+
+
+def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
+    """A member's header, padded by a comment so that its bytes begin on a page, if it begins at byte ``at``."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = nbytes, seconds, 0o644
+    info.pax_headers = {"mtime": str(float(seconds))}
+    header = info.tobuf(tarfile.PAX_FORMAT)
+    missing = -(at + len(header)) % _PAGE
+    if not missing:
+        return header
+    frame = len(f"{missing} comment=\n")  # the record counts itself
+    info.pax_headers = {**info.pax_headers, "comment": " " * (missing - frame)}
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+def _check(target: Place, storage: Storage, overwrite: bool) -> None:
+    if not target.name.endswith(SUFFIX):
+        compressed = "a compressed archive cannot be read without unpacking it; " * target.name.endswith(COMPRESSED)
+        raise InvalidArgument(f"output {target.path}: {compressed}expected a name that ends in {SUFFIX}")
+    if storage.is_file(target.name):
+        if not overwrite:
+            raise InvalidArgument(f"output {target.path} exists; pass --overwrite (overwrite=True) to replace it")
+    elif storage.is_dir(target.name):
+        raise InvalidArgument(f"output {target.path} is a directory; choose another path")
+
+
+def _write(
+    opened: OpenTag, members: Sequence[_Member], nbytes: int, storage: Storage, name: str, written: Counter
+) -> None:
+    """Write the archive, and then make it visible under ``name``."""
+    key = f".{name}.incomplete" if storage.renames else name
+    storage.remove(key)  # what an interrupted one left; on a store, what is replaced
+    writer = storage.create(key, nbytes)
+    try:
+        for member in members:
+            _put(opened, member, writer, written)
+        writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
+        _refuse_another_save(opened, members)
+        writer.close()
+        if storage.renames:
+            _show(storage, key, name)
+    except BaseException:
+        writer.abort()
+        with suppress(OSError):
+            storage.remove(key)
+        raise
+
+
+def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:
+    """Write the member's header, its bytes, proved, and what fills the last block."""
+    file, key = member.file, f"{opened.tag}/{member.file.name}"
+    where = f"{opened.storage.url}/{key}"
+    writer.write_at(member.at, member.header)
+    try:
+        found, blocks = pour(opened.storage, key, writer, member.offset, file.records, written.add)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+    prove(file, found, blocks, where)
+    end = member.offset + file.nbytes
+    writer.write_at(end, bytes(member.end - end))
+
+
+def _refuse_another_save(opened: OpenTag, members: Sequence[_Member]) -> None:
+    """Of a tag of ours digests tell; NxD's are rewritten in place, and then their last file is another."""
+    last = members[-1]
+    if opened.storage.time(f"{opened.tag}/{last.file.name}") != last.time:
+        raise CorruptCheckpoint(f"{opened.where} was saved anew while it was being packed; pack it again")
+
+
+def _show(storage: Storage, key: str, name: str) -> None:
+    """Give the whole file its name; what had it before stays until then."""
+    old = f".{name}.replaced"
+    storage.remove(old)
+    if storage.is_file(name):
+        storage.rename(name, old)
+    storage.rename(key, name)
+    storage.sync_dir("")
+    storage.remove(old)
