@@ -115,7 +115,7 @@ def unshard_checkpoint(
 
     Raises:
         InvalidArgument: arguments that cannot be, or a ``output_dir`` that must not be touched.
-        PartNotFound: no model, or no optimizer though ``optim=True``; or a file is missing.
+        PartNotFound: neither model nor optimizer, or no optimizer though ``optim=True``; or a file is missing.
         TopologyMismatch, OptimizerMismatch: how a tensor was cut, or whose it is, is not known.
         UnsupportedState: safetensors cannot hold it.
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
@@ -211,12 +211,13 @@ def _strategy(given: str | Strategy, chunk_size: int | str) -> Strategy:
 
 
 def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
-    if not opened.parts.model:
-        raise PartNotFound(f"{opened.where} was saved without a model: there is nothing to unshard")
     has_optimizer = opened.parts.optimizer is not None
     if optim and not has_optimizer:
         raise PartNotFound(f"{opened.where} was saved without an optimizer; pass optim=None to go without")
-    return [MODEL, OPTIM] if has_optimizer and optim is not False else [MODEL]
+    parts = [MODEL] * opened.parts.model + [OPTIM] * (has_optimizer and optim is not False)
+    if not parts:
+        raise PartNotFound(f"{opened.where} holds no model, nor an optimizer that is asked for: nothing to unshard")
+    return parts
 
 
 def _form(item: Item) -> TensorForm:

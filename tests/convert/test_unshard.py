@@ -274,6 +274,12 @@ def test_arguments_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             unshard_checkpoint(tmp_path / "step_1", tmp_path / "out", **options)
     with pytest.raises(InvalidArgument, match="chunk_size_bytes is needed"):
         UnshardStrategy("chunks")
+    tree = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    save_checkpoint(tmp_path, "optimizer", optimizer=tree, durable=False)
+    with pytest.raises(PartNotFound, match="nothing to unshard"):
+        unshard_checkpoint(tmp_path / "optimizer", tmp_path / "out", optim=False)
+    model_path, optim_path = unshard_checkpoint(tmp_path / "optimizer", tmp_path / "alone")
+    assert (None, {"#0": {"step": 3}}) == (model_path, read(optim_path)["state"])
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(InvalidArgument, match="one process"):
         unshard_checkpoint(tmp_path / "step_1", tmp_path / "out")

@@ -1,7 +1,8 @@
 """How fast a ZeRO-1 optimizer is converted, against copying its bytes: ``python -m tools.bench.convert --gib 4``.
 
-Makes an optimizer sharded over dp=4, converts it for dp=3 again and again, each time after a ``cp`` and ``sync`` of the
-same bytes, and prints medians, their ratio, and how much memory a conversion took beyond an interpreter with torch.
+Makes an optimizer sharded over dp=4, converts it for dp=3, unshards it as ``.pt`` and as safetensors, and packs its
+tag, again and again, each time after a ``cp`` and ``sync`` of the same bytes. Prints medians, their ratio
+to the copy's, and how much memory each took beyond an interpreter with torch.
 """
 
 from __future__ import annotations
@@ -43,13 +44,21 @@ finalize_checkpoint()
 
 CONVERT = """
 import resource, sys, time, torch
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.convert import convert_zero1, pack_checkpoint, unshard_checkpoint
 
+source, target, num_workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started = time.monotonic()
-convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=3, num_workers=int(sys.argv[3]))
+{call}
 print(time.monotonic() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
+
+CALLS = {
+    "convert, dp=3": "convert_zero1(source, target, convert_to_sharded=True, dp_size=3, num_workers=num_workers)",
+    "unshard, .pt": "unshard_checkpoint(source, target, quiet=True)",
+    "unshard, safetensors": "unshard_checkpoint(source, target, use_safetensors=True, quiet=True)",
+    "pack": "pack_checkpoint(source, target + '.tar')",
+}
 
 
 def run(code: str, *arguments: object) -> str:
@@ -76,36 +85,41 @@ def copy(directory: Path) -> float:
     return seconds
 
 
-def convert(directory: Path, num_workers: int) -> tuple[float, float]:
+def convert(directory: Path, call: str, num_workers: int) -> tuple[float, float]:
     """Seconds of a conversion, durable, and the bytes that its process grew by at most."""
-    seconds, nbytes = map(float, run(CONVERT, directory / "saved", directory / "converted", num_workers).split())
-    shutil.rmtree(directory / "converted")
+    code = CONVERT.replace("{call}", call)
+    seconds, nbytes = map(float, run(code, directory / "saved", directory / "converted", num_workers).split())
+    shutil.rmtree(directory / "converted", ignore_errors=True)
+    (directory / "converted.tar").unlink(missing_ok=True)
     return seconds, nbytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the optimizer's state in GiB (default: 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="of both, in turn (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="of all, in turn (default: 5)")
     parser.add_argument("--num_workers", type=int, default=1, help="as for the conversion (default: 1)")
     parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
     args = parser.parse_args()
+    copies: list[float] = []
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CALLS}
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)
         nbytes = make(directory, args.gib)
         os.sync()
-        copies, conversions, peaks = [], [], []
         for _ in range(args.rounds):
             copies.append(copy(directory))
-            seconds, peak = convert(directory, args.num_workers)
-            conversions.append(seconds)
-            peaks.append(peak)
-    cp, converted = statistics.median(copies), statistics.median(conversions)
-    print(f"{nbytes / 2**30:.2f} GiB, dp=4 to dp=3, {args.num_workers} worker(s), median of {args.rounds} rounds")
-    print(f"  cp and sync       {cp:7.2f} s  {nbytes / 2**30 / cp:6.2f} GiB/s")
-    print(f"  convert, durable  {converted:7.2f} s  {nbytes / 2**30 / converted:6.2f} GiB/s")
-    print(f"  ratio             {converted / cp:7.2f}")
-    print(f"  memory beyond torch {max(peaks) / MIB:5.0f} MiB in the main process")
+            for what, call in CALLS.items():
+                found[what].append(convert(directory, call, args.num_workers))
+    gib, cp = nbytes / 2**30, statistics.median(copies)
+    print(f"{gib:.2f} GiB of dp=4, {args.num_workers} worker(s), durable, median of {args.rounds} rounds")
+    print(f"  {'cp and sync':22}{cp:7.2f} s  {gib / cp:6.2f} GiB/s")
+    for what, rounds in found.items():
+        seconds, peak = statistics.median(one for one, _ in rounds), max(nbytes for _, nbytes in rounds)
+        print(
+            f"  {what:22}{seconds:7.2f} s  {gib / seconds:6.2f} GiB/s  {seconds / cp:5.2f} of cp  "
+            f"{peak / MIB:5.0f} MiB beyond torch"
+        )
 
 
 if __name__ == "__main__":
