@@ -1,8 +1,6 @@
-"""Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place; its
-model as a Hugging Face directory, or a tag from one; all of it as plain files; and both from and to torch DCP."""
-"""Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place;
-its model as a Hugging Face directory; or a tag from such a directory; model and optimizer as plain files; a tag as one
-archive."""
+"""Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place, or as
+one archive; its model as a Hugging Face directory, or a tag from one; all of it as plain files; and both from and to
+torch DCP."""
 
 from nxd_ckpt.convert.cp import Copy, copy_checkpoint
 from nxd_ckpt.convert.export import Export, export_checkpoint
