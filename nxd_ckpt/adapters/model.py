@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -25,13 +24,13 @@ from nxd_ckpt.adapters.parameters import (
 from nxd_ckpt.adapters.state import ModelState, StateTensor, frozen
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 
 logger = logging.getLogger(__name__)
 
 _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
-_SHOWN = 8
 
 
 def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
@@ -97,10 +96,12 @@ class ModelAdapter:
         """All names of the parameter that ``name`` is one of (tied weights have several), in order."""
         return self._names_by_tie.get(self._ties.get(name, name), [name])
 
-    def validate(self, saved: Mapping[str, Any], strict: bool) -> list[str]:
+    def validate(
+        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
+    ) -> list[str]:
         """The names of ``saved`` (to tensors, or to what stands for them) that are to be assigned. Changes nothing.
 
-        A live name may be absent from ``saved`` if one that it is tied to is there.
+        A live name may be absent from ``saved`` if one that it is tied to is there, or if ``ignores`` says so.
 
         Raises:
             KeyMismatch: under ``strict``, for names that are missing or unexpected; without it they are logged.
@@ -110,6 +111,8 @@ class ModelAdapter:
         ties = self._ties
         given = {ties.get(name, name) for name in saved}
         missing = [name for name in self._live if ties.get(name, name) not in given]
+        if ignores is not None:
+            missing = [name for name in missing if not ignores(name)]
         unexpected = [name for name in saved if name not in self._live]
         if missing or unexpected:
             if strict:
@@ -228,8 +231,10 @@ class ModuleModel(ModelAdapter):
 class DictModel(ModelAdapter):
     """A state dict. An empty one is filled with CPU tensors, in another tensors are overwritten in place."""
 
-    def validate(self, saved: Mapping[str, Any], strict: bool) -> list[str]:
-        return super().validate(saved, strict) if self._live else list(saved)
+    def validate(
+        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
+    ) -> list[str]:
+        return super().validate(saved, strict, ignores) if self._live else list(saved)
 
     def assign(self, name: str, value: Any) -> None:
         """As for modules, but what has no live tensor is stored as given: the caller hands ``value`` over."""
@@ -279,20 +284,8 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
 def _raise_key_mismatch(missing: list[str], unexpected: list[str]) -> NoReturn:
     lines = ["the names in the checkpoint and in the model differ"]
     if missing:
-        lines.append(f"missing from the checkpoint: {_listed(missing, unexpected)}")
+        lines.append(f"missing from the checkpoint: {listed(missing, unexpected)}")
     if unexpected:
-        lines.append(f"unexpected in the checkpoint: {_listed(unexpected, missing)}")
+        lines.append(f"unexpected in the checkpoint: {listed(unexpected, missing)}")
     lines.append("load with strict=False to take the names that both have")
     raise KeyMismatch("; ".join(lines))
-
-
-def _listed(names: Iterable[str], others: Collection[str]) -> str:
-    names = list(names)
-    shown = [_with_suggestion(name, others) for name in names[:_SHOWN]]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(shown) + more
-
-
-def _with_suggestion(name: str, others: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, others, n=1)
-    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)

@@ -1,0 +1,50 @@
+"""Which names of a checkpoint a load leaves out: globs over paths. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from fnmatch import translate
+
+_WILD = re.compile(r"[*?\[]")
+
+
+class Ignored:
+    """Names such as "model/up.weight" or "optim/up.weight/exp_avg", given by globs and as they are.
+
+    ``*`` stands for anything, slashes too. What is given stands for all that is below it as well: "optim" for the
+    optimizer, "optim/up.weight" for the state of one parameter.
+    """
+
+    def __init__(self, globs: Iterable[str] = (), names: Iterable[str] = ()) -> None:
+        globs = list(globs)
+        self._exact = {*names, *(glob for glob in globs if not _WILD.search(glob))}
+        wild = [glob for glob in globs if _WILD.search(glob)]
+        self._globs = [re.compile(translate(glob)) for glob in wild]
+        # What matches "optim/" matches whatever follows.
+        self._open_ended = [re.compile(translate(glob)) for glob in wild if glob.endswith("*")]
+
+    def __bool__(self) -> bool:
+        return bool(self._exact or self._globs)
+
+    def matches(self, name: str) -> bool:
+        """Whether it is left out."""
+        return any(path in self._exact or any(glob.match(path) for glob in self._globs) for path in _lineage(name))
+
+    def covers(self, path: str) -> bool:
+        """Whether all that could be below ``path`` is left out, whatever it is."""
+        return self.matches(path) or any(glob.match(f"{path}/") for glob in self._open_ended)
+
+
+def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
+    """The globs that stand for none of ``names``."""
+    paths = {path for name in names for path in _lineage(name)}
+    return [glob for glob in globs if glob not in paths and not any(map(re.compile(translate(glob)).match, paths))]
+
+
+def _lineage(name: str) -> Iterator[str]:
+    """The name, and the paths above it."""
+    yield name
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        yield name
