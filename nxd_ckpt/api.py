@@ -19,7 +19,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
-from nxd_ckpt.runtime.load_options import Verify
+from nxd_ckpt.runtime.load_options import IgnoreKeys, Verify
 from nxd_ckpt.runtime.opening import settle_swap
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
@@ -56,11 +56,14 @@ def save_checkpoint(
     overwrite: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = True,
+    weights_only: bool = False,
+    tag_values: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's. ``path`` is another name for the first: a directory, or the URL of
-    one in a store (``s3://bucket/run``). See :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the options mean,
+    one in a store (``s3://bucket/run``). ``tag_values`` fill a tag such as ``"ep{epoch}-ba{batch}"``. See
+    :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the options mean,
     and :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``, ``timeout``,
     ``memory_cap``, ``storage_options`` and ``progress``, which count at a directory's first save. With
     ``async_save=True`` this returns once the state is copied to host memory; the tag becomes visible by itself, and
@@ -92,6 +95,7 @@ def save_checkpoint(
         user_content,
         rank_content=rank_content,
         async_save=async_save,
+        tag_values=tag_values,
         num_workers=num_workers,
         use_xser=use_xser,
         num_kept_ckpts=num_kept_ckpts,
@@ -102,6 +106,7 @@ def save_checkpoint(
         partitions=partitions,
         trust_pickle=trust_pickle,
         overwrite=overwrite,
+        weights_only=weights_only,
     )
 
 
@@ -132,6 +137,11 @@ def load_checkpoint(
     mapping: Given = None,
     kv_size_multiplier: int = 1,
     hardware: str = "trn1",
+    key_mapping: Mapping[str, str] | None = None,
+    prefix: str = "",
+    ignore_keys: IgnoreKeys | None = None,
+    load_weights_only: bool = False,
+    strict_model_weights: bool | None = None,
 ) -> Any:
     """Load a checkpoint into live objects and return its user content, or None.
 
@@ -173,6 +183,11 @@ def load_checkpoint(
         mapping=mapping,
         kv_size_multiplier=kv_size_multiplier,
         hardware=hardware,
+        key_mapping=key_mapping,
+        prefix=prefix,
+        ignore_keys=ignore_keys,
+        load_weights_only=load_weights_only,
+        strict_model_weights=strict_model_weights,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.neuronx_distributed import live_topology
-from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.core.tags import filled_tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, agreement_for, decided_by_rank0, on_all
@@ -120,9 +120,13 @@ class Checkpointer:
         *,
         rank_content: Any = None,
         async_save: bool = False,
+        tag_values: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> PendingSave:
         """Save what is given under ``tag``; ``options`` are the fields of :class:`SaveOptions`.
+
+        With ``tag_values`` the tag is a template: ``tag="ep{epoch}-ba{batch:06d}"``, filled as ``str.format`` does.
+        Without them braces are characters like others.
 
         Returns once the state is staged in host memory (``async_save=True``) or the tag is visible and durable. From
         the second async save on, this thread does the device-to-host copy and nothing else. If a save is still in
@@ -137,12 +141,14 @@ class Checkpointer:
         self._counter += 1
         started = time.monotonic()
         self._await_arena()
-        pending = PendingSave(str(tag))
+        name, refused = _named(tag, tag_values)
+        pending = PendingSave(name)
         planned: _Planned | None = None
         error: BaseException | None = None
 
         def prepared() -> _Planned:
-            validate_tag(tag)
+            if refused is not None:
+                raise refused
             chosen = _options(SaveOptions, options)
             chosen.validate()
             state = capture(
@@ -160,13 +166,13 @@ class Checkpointer:
 
         if self._session is None:
             with self._rejoining():
-                planned = self._open(prepared, str(tag))
+                planned = self._open(prepared, name)
         if planned is None:
             try:
                 planned = prepared()
             except BaseException as problem:
                 error = problem
-        saving = self._saving(str(tag), planned.plan if planned is not None else None, error, options)
+        saving = self._saving(name, planned.plan if planned is not None else None, error, options)
         self._submit(saving.begin)
         if planned is not None:
             error = self._stage(saving, planned)
@@ -422,6 +428,14 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _named(tag: object, values: Mapping[str, Any] | None) -> tuple[str, CheckpointError | None]:
+    """What a save is called, and why it may not be: that is to reach all ranks."""
+    try:
+        return validate_tag(filled_tag(tag, values)), None
+    except CheckpointError as error:
+        return str(tag), error
 
 
 def _conclude(saving: Saving, pending: PendingSave, started: float) -> None:

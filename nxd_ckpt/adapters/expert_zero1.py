@@ -6,13 +6,13 @@ state dict the entries from an offset on are the second's; its own indices resta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters.optimizer_names import if_known
-from nxd_ckpt.adapters.optimizer_state import Read, Slot, describe_path
+from nxd_ckpt.adapters.optimizer_state import Keeps, Read, Slot, describe_path, keeps_nothing
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS, Zero1Optimizer, check_kind
 from nxd_ckpt.core.topology import Topology
@@ -37,6 +37,10 @@ class ExpertZero1Optimizer:
         first = len(ordinary.slots), len(ordinary.groups)
         return OptimizerForm(self.kind, ordinary.slots + experts.slots, ordinary.groups + experts.groups, first)
 
+    def entries(self) -> Iterator[str]:
+        yield from self._ordinary.entries()
+        yield from self._experts.entries()
+
     def capture(self) -> State:
         tree = self._optimizer.state_dict()
         offsets = {"base_state": tree["ep_base_state_offset"], MASTERS: tree["ep_shape_info_offset"]}
@@ -59,15 +63,19 @@ class ExpertZero1Optimizer:
         self._ordinary.validate_part(ordinary)
         self._experts.validate_part(experts)
 
-    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
         ordinary, experts = split(saved)
-        self._ordinary.load(ordinary, read)
-        self._experts.load(experts, read)
+        self._ordinary.load(ordinary, read, keeps)
+        self._experts.load(experts, read, keeps)
         # Before each step upstream copies the outer groups' options onto the inner optimizers.
         inner = self._optimizer.non_ep_zero_optimizer.param_groups, self._optimizer.ep_zero_optimizer.param_groups
-        for outer, ordinary, experts in zip(self._optimizer.param_groups, *inner, strict=True):
-            restored = ordinary if ordinary["params"] else experts
-            outer.update({option: value for option, value in restored.items() if option != "params"})
+        for outer, options, *both in zip(self._optimizer.param_groups, ordinary["param_groups"], *inner, strict=True):
+            restored = both[0] if both[0]["params"] else both[1]
+            outer.update({option: restored[option] for option in options if option != "params"})
+
+    def follow(self, keeps: Keeps) -> None:
+        self._ordinary.follow(keeps)
+        self._experts.follow(keeps)
 
     def _slot(self, index: int, offset: int) -> Slot:
         return self._ordinary.slots[index] if index < offset else self._experts.slots[index - offset]

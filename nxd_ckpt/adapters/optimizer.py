@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nxd_ckpt.adapters.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.optimizer_names import parameter_names
-from nxd_ckpt.adapters.optimizer_state import Read
+from nxd_ckpt.adapters.optimizer_state import Keeps, Read, keeps_nothing
 from nxd_ckpt.adapters.plain import PlainOptimizer
 from nxd_ckpt.adapters.state import OptimizerForm, State
 from nxd_ckpt.adapters.zero1 import Zero1Optimizer
@@ -32,6 +32,9 @@ class OptimizerAdapter(Protocol):
         Raises OptimizerMismatch where only the optimizer itself knows how its state is cut.
         """
 
+    def entries(self) -> Iterable[str]:
+        """The global names of the state that it has by now."""
+
     def capture(self) -> State:
         """The optimizer's state dict as NxD has it, with its live tensors. No device work."""
 
@@ -42,12 +45,20 @@ class OptimizerAdapter(Protocol):
         DtypeMismatch for a tensor that does not fit.
         """
 
-    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
         """Continue from ``saved``, which :meth:`validate` accepted, reading one leaf at a time; after the model's load.
+
+        What ``keeps`` says is not in ``saved``, and stays as it is.
 
         No collective, nothing compiled. Gradients are dropped: the next backward pass makes new ones. (With
         ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients
         and so go on decaying a parameter that had a gradient before and gets none in the next step.)
+        """
+
+    def follow(self, keeps: Keeps) -> None:
+        """The model was loaded without the optimizer: take anew what are copies of its weights (ZeRO-1's shards).
+
+        Else the next step would put the old weights back.
         """
 
 

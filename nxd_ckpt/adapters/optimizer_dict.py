@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_names import if_known, parameter_names
-from nxd_ckpt.adapters.optimizer_state import Read, Slot, describe_path, materialise
+from nxd_ckpt.adapters.optimizer_state import Keeps, Read, Slot, describe_path, keeps_nothing, materialise
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import State, StateTensor, state_of
+from nxd_ckpt.adapters.state_names import PARAM_GROUPS, put_back, state_entries
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, zero1_rows
@@ -44,8 +47,16 @@ class DictOptimizer:
         self._model = None if model is None else model.capture(topology.tp)
         self._first_expert = _parameters_before(groups, state.get("ep_param_group_offset", len(groups)))
 
+    def know_names(self, names: Sequence[str]) -> None:
+        """Take the parameters' names, by index, from elsewhere if the dict does not tell them."""
+        if self.parameter_names is None:
+            self._names = list(names)
+
     def form(self) -> None:
         return None
+
+    def entries(self) -> Iterator[str]:
+        return (name for _, name in state_entries(self._state, self._names))
 
     def capture(self) -> State:
         told = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
@@ -59,10 +70,18 @@ class DictOptimizer:
                 f"{', '.join(map(str, self._state))}; pass an empty dict to be filled, or the same kind of optimizer"
             )
 
-    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
         loaded = restore_types(materialise(saved, read, torch.device("cpu")))
+        for path, name in state_entries(self._state, self._names):
+            if keeps(name):
+                put_back(loaded, path, reduce(getitem, path, self._state))
+        if keeps(PARAM_GROUPS) and "param_groups" in self._state:
+            loaded["param_groups"] = self._state["param_groups"]
         self._state.clear()
         self._state.update(loaded)
+
+    def follow(self, keeps: Keeps) -> None:
+        """It is saved as it is, and loaded as it was saved."""
 
     def _describe(self, path: Path, tensor: torch.Tensor) -> StateTensor:
         owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +31,14 @@ class Read(Protocol):
 
     def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
         """Call ``take`` with the leaf as a CPU tensor, on this thread, in the order of these calls."""
+
+
+Keeps = Callable[[str], bool]
+"""Whether what has this global name ("optim/up.weight/exp_avg", "optim/state/...") is to stay as it is live."""
+
+
+def keeps_nothing(name: str) -> bool:
+    return False
 
 
 Group = dict[str, Any]
@@ -65,6 +73,10 @@ class Slot:
         if parts == (STEP,) or tensor.shape != self.key.shape:
             return StateTensor(name, expert=expert)
         return StateTensor(name, self.spec, self.shards, self.shard, expert=expert)
+
+    def global_name(self, entry: Any) -> str:
+        """What an entry of its state is called."""
+        return f"optim/{self.name}/{entry}"
 
     def clear_gradients(self) -> None:
         for tensor in (self.parameter, self.key):
@@ -132,6 +144,13 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
         )
 
 
+def entries_of(slots: Iterable[Slot], state: Mapping[Any, Any]) -> Iterator[str]:
+    """The global names of what is in an optimizer's ``state``."""
+    yield from (f"optim/state/{key}" for key in state if isinstance(key, str))
+    for slot in slots:
+        yield from map(slot.global_name, state.get(slot.key, ()))
+
+
 def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: Read) -> None:
     """Restore the options (lr, betas, ...) of each list of groups in ``live``, in place, all from ``saved``.
 
@@ -147,20 +166,23 @@ def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read
                 group[option] = first[option]
 
 
-def fill_state(state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[Any, Any], read: Read) -> None:
-    """Make the optimizer's ``state`` what was saved, one tensor at a time; what was not saved is dropped.
+def fill_state(
+    state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[Any, Any], read: Read, keeps: Keeps = keeps_nothing
+) -> None:
+    """Make the optimizer's ``state`` what was saved, one tensor at a time; what was not saved, nor kept, is dropped.
 
     Tensors that fit are overwritten in place, others are made on the parameter's device, ``step`` stays where and as
     the optimizer keeps it.
     """
-    for key in [key for key in state if isinstance(key, str)]:
+    for key in [key for key in state if isinstance(key, str) and not keeps(f"optim/state/{key}")]:
         del state[key]
     for index, slot in slots.items():
-        if index not in saved:
-            state.pop(slot.key, None)
-            continue
         live = state.get(slot.key, {})
-        filled: _Entries = dict.fromkeys(saved[index])  # in their order, whenever they arrive
+        kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
+        if index not in saved:
+            _replace(state, slot.key, kept)
+            continue
+        filled: _Entries = dict.fromkeys(saved[index]) | kept  # in their order, whenever they arrive
         state[slot.key] = filled
         for entry, value in saved[index].items():
             fill = _fill_step if entry in ON_HOST else _fill_entry
@@ -258,6 +280,13 @@ def _new(leaf: Any, read: Read) -> torch.Tensor:
     memory = torch.empty(shape, dtype=torch_dtype(dtype))
     read.into(leaf, memory)
     return memory
+
+
+def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:
+    if entries:
+        state[key] = entries
+    else:
+        state.pop(key, None)
 
 
 def _like(value: Any, live: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,14 +10,17 @@ import torch
 
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
+    Keeps,
     Read,
     Slot,
     check_groups,
     check_state,
     describe_path,
+    entries_of,
     fill_state,
     flat_parameters,
     form_of_slots,
+    keeps_nothing,
     restore_groups,
     traits_of_all,
 )
@@ -51,6 +54,9 @@ class PlainOptimizer:
             )
         return form_of_slots(self.kind, self._slots, self._optimizer.param_groups)
 
+    def entries(self) -> Iterator[str]:
+        return entries_of(self._slots, self._optimizer.state)
+
     def capture(self) -> State:
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
             owned = path[0] == "state" and isinstance(path[1], int)
@@ -68,11 +74,14 @@ class PlainOptimizer:
             )
         check_state(self._by_index(saved), saved["state"], self._optimizer.state)
 
-    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
-        fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read)
+        fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
         for slot in self._slots:
             slot.clear_gradients()
+
+    def follow(self, keeps: Keeps) -> None:
+        """It holds no copies of weights."""
 
     def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
         # By position, as torch does: the indices themselves are any numbers.

@@ -35,3 +35,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if "torch_xla" in sys.modules and "xla" in state:
         torch_xla.set_random_state(*state["xla"])
+
+
+def is_random_state(value: Any) -> bool:
+    """Whether it is what :func:`capture_random_state` gave."""
+    return isinstance(value, dict) and value.keys() - {"numpy", "xla"} == {"python", "torch"}

@@ -9,7 +9,7 @@ without saved master weights from whatever the parameters hold just then, and le
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +17,18 @@ import torch
 
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
+    Keeps,
     Read,
     Slot,
     check_form,
     check_groups,
     check_state,
     describe_path,
+    entries_of,
     fill_state,
     flat_parameters,
     form_of_slots,
+    keeps_nothing,
     overwrite,
     restore_groups,
     traits_of_all,
@@ -76,6 +79,10 @@ class Zero1Optimizer:
     def form(self) -> OptimizerForm:
         return form_of_slots(self.kind, self.slots, self._optimizer.param_groups)
 
+    def entries(self) -> Iterator[str]:
+        yield from entries_of(self.slots, self._optimizer.base_optimizer.state)
+        yield from (slot.global_name(MASTER_WEIGHTS) for slot in self.slots)
+
     def capture(self) -> State:
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
             owned = path[0] in ("base_state", MASTERS) and isinstance(path[1], int)
@@ -104,16 +111,22 @@ class Zero1Optimizer:
                 raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")
             check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
 
-    def load(self, saved: Mapping[str, Any], read: Read) -> None:
+    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
         optimizer, base = self._optimizer, self._optimizer.base_optimizer
         restore_groups([optimizer.param_groups, base.param_groups], saved["param_groups"], read)
-        fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read)
+        fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read, keeps)
         masters = saved.get(MASTERS, {})
         for index, weights in masters.items():
             overwrite(self.slots[index].key, weights, read)
-        _rederive([slot for index, slot in enumerate(self.slots) if index not in masters])
+        self._rederive([slot for index, slot in enumerate(self.slots) if index not in masters], keeps)
         for slot in self.slots:
             slot.clear_gradients()
+
+    def follow(self, keeps: Keeps) -> None:
+        self._rederive(self.slots, keeps)
+
+    def _rederive(self, slots: list[Slot], keeps: Keeps) -> None:
+        _rederive([slot for slot in slots if not keeps(slot.global_name(MASTER_WEIGHTS))])
 
     def master_weights(self) -> list[torch.Tensor] | None:
         """The shards' values, in the order of their indices, if this optimizer saves them."""
@@ -152,8 +165,8 @@ def _rederive(slots: list[Slot]) -> None:
     if lossy:
         names = ", ".join(sorted(map(dtype_name, lossy)))
         logger.warning(
-            "the checkpoint has no master weights: shards are cut from %s parameters, so the resumed run cannot "
-            "continue bit for bit; build the optimizer with save_master_weights=True",
+            "no master weights were loaded: shards are cut from %s parameters, so the resumed run cannot continue bit "
+            "for bit; where the checkpoint has none, build the optimizer with save_master_weights=True",
             names,
         )
     for slot in slots:

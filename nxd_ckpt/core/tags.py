@@ -6,10 +6,13 @@ every tag that existed when the checkpoint was made, so a clock that jumps back 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from string import Formatter
+from typing import Any
 
-from nxd_ckpt.errors import InvalidTag
+from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.errors import InvalidArgument, InvalidTag
 
 
 def validate_tag(tag: object) -> str:
@@ -28,6 +31,46 @@ def validate_tag(tag: object) -> str:
     if len(name.encode()) > 255:
         raise InvalidTag(f"tag {name[:40]!r}... has {len(name.encode())} bytes, at most 255 are allowed")
     return name
+
+
+def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
+    """The tag that a template such as "ep{epoch}-ba{batch:06d}" becomes; without ``values`` it is a tag as it stands.
+
+    Raises:
+        InvalidArgument: fields without a value, values without a field, attributes or items of values, or a format that
+            does not fit.
+    """
+    if values is None:
+        return template
+    if not isinstance(template, str) or not isinstance(values, Mapping):
+        raise InvalidArgument(
+            f"tag_values={values!r} with tag={template!r}: expected a dict of values for a tag with fields such as "
+            "'ep{epoch}-ba{batch}'"
+        )
+    try:
+        fields = [field for _, field, form, _ in Formatter().parse(template) for field in _fields(field, form)]
+    except ValueError as error:
+        raise InvalidArgument(f"tag {template!r} is no template: {error}; write '{{{{' for a brace") from error
+    missing = [field for field in fields if field not in values]
+    unused = [name for name in values if name not in fields]
+    problems = [f"no value for {listed(missing, list(map(str, values)))}"] if missing else []
+    problems += [f"no field for {listed(map(str, unused), fields)}"] if unused else []
+    if problems:
+        raise InvalidArgument(
+            f"tag {template!r} and tag_values= do not fit: {'; '.join(problems)}; fields are plain names, one for each "
+            "value"
+        )
+    try:
+        return template.format_map(values)
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise InvalidArgument(f"tag {template!r} cannot be filled with {dict(values)}: {error}") from error
+
+
+def _fields(field: str | None, form: str | None) -> list[str]:
+    """The names in one field of a template: its own, and those in its format."""
+    if field is None:
+        return []
+    return [field, *(inner for _, inner, _, _ in Formatter().parse(form or "") if inner is not None)]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class SaveOptions:
         trust_pickle: allow user content that only an unsafe load can read back.
         overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
             successor is complete; not on object stores, where True removes it before the first byte is written.
+        weights_only: save the model and nothing else, whatever else is given.
     """
 
     num_workers: int | None = 8
@@ -48,6 +49,7 @@ class SaveOptions:
     partitions: Mapping[str, Partition] | None = None
     trust_pickle: bool = False
     overwrite: bool | None = None
+    weights_only: bool = False
 
     def validate(self) -> None:
         """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
@@ -63,6 +65,10 @@ class SaveOptions:
             )
         if self.avoid_saving_lower_precision_weights and not self.use_xser:
             raise InvalidArgument("avoid_saving_lower_precision_weights=True needs use_xser=True, as in NxD")
+        if self.avoid_saving_lower_precision_weights and self.weights_only:
+            raise InvalidArgument(
+                "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"
+            )
 
 
 def capture(
@@ -79,8 +85,13 @@ def capture(
 
     Raises:
         UnsupportedState: SPMD or DTensor state.
+        InvalidArgument: ``weights_only`` without a model.
         UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
     """
+    if options.weights_only:
+        if model is None:
+            raise InvalidArgument("weights_only=True saves the model and nothing else: pass model=")
+        optimizer = scheduler = user_content = rank_content = None
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
     if model_state is not None and options.partitions:

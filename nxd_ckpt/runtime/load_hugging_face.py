@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound
@@ -24,6 +25,7 @@ from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.delivery import Delivery
+from nxd_ckpt.runtime.filters import Filter, Unmatched
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.mapped_directory import MappedDirectory
 from nxd_ckpt.runtime.overwriting import fill_model, nbytes_of, overwriting
@@ -41,10 +43,12 @@ def load_hugging_face(
     topology: Topology,
     agreement: Agreement,
     model: Any,
-    others: Iterable[Any],
+    others: Sequence[Any],
     options: LoadOptions,
 ) -> None:
-    """Load the model that ``storage`` holds into ``model``; ``others`` (optimizer, scheduler) must be None.
+    """Load the model that ``storage`` holds into ``model``.
+
+    ``others`` (optimizer, scheduler) must be None, unless weights alone are to be loaded.
 
     Raises:
         CheckpointError: what Checkpointer.load says; on every rank.
@@ -53,10 +57,12 @@ def load_hugging_face(
 
     def prepare() -> _Prepared:
         options.validate()
-        _refuse_arguments(storage.url, model, others, options)
-        return _Prepared(storage, topology, model, options)
+        _refuse_arguments(storage.url, model, () if options.load_weights_only else others, options)
+        return _Prepared(storage, topology, model, others[0], options)
 
     prepared = on_all(agreement, prepare)
+    if prepared.filtered:
+        prepared.unmatched.complain(agreement, topology, options.strict)
     # Ranks of the same stage take the same tensors: one of each stage says which.
     speaks = topology.dp_rank == 0 and topology.tp_rank == 0
     taken = agreement.gather(prepared.taken if speaks or agreement.world_size == 1 else [])
@@ -72,15 +78,26 @@ def load_hugging_face(
 class _Prepared:
     """A load whose directory and live model fit. ``taken`` are the Hugging Face tensors that its rules name."""
 
-    def __init__(self, storage: Storage, topology: Topology, model: Any, options: LoadOptions) -> None:
-        self._directory, self._strict = HuggingFaceDirectory(storage), options.strict
+    def __init__(self, storage: Storage, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> None:
+        self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
         config = self._directory.config
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._model = open_model(model, may_be_meta=True)
-        matches = self._matches()
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = open_optimizer(optimizer, model=self._model, topology=topology)
+        names = self._model.names()
+        self.filtered = Filter(options)
+        self.filtered.know_ties(self._model)
+        paths = [f"model/{name}" for name in names]
+        self.filtered.choose(paths)
+        self.unmatched = Unmatched(self.filtered, names, (), paths)
+        left_out = list(filter(self.filtered.ignores_model, names))
+        matches = self._matches(left_out)
         self.taken = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]
-        self._leaves = self._assemblies(matches, topology)
+        wanted = [match for match in matches if match.name not in {*left_out}]
+        self._leaves = self._assemblies(wanted, topology)
         self._refuse_what_stays_meta()
 
     @property
@@ -112,12 +129,16 @@ class _Prepared:
                 delivery = Delivery(reader, fill)
                 fill_model(self._model, list(self._leaves), self._leaves, delivery)
                 delivery.finish()
+            if self._optimizer is not None:
+                self._optimizer.follow(self.filtered.keeps(self._leaves))
         torch_xla.sync()  # as after the load of a tag
 
-    def _matches(self) -> list[Match]:
+    def _matches(self, left_out: Collection[str]) -> list[Match]:
+        """The rules of the live names; those that are left out need none."""
         names = self._model.names()
         if self._strict:
-            return self._mapping.matches(names)
+            wanted = self._mapping.matches(name for name in names if name not in left_out)
+            return wanted + self._mapping.split(left_out)[0]
         found, unknown = self._mapping.split(names)
         if unknown:
             logger.warning("loading with strict=False: left as they are, without a rule: %s", _listed(unknown))
@@ -150,7 +171,10 @@ class _Prepared:
 
     def _refuse_what_stays_meta(self) -> None:
         filled = self._model.ids(self._leaves)
-        left = sorted(name for place, name in self._model.on_meta().items() if place not in filled)
+        meta = self._model.on_meta().items()
+        left = sorted(
+            name for place, name in meta if place not in filled and not self.filtered.ignores_model(name)
+        )
         if left:
             self._complain(
                 f"{_listed(left)} of the live model are on the meta device and in no file: give them values, as the "
@@ -164,7 +188,7 @@ class _Prepared:
 
 
 def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: LoadOptions) -> None:
-    for name, value in zip(("optimizer", "scheduler"), others, strict=True):
+    for name, value in zip(("optimizer", "scheduler"), others, strict=False):
         if value is not None:
             raise PartNotFound(
                 f"{where} is a Hugging Face directory, which holds a model and no {name}; load it with {name}=None, "
@@ -174,6 +198,11 @@ def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: Lo
         raise InvalidArgument(
             f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes say what "
             f"each rank holds; pass model=, found {model!r}"
+        )
+    if options.key_mapping or options.prefix:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, whose names the rules of a mapping file translate: pass one as "
+            "mapping=, in place of key_mapping= and prefix="
         )
     if options.pre_download:
         raise InvalidArgument(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import Given
 
 Verify = bool | Literal["reading"]
+IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,17 @@ class LoadOptions:
     """How to load; names, defaults and meaning as in neuronx_distributed's ``load_checkpoint`` where it has them.
 
     Attributes:
-        strict: names that are missing or unexpected in the model are an error, else they are skipped with a warning.
+        strict: names that are missing or unexpected in the model are an error, else they are skipped with a warning; so
+            are names of ``key_mapping``, a ``prefix`` and globs of ``ignore_keys`` that match nothing.
+        strict_model_weights: the same for the names of the model alone; None is as ``strict``.
+        key_mapping: live names of parameters and buffers to whole names in the checkpoint, all replaced at once.
+        prefix: what other live names have before them in the checkpoint. Names without it there are no matter.
+        ignore_keys: globs over names: "model/<name>", "optim/<name>/<state>", "optim/param_groups", "scheduler",
+            "user_content", "rank_content" (and their keys, as "rank_content/epoch") and "rng", which is a random state
+            that ``capture_random_state`` gave, in rank_content. ``*`` stands for anything, slashes too, and a name for
+            all that is below it. Or a function from the list of all names to those that are left out. What is left out
+            keeps its live value, and is neither read nor proved. Names are the live ones, after ``key_mapping``.
+        load_weights_only: the model alone, also where the others are given. ZeRO-1 shards are cut from its weights.
         num_workers: accepted for the sake of existing scripts; every rank reads its own files at once.
         use_zero1_dcp: accepted likewise; the format is detected.
         param_names: the optimizer's parameter names, per group in order, where they cannot be known otherwise.
@@ -62,6 +73,16 @@ class LoadOptions:
     mapping: Given = None
     kv_size_multiplier: int = 1
     hardware: str = "trn1"
+    key_mapping: Mapping[str, str] | None = None
+    prefix: str = ""
+    ignore_keys: IgnoreKeys | None = None
+    load_weights_only: bool = False
+    strict_model_weights: bool | None = None
+
+    @property
+    def strict_names(self) -> bool:
+        """Whether the model's names must be those of the checkpoint."""
+        return self.strict if self.strict_model_weights is None else self.strict_model_weights
 
     @property
     def verifies_first(self) -> bool:

@@ -14,16 +14,21 @@ from typing import Any
 
 from nxd_ckpt.adapters.model import ModelAdapter, open_model
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter, open_optimizer
+from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
+from nxd_ckpt.adapters.optimizer_state import Keeps, keeps_nothing
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.resharding import check_partitions, rescaled
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
+from nxd_ckpt.runtime.filters import Filter
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.reading import Leaf
@@ -39,7 +44,7 @@ class LoadTrees:
     """Live objects, with the trees that they are to be loaded from and fit; empty where not wanted.
 
     ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
-    the saved ones in their order.
+    the saved ones in their order, ``keeps`` what of the optimizer stays as it is.
     """
 
     model: ModelAdapter | None = None
@@ -48,6 +53,7 @@ class LoadTrees:
     optimizer_tree: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     is_regrouped: bool = False
+    keeps: Keeps = keeps_nothing
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Everything that will be read, by its global name."""
@@ -80,12 +86,13 @@ class LoadTrees:
         return "/".join(map(str, ("optim", names[path[1]], *(path[2:] or (MASTER_WEIGHTS,)))))
 
 
-def open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> LoadTrees:
-    """Find what the rank at ``topology`` loads from. Reads trees, and no tensor.
+def open_source(
+    opened: OpenTag, topology: Topology, model: Any, optimizer: Any, options: LoadOptions, filtered: Filter
+) -> Source:
+    """The tag ``opened``, of which the rank at ``topology`` loads, and the live objects. Reads no tree yet.
 
     Raises:
-        IncompatibleState: the tag and the live objects do not fit.
-        PartNotFound: a tensor is in no file.
+        InvalidArgument, UnsupportedState: no objects that could be loaded.
     """
     # In a store that would be requests for every file: there the indexes' word is taken where bytes are proved at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
@@ -99,19 +106,13 @@ def open_trees(opened: OpenTag, topology: Topology, model: Any, optimizer: Any, 
             zero1_optimizer=opened.parts.optimizer != "plain",
             topology=topology,
         )
-    source = _Source(opened, topology, live, adapter, options)
-    trees = LoadTrees(live, adapter)
-    if live is not None:
-        trees.model_tree = source.model_tree(live)
-        trees.names = live.validate(trees.model_tree, options.strict)
-    if adapter is not None:
-        trees.optimizer_tree = source.optimizer_tree(adapter)
-        adapter.validate(trees.optimizer_tree)
-    trees.is_regrouped = source.is_regrouped
-    return trees
+    filtered.know_ties(live)
+    return Source(opened, topology, live, adapter, options, filtered)
 
 
-class _Source:
+class Source:
+    """One tag for the live objects of one rank."""
+
     def __init__(
         self,
         opened: OpenTag,
@@ -119,26 +120,98 @@ class _Source:
         model: ModelAdapter | None,
         optimizer: OptimizerAdapter | None,
         options: LoadOptions,
+        filtered: Filter,
     ) -> None:
-        self._opened, self._topology, self._options = opened, topology, options
+        self._opened, self._topology, self._options, self._filter = opened, topology, options, filtered
         self._model, self._optimizer = model, optimizer
         self.is_regrouped = False
         self._live_names = _flat(options.param_names) or (None if optimizer is None else optimizer.parameter_names)
 
-    def model_tree(self, model: ModelAdapter) -> dict[str, Any]:
-        if self._specs:  # else a dict to be filled
-            check_partitions(self._options.partitions or {}, self._specs, self._topology)
+    def live_names(self) -> list[str] | None:
+        """The parameters and buffers that the live objects hold; None where they take what there is."""
+        held = [] if self._model is None else self._model.names()
+        if (self._model is not None and not held) or (self._optimizer is not None and self._live_names is None):
+            return None
+        return list(dict.fromkeys([*held, *(self._live_names or ())]))
+
+    def names(self) -> Iterator[str]:
+        """The global names of all that the tag holds of model and optimizer, and of what is live."""
+        held = [] if self._model is None else self._model.names()
+        saved = ReshardedModel(self._crossing).stages().values() if self._opened.parts.model else ()
+        yield from (f"model/{name}" for names in (held, *saved) for name in names)
+        if self._opened.parts.optimizer is None and self._optimizer is None:
+            return
+        yield PARAM_GROUPS
+        if isinstance(self._optimizer, DictOptimizer):
+            self._optimizer.know_names(self._names_by_index(self._optimizer))
+        live = () if self._optimizer is None else self._optimizer.entries()
+        entries = [*live, *self._saved_entries()]
+        yield from entries
+        known = {entry.rpartition("/")[0] for entry in entries}
+        yield from (path for path in (f"optim/{name}" for name in self._live_names or ()) if path not in known)
+
+    def _saved_entries(self) -> Iterator[str]:
+        if self._opened.parts.optimizer is None or self._filter.covers("optim"):
+            return
+        try:
+            source = self._optimizer_source
+            if isinstance(self._optimizer, DictOptimizer):
+                source = self._optimizer_source_of(by_position=False)
+            yield from source.entries()
+        except OptimizerMismatch:  # which parameters they are is not known; if that matters, the load says so
+            return
+
+    def trees(self) -> LoadTrees:
+        """What to load. Reads trees, and no tensor.
+
+        Raises:
+            IncompatibleState: the tag and the live objects do not fit.
+            PartNotFound: a tensor is in no file.
+        """
+        model, optimizer, filtered = self._model, self._optimizer, self._filter
+        trees = LoadTrees(model, optimizer)
+        if model is not None and not filtered.covers("model"):
+            trees.model_tree = self._model_tree(model)
+            trees.names = model.validate(trees.model_tree, self._options.strict_names, filtered.ignores_model)
+        if optimizer is not None and not filtered.covers("optim"):
+            trees.optimizer_tree = self._filtered(self._optimizer_tree(optimizer), optimizer)
+            optimizer.validate(trees.optimizer_tree)
+        trees.is_regrouped = self.is_regrouped
+        trees.keeps = filtered.keeps(trees.names)
+        return trees
+
+    def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
+        """An optimizer's tree without what is left out."""
+        if not self._filter.is_selective:
+            return tree
+        return without(tree, self._names_by_index(optimizer), self._filter.ignores, self._filter.covers)
+
+    def _names_by_index(self, optimizer: OptimizerAdapter) -> Sequence[str]:
+        """What globs go by: a dict has the names of the tag, if none of its own; live parameters "#0", "#1", ..."""
+        if self._live_names is not None:
+            return self._live_names
+        is_dict = isinstance(optimizer, DictOptimizer)
+        return (is_dict and self._opened.optimizer_names(self._topology.coordinates)) or ()
+
+    def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
+        ignores = self._filter.ignores_model
+        if self._all_specs:  # else a dict to be filled
+            check_partitions(self._options.partitions or {}, self._all_specs, self._topology)
         if self._same_sizes("model") and not self._is_recut:
             tree = self._opened.model_tree(self._topology.coordinates)
+            tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
         elif not model.names():  # a dict to be filled
             target = TargetModel(self._opened, self._target)
             masters = self._opened.parts.master_weights
             tree = target.tree(TargetOptimizer(self._opened, self._target, target) if masters else None)
         else:
-            tree = ReshardedModel(self._crossing).tree(self._specs, extra=model.names())
+            wanted = [name for name in model.names() if not ignores(name)]
+            tree = ReshardedModel(self._crossing).tree(self._specs, wanted, ignores)
+        if not model.names():
+            tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
         return self._completed(tree)
 
-    def optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
+    def _optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
         if self._same_sizes("optimizer") and not self._is_recut and not self._is_reordered(optimizer):
             tree = self._opened.optimizer_tree(self._topology.coordinates, self._live_names)
             if not self._is_regrouped(optimizer, tree):
@@ -154,9 +227,9 @@ class _Source:
                 f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
                 f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
             )
-        source = self._optimizer_source
-        tree = source.tree(form)
-        self.is_regrouped = source.group_order(form) != list(range(len(source.groups())))
+        source, filtered = self._optimizer_source, self._filter
+        tree = source.tree(form, filtered.ignores, filtered.covers)
+        self.is_regrouped = source.group_order(form, filtered.covers) != list(range(len(source.groups())))
         self._refuse_unused(source.names(), [slot.name for slot in form.slots])
         return tree
 
@@ -177,7 +250,8 @@ class _Source:
             return False
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
         held = self._opened.model_tree(near).keys()
-        return any(not held & {name, *self._model.aliases(name)} for name in self._model.names())
+        wanted = (name for name in self._model.names() if not self._filter.ignores_model(name))
+        return any(not held & {name, *self._model.aliases(name)} for name in wanted)
 
     @cached_property
     def _is_recut(self) -> bool:
@@ -224,6 +298,7 @@ class _Source:
         used = {alias for name in live for alias in names(name)}
         all_here = self._crossing.holds_all
         unused = [name for name in saved if name not in used and (all_here or name in self._specs)]
+        unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
         if unused:
             raise OptimizerMismatch(
                 f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
@@ -244,7 +319,7 @@ class _Source:
             )
         found = {name: leaf for name in missing if (leaf := self._master_weight(name, tree[name])) is not None}
         lost = [name for name in missing if name not in found]
-        if lost and self._options.strict:
+        if lost and self._options.strict_names:
             raise PartNotFound(
                 f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
                 "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
@@ -277,22 +352,30 @@ class _Source:
 
     @cached_property
     def _optimizer_source(self) -> ReshardedOptimizer:
+        return self._optimizer_source_of(by_position=self._optimizer is not None and self._live_names is None)
+
+    def _optimizer_source_of(self, *, by_position: bool) -> ReshardedOptimizer:
         return ReshardedOptimizer(
             self._crossing,
             saved_names=self._options.saved_param_names,
             live_names=self._live_names,
-            by_position=self._optimizer is not None and self._live_names is None,
+            by_position=by_position,
         )
 
     @cached_property
     def _specs(self) -> Mapping[str, ParameterSpec]:
+        return {name: spec for name, spec in self._all_specs.items() if not self._filter.ignores_model(name)}
+
+    @cached_property
+    def _all_specs(self) -> Mapping[str, ParameterSpec]:
         return {} if self._model is None else self._model.parameters(self._topology.tp)
 
     @property
     def _target(self) -> Target:
         given, sizes = self._options.partitions or {}, (self._topology.tp, self._opened.topology.tp)
         partitions = {name: rescaled(name, partition, *sizes) for name, partition in given.items()}
-        return Target(self._topology, partitions=partitions, saved_names=self._options.saved_param_names)
+        names, ignores = self._options.saved_param_names, self._filter.ignores_model
+        return Target(self._topology, partitions=partitions, saved_names=names, ignores=ignores)
 
 
 def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:

@@ -12,14 +12,15 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters.random_state import is_random_state
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -35,13 +36,15 @@ from nxd_ckpt.layout.hugging_face import is_hugging_face
 from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.delivery import Delivery
 from nxd_ckpt.runtime.downloading import download, open_cache
+from nxd_ckpt.runtime.filters import RANDOM_STATE, Filter, Unmatched, word_of
 from nxd_ckpt.runtime.load_hugging_face import load_hugging_face
 from nxd_ckpt.runtime.load_options import LoadOptions
-from nxd_ckpt.runtime.load_trees import open_trees
+from nxd_ckpt.runtime.load_trees import open_source
 from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.progress import is_watched, report, watched
 from nxd_ckpt.runtime.reading import Leaf
+from nxd_ckpt.runtime.renamed_tag import RenamedTag
 from nxd_ckpt.runtime.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
@@ -66,8 +69,8 @@ def load(
     """Load what is not None, and return the user content or None. See Checkpointer.load."""
     agreement = agreement or Alone()
     started = time.monotonic()
-    asked = agreement.gather(tag)
-    chosen: str | None = decided_by_rank0(agreement, lambda: _tag_at(storage, _same_on_all(asked)))
+    asked = agreement.gather([tag, word_of(options)])
+    chosen: str | None = decided_by_rank0(agreement, lambda: _tag_at(storage, _same_on_all(asked or [[tag, {}]])))
     if chosen is None:
         load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
         return None
@@ -80,10 +83,17 @@ def load(
             cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
         with _garbage_left():
             opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
-            return _Prepared(opened, topology, model, optimizer, scheduler, settled, cache)
+            prepared = _Prepared(opened, topology, model, optimizer, scheduler, settled, cache)
+            if not prepared.filtered:
+                prepared.find()
+            return prepared
 
     with ExitStack() as caches:
         prepared = on_all(agreement, prepare)
+        if prepared.filtered:
+            unmatched = on_all(agreement, prepared.apply_filter)
+            unmatched.complain(agreement, topology, options.strict)
+            on_all(agreement, prepared.find)
         prepared.told = agreement.rank == 0
         with prepared.reader:
             prepared.share(agreement)
@@ -96,7 +106,8 @@ def load(
 
 
 class _Prepared:
-    """A load whose objects and trees fit. Once its bytes are proved too, :meth:`apply` only copies.
+    """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are proved too, :meth:`apply`
+    only copies.
 
     ``told`` says that this rank shows progress for all.
     """
@@ -113,18 +124,47 @@ class _Prepared:
         options: LoadOptions,
         cache: CachedStorage | None,
     ) -> None:
+        self.filtered = Filter(options)
+        if self.filtered.renaming:
+            opened = RenamedTag(opened, self.filtered.renaming)
+            options = self.filtered.renamed(options)
         self._opened, self._topology, self._options, self._cache = opened, topology, options, cache
-        self._scheduler = scheduler
-        _demand(opened, model, optimizer, scheduler)
-        self._trees = open_trees(opened, topology, model, optimizer, options)
-        if scheduler is not None and self._trees.is_regrouped:
+        self._given = {"model": model, "optim": optimizer, "scheduler": scheduler}
+        if not self.filtered:
+            _demand(opened, **self._wanted)
+        self._source = open_source(opened, topology, model, optimizer, options, self.filtered)
+
+    def apply_filter(self) -> Unmatched:
+        """Find out what the filter is about; what is about nothing is for all ranks to say."""
+        opened, filtered = self._opened, self.filtered
+        live = self._source.live_names()
+        names = list(dict.fromkeys([*self._source.names(), *self._part_names()]))
+        filtered.choose(names)
+        _demand(opened, **self._wanted)
+        saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
+        return Unmatched(filtered, live, saved, names)
+
+    @property
+    def _wanted(self) -> dict[str, Any]:
+        """What was given and is not left out."""
+        return {part: None if self.filtered.covers(part) else value for part, value in self._given.items()}
+
+    def find(self) -> None:
+        """Find the trees to load, and what else there is to load."""
+        opened, options = self._opened, self._options
+        self._scheduler = self._wanted["scheduler"]
+        self.filtered.refuse_collisions(self._source.live_names() or ())
+        self._trees = self._source.trees()
+        if self._scheduler is not None and self._trees.is_regrouped:
             raise OptimizerMismatch(
                 f"optimizer: its param groups are not those of {opened.where} in their order, by which the scheduler "
                 "keeps learning rates; build them as when it was saved, or load with scheduler=None"
             )
-        self._scheduler_state = opened.scheduler() if scheduler is not None else None
-        self.user_content = opened.user_content()
-        self._rank_content = None if options.rank_content is None else self._own_content()
+        self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
+        content = None if self.filtered.covers("user_content") else opened.user_content()
+        self.user_content = self.filtered.pruned("user_content", content)
+        wants_own = options.rank_content is not None and not self.filtered.covers("rank_content")
+        self._rank_content = self._own_content() if wants_own else None
         self.reader = opened.reader()
         self._delivery = Delivery(self.reader, self._read_into)
         self._shares: Shares | None = None
@@ -221,7 +261,10 @@ class _Prepared:
             self._delivery.finish()
         if optimizer is not None:
             with _garbage_left():
-                optimizer.load(self._trees.optimizer_tree, self._delivery)
+                if self._trees.optimizer_tree:
+                    optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
+                else:
+                    optimizer.follow(self._trees.keeps)
             self._delivery.finish()
         if isinstance(self._scheduler, dict):
             self._scheduler.clear()
@@ -229,11 +272,30 @@ class _Prepared:
         elif self._scheduler is not None:
             self._scheduler.load_state_dict(self._scheduler_state)
         if self._options.rank_content is not None and self._rank_content is not None:
-            self._options.rank_content.clear()
-            self._options.rank_content.update(self._rank_content)
+            live, saved = self._options.rank_content, self._rank_content
+            content = self.filtered.pruned("rank_content", saved) | self.filtered.kept("rank_content", live, saved)
+            live.clear()
+            live.update(content)
         # Constants that the model made on the device are pending in a new process. Left to the first step, they would
         # make its graph another than the uninterrupted run's: a whole step compiled for one use, and rounded otherwise.
         torch_xla.sync()
+
+    def _part_names(self) -> Iterator[str]:
+        """What the tag holds, or is to be loaded, beside model and optimizer."""
+        parts, covers = self._opened.parts, self.filtered.covers
+        if parts.scheduler or self._given["scheduler"] is not None:
+            yield "scheduler"
+        if parts.user_content:
+            yield "user_content"
+            content = None if covers("user_content") else self._opened.user_content()
+            yield from (f"user_content/{key}" for key in (content if isinstance(content, dict) else ()))
+        if parts.rank_content:
+            yield "rank_content"
+            known = self._options.rank_content is not None and not covers("rank_content")
+            content = self._own_content() if known else {}
+            yield from (f"rank_content/{key}" for key in content)
+            if not content or any(map(is_random_state, content.values())):
+                yield RANDOM_STATE  # that of a rank whose content is not read may be there
 
     def _own_content(self) -> dict[Any, Any]:
         saved, rank = self._opened.topology, self._topology.rank
@@ -294,12 +356,12 @@ def _tag_at(storage: Storage, tag: str | None) -> str | None:
         raise
 
 
-def _demand(opened: OpenTag, model: Any, optimizer: Any, scheduler: Any) -> None:
+def _demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
     """Raise PartNotFound for what is asked for, but was never saved."""
     parts = opened.parts
     for wanted, held, name in (
         (model is not None, parts.model, "model"),
-        (optimizer is not None, parts.optimizer is not None, "optimizer"),
+        (optim is not None, parts.optimizer is not None, "optimizer"),
         (scheduler is not None, parts.scheduler, "scheduler"),
     ):
         if wanted and not held:
@@ -309,13 +371,19 @@ def _demand(opened: OpenTag, model: Any, optimizer: Any, scheduler: Any) -> None
             )
 
 
-def _same_on_all(asked: list[str | None] | None) -> str | None:
-    """The tag that every rank asked for. Raises RanksDisagree."""
-    tags = asked or [None]
-    for rank, tag in enumerate(tags):
-        if tag != tags[0]:
-            raise RanksDisagree(f"rank 0 loads tag {tags[0]!r}, rank {rank} {tag!r}; all ranks must load the same")
-    return tags[0]
+def _same_on_all(asked: Sequence[Sequence[Any]]) -> str | None:
+    """The tag that every rank asked for, with the same filters. Raises RanksDisagree."""
+    first, filters = asked[0]
+    for rank, (tag, others) in enumerate(asked):
+        if tag != first:
+            raise RanksDisagree(f"rank 0 loads tag {first!r}, rank {rank} {tag!r}; all ranks must load the same")
+        for name in sorted({*filters, *others}):
+            if filters.get(name) != others.get(name):
+                raise RanksDisagree(
+                    f"rank 0 loads with {name}={filters.get(name)}, rank {rank} with {name}={others.get(name)}; all "
+                    "ranks must filter alike"
+                )
+    return cast("str | None", first)
 
 
 def parts_held(parts: Any) -> str:

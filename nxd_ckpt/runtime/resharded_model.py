@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
@@ -30,12 +30,17 @@ class ReshardedModel:
         """The tree of a saving rank of that stage."""
         return self._tree(self._crossing.near(pp_rank))
 
-    def tree(self, live: Mapping[str, ParameterSpec], extra: Iterable[str] = ()) -> dict[str, Any]:
+    def tree(
+        self,
+        live: Mapping[str, ParameterSpec],
+        extra: Iterable[str] = (),
+        ignores: Callable[[str], bool] = lambda name: False,
+    ) -> dict[str, Any]:
         """The state dict of a rank whose tensors are ``live``; ``extra`` names what it holds beside tensors.
 
         Of the saved names those that are live, and where this rank holds all stages (or the same as when it was saved)
-        the others too, for the caller to say that they are unexpected. A tensor that is in no model file stays a
-        MissingTensor.
+        the others too, for the caller to say that they are unexpected; none that ``ignores`` says. A tensor that is in
+        no model file stays a MissingTensor.
 
         Raises:
             ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; says why.
@@ -46,6 +51,8 @@ class ReshardedModel:
         tree: dict[str, Any] = {}
         for pp_rank, names in self.stages().items():
             for name in names:
+                if ignores(name):
+                    continue
                 if name in tree:
                     self._refuse_another_of_the_name(name, pp_rank)
                 elif crossing.holds_all or name in wanted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,13 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
 from nxd_ckpt.runtime.crossing import Crossing, assembled
 from nxd_ckpt.runtime.resharded_model import ReshardedModel
 from nxd_ckpt.runtime.saved_optimizer import SavedSlot, options_by_group, slots_by_name
+
+Covers = Callable[[str], bool]
+"""Tells by a global name whether something is left out."""
+
+
+def _covers_nothing(name: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,12 @@ class ReshardedOptimizer:
         crossing = self._crossing
         return {pp_rank: self._slots_at(crossing.near(pp_rank)) for pp_rank in crossing.stages}
 
-    def group_order(self, form: OptimizerForm) -> list[int]:
+    def group_order(self, form: OptimizerForm, covers: Covers = _covers_nothing) -> list[int]:
         """The number of the saved group that each live param group (without experts' own) was, as far as it has one."""
         order, begin = [], 0
         for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
-            order.append(self._find(form.slots[begin].name).slot.group if size else number)
+            wanted = [slot for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
+            order.append(self._find(wanted[0].name).slot.group if wanted else number)
             begin += size
         return order
 
@@ -80,8 +88,20 @@ class ReshardedOptimizer:
         """The parameters that the optimizer was saved with."""
         return [name for slots in self.stages().values() for name in slots]
 
-    def tree(self, form: OptimizerForm) -> dict[str, Any]:
-        """The state dict of an optimizer of that form.
+    def entries(self) -> Iterator[str]:
+        """The global names of all that it was saved with; the parameter's where there is no state of it."""
+        for pp_rank, slots in self.stages().items():
+            yield from (f"optim/state/{key}" for key in self._general[self._crossing.near(pp_rank)])
+            for name, slot in slots.items():
+                masters = [] if slot.master is None else [MASTER_WEIGHTS]
+                yield from [f"optim/{name}/{entry}" for entry in (*slot.entries, *masters)] or [f"optim/{name}"]
+
+    def tree(
+        self, form: OptimizerForm, ignores: Covers = _covers_nothing, covers: Covers = _covers_nothing
+    ) -> dict[str, Any]:
+        """The state dict of an optimizer of that form, without the entries that ``ignores`` says.
+
+        Parameters whose names ``covers`` says, with all below, need not be in the tag.
 
         Raises:
             OptimizerMismatch: a parameter that the saved one did not have, an entry that is not of its parameter's
@@ -89,18 +109,21 @@ class ReshardedOptimizer:
             ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; says why.
         """
         slots = [replace(slot, spec=self._crossing.live_spec(slot.name, slot.spec)) for slot in form.slots]
-        found = [self._find(slot.name) for slot in slots]
+        found = [None if covers(f"optim/{slot.name}") else self._find(slot.name) for slot in slots]
         entries: dict[Any, Any] = {}
         masters: dict[int, Any] = {}
         for index, (slot, saved) in enumerate(zip(slots, found, strict=True)):
+            if saved is None:
+                continue
             self._refuse_entries_elsewhere(slot, saved)
-            if saved.slot.entries:
-                entries[index] = {key: self._entry(slot, saved, key, leaf) for key, leaf in saved.slot.entries.items()}
-            if saved.slot.master is not None:
+            wanted = {key: leaf for key, leaf in saved.slot.entries.items() if not ignores(f"optim/{slot.name}/{key}")}
+            if wanted:
+                entries[index] = {key: self._entry(slot, saved, key, leaf) for key, leaf in wanted.items()}
+            if saved.slot.master is not None and not ignores(f"optim/{slot.name}/{MASTER_WEIGHTS}"):
                 masters[index] = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
         self._refuse_shared(slots, found)
-        entries |= self.general()
-        groups = self._groups(form, [saved.slot for saved in found])
+        entries |= {key: value for key, value in self.general().items() if not ignores(f"optim/state/{key}")}
+        groups = self._groups(form, [None if saved is None else saved.slot for saved in found])
         if form.kind == "plain":
             return {"state": entries, "param_groups": groups}
         tree: dict[str, Any] = {"state": {}, "param_groups": groups, "base_state": entries}
@@ -220,10 +243,12 @@ class ReshardedOptimizer:
                     f"saved other values than rank 0: its attributes were lost; pass partitions= with its {attribute}"
                 )
 
-    def _refuse_shared(self, slots: Sequence[OptimizerSlot], found: Sequence[_Found]) -> None:
+    def _refuse_shared(self, slots: Sequence[OptimizerSlot], found: Sequence[_Found | None]) -> None:
         """Raise OptimizerMismatch where two live parameters would take the state of a single one."""
         first: dict[tuple[int, str], str] = {}
         for slot, saved in zip(slots, found, strict=True):
+            if saved is None:
+                continue
             other = first.setdefault((saved.pp_rank, saved.name), slot.name)
             if other != slot.name:
                 raise OptimizerMismatch(
@@ -268,16 +293,17 @@ class ReshardedOptimizer:
     def _unpadded(self) -> bool:
         return self._crossing.opened.parts.optimizer == "zero1_dcp"
 
-    def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot]) -> list[dict[str, Any]]:
-        """Param groups with the options that their parameters were saved with."""
+    def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot | None]) -> list[dict[str, Any]]:
+        """Param groups with the options that their parameters were saved with; none where all of them are None."""
         groups, begin = [], 0
         for number, size in enumerate(form.groups):
-            own = saved[begin : begin + size]
+            own = [slot for slot in saved[begin : begin + size] if slot is not None]
             for slot in own[1:]:
                 self._refuse_other_options(number, own[0], slot)
             # Experts' groups are numbered anew, and so are the parameters in them.
             first, first_group = form.ordinary if form.ordinary and number >= form.ordinary[1] else (0, 0)
-            options = own[0].options if own else dict(enumerate(self.groups())).get(number - first_group, {})
+            by_number = {} if size else dict(enumerate(self.groups()))  # an empty group has but its number
+            options = own[0].options if own else by_number.get(number - first_group, {})
             groups.append({**options, "params": list(range(begin - first, begin - first + size))})
             begin += size
         return groups

@@ -5,7 +5,7 @@ For tools, and for loading into empty dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -44,6 +44,7 @@ class Target:
         partitions: how parameters of the tag were cut, by name, where it does not say.
         stages: the names of each of the target's pipeline stages; by default as core.stages has it.
         saved_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
+        ignores: names of the model that are not wanted.
     """
 
     topology: Topology
@@ -53,6 +54,7 @@ class Target:
     partitions: Mapping[str, Partition] | None = None
     stages: Sequence[Sequence[str]] | None = None
     saved_names: Sequence[Sequence[Sequence[str]]] | None = None
+    ignores: Callable[[str], bool] = lambda name: False
 
 
 def target_state(opened: OpenTag, target: Target) -> SaveState:
@@ -95,7 +97,7 @@ class TargetModel:
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
         """The tensors of this rank, as it holds them."""
-        mine = self.stages[self._target.topology.pp_rank]
+        mine = self._wanted
         forms: dict[str, tuple[str, tuple[int, ...]]] = {}
         for pp_rank in self._crossing.stages:
             tree = self._source.reference(pp_rank)
@@ -104,8 +106,8 @@ class TargetModel:
 
     def tree(self, optimizer: TargetOptimizer | None) -> dict[str, Any]:
         """The state dict; weights that were left out come from the master weights of ``optimizer``."""
-        mine = self.stages[self._target.topology.pp_rank]
-        tree = self._source.tree(self.specs, extra=mine)
+        mine = self._wanted
+        tree = self._source.tree(self.specs, mine, self._target.ignores)
         absent = [name for name in mine if name not in tree]
         if absent:
             raise PartNotFound(f"{self._crossing.opened.where}: no stage holds {absent[:5]}, which stages= names")
@@ -122,6 +124,11 @@ class TargetModel:
             expert = spec is not None and spec.partition.expert
             tensors[path] = StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
         return ModelState(tree, lambda: tensors, specify=lambda: dict(self.specs))
+
+    @property
+    def _wanted(self) -> list[str]:
+        """The names of this rank's stage that are wanted."""
+        return [name for name in self.stages[self._target.topology.pp_rank] if not self._target.ignores(name)]
 
     def _present(self, name: str, leaf: Any, optimizer: TargetOptimizer | None) -> Any:
         if not isinstance(leaf, MissingTensor):

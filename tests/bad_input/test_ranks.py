@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Partition, close_checkpointers, errors, load_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.testing.workers import WorkerPool
 from tests.bad_input.live import Net, files_below, jobs
@@ -132,6 +132,9 @@ def test_a_model_that_does_not_fit_on_one_rank(pair: WorkerPool, kept: Path) -> 
         ([{"tag": "../one"}] * 2, errors.InvalidTag, "tag '../one'"),
         ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
         ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names ['absent']"),
+        ([{}, {"ignore_keys": ["optim/*"]}], errors.RanksDisagree, "ignore_keys=['optim/*']"),
+        ([{"ignore_keys": ["optm/*"]}] * 2, errors.KeyMismatch, "matches nothing with 'optm/*'"),
+        ([{"key_mapping": {"up.weight": "down.weight"}}] * 2, errors.InvalidArgument, "would both be loaded"),
     ],
 )
 def test_a_load_that_is_refused(
@@ -141,6 +144,30 @@ def test_a_load_that_is_refused(
     below = files_below(kept.parent)
     both_refused(pair.run(loading, str(kept), arguments), error, told)
     assert below == files_below(kept.parent)
+
+
+def staged(rank: int, directory: str, options: dict[str, Any]) -> dict[str, float] | str:
+    """Save and load two pipeline stages of one parameter each; what this one holds then, or the error."""
+    topology = Topology(pp=2, rank=rank)
+    model = {f"stage{rank}.weight": torch.full((2,), float(rank + 1))}
+    save_checkpoint(directory, "one", model, topology=topology, durable=False, timeout=20.0)
+    close_checkpointers()
+    live = {f"{'part' if options.get('key_mapping') else 'stage'}{rank}.weight": torch.zeros(2)}
+    try:
+        load_checkpoint(directory, "one", live, topology=topology, timeout=20.0, **options)
+    except CheckpointError as error:
+        return str(error)
+    return {name: value[0].item() for name, value in live.items()}
+
+
+def test_a_filter_is_about_all_stages_together(pair: WorkerPool, tmp_path: Path) -> None:
+    """What one pipeline stage has nothing for another may have; what none has anything for, both are told."""
+    glob = {"ignore_keys": ["model/stage1.*"]}
+    assert [{"stage0.weight": 1.0}, {"stage1.weight": 0.0}] == pair.run(staged, str(tmp_path / "one"), glob)
+    mapping = {"key_mapping": {f"part{stage}.weight": f"stage{stage}.weight" for stage in range(2)}}
+    assert [{"part0.weight": 1.0}, {"part1.weight": 2.0}] == pair.run(staged, str(tmp_path / "two"), mapping)
+    found = pair.run(staged, str(tmp_path / "three"), {"ignore_keys": ["model/stage2.*"]})
+    assert [True, True] == ["matches nothing with 'model/stage2.*'" in message for message in found]
 
 
 def test_a_directory_that_is_gone(pair: WorkerPool, kept: Path) -> None:

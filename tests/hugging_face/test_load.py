@@ -264,6 +264,19 @@ def test_a_tensor_that_the_files_lack(tmp_path: Path) -> None:
     assert torch.equal(state["lm_head.weight"], held(whole)["lm_head.weight"])
 
 
+def test_what_is_left_out_needs_no_rule_and_no_tensor(tmp_path: Path) -> None:
+    """It keeps its live value; weights alone are loaded also where an optimizer is given, which keeps its state."""
+    state = write_model(tmp_path, Model())
+    whole = live(local_state(Job(Model()), state, Topology()))
+    whole.register_parameter("adapter", torch.nn.Parameter(torch.full((2,), -1.0)))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=9.0)
+    ignored = ["model/adapter", "model/model.norm.*"]
+    load_checkpoint(tmp_path, model=whole, optimizer=optimizer, ignore_keys=ignored, load_weights_only=True)
+    assert [-1.0] == torch.cat([held(whole)["adapter"], held(whole)["model.norm.weight"]]).unique().tolist()
+    assert torch.equal(state["lm_head.weight"], held(whole)["lm_head.weight"])
+    assert ({}, 9.0) == (dict(optimizer.state), optimizer.param_groups[0]["lr"])
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint", "arguments"),
     [
@@ -272,6 +285,8 @@ def test_a_tensor_that_the_files_lack(tmp_path: Path) -> None:
         (InvalidArgument, "loaded into a live model", {"model": {}}),
         (InvalidArgument, "loaded into a live model", {"model": None}),
         (InvalidArgument, "without pre_download=True", {"pre_download": True}),
+        (InvalidArgument, "in place of key_mapping= and prefix=", {"prefix": "module."}),
+        (KeyMismatch, r"matches nothing with 'model/norm.weight' \(did", {"ignore_keys": ["model/norm.weight"]}),
         (InvalidArgument, "neither one of .*llama.* nor the path of a file", {"mapping": "another"}),
         (KeyMismatch, "no rule for", {"mapping": "gpt_neox"}),
         (ShapeMismatch, r"q_proj\.weight: 16 elements along dimension 0", {"topology": Topology(tp=2)}),

@@ -19,8 +19,9 @@ from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime import ballot
 from nxd_ckpt.runtime.commit import Commit, commit
+from nxd_ckpt.runtime.filters import Filter
 from nxd_ckpt.runtime.load_options import LoadOptions
-from nxd_ckpt.runtime.load_trees import open_trees
+from nxd_ckpt.runtime.load_trees import open_source
 from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
 from nxd_ckpt.runtime.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.runtime.publication import Staged
@@ -146,7 +147,7 @@ def planned(path: Path, topology: Topology, count: int, *, verify: bool = True) 
     def plan(storage: HookedStorage) -> None:
         opened = open_complete_tag(storage, choose_tag(storage, "t"))
         options = LoadOptions(verify=verify, param_names=[list(model_of(count))])
-        open_trees(opened, topology, model_of(count), {}, options)
+        open_source(opened, topology, model_of(count), {}, options, Filter(options)).trees()
 
     return operations(LocalStorage(path), plan)
 
@@ -178,7 +179,8 @@ def test_in_a_store_planning_asks_nothing_for_each_tensor() -> None:
             saver.save("t", model_of(count), use_xser=True)
         log: list[Operation] = []
         opened = open_complete_tag(HookedStorage(store, recording(log)), "t")
-        open_trees(opened, Topology(), model_of(count), None, LoadOptions(verify="reading"))
+        options = LoadOptions(verify="reading")
+        open_source(opened, Topology(), model_of(count), None, options, Filter(options)).trees()
         counts.append(len(log))
     assert counts[0] == counts[1]
 

@@ -24,8 +24,9 @@ from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime import ballot
 from nxd_ckpt.runtime.commit import Commit, commit
+from nxd_ckpt.runtime.filters import Filter
 from nxd_ckpt.runtime.load_options import LoadOptions
-from nxd_ckpt.runtime.load_trees import open_trees
+from nxd_ckpt.runtime.load_trees import open_source
 from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
 from nxd_ckpt.runtime.publication import Staged
@@ -66,7 +67,8 @@ def many_tensors(directory: Path, count: int) -> dict[str, float]:
     index = clock("index load", lambda: load_index(data, "index"))
     clock("index dump", lambda: dump_index(index))
     opened = clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "second")))
-    clock("load plan", lambda: open_trees(opened, here, state, None, LoadOptions()))
+    options = LoadOptions()
+    clock("load plan", lambda: open_source(opened, here, state, None, options, Filter(options)).trees())
     return clock.seconds
 
 
