@@ -69,9 +69,10 @@ class ExpertZero1Optimizer:
         self._experts.load(experts, read, keeps)
         # Before each step upstream copies the outer groups' options onto the inner optimizers.
         inner = self._optimizer.non_ep_zero_optimizer.param_groups, self._optimizer.ep_zero_optimizer.param_groups
-        for outer, options, *both in zip(self._optimizer.param_groups, ordinary["param_groups"], *inner, strict=True):
-            restored = both[0] if both[0]["params"] else both[1]
-            outer.update({option: restored[option] for option in options if option != "params"})
+        given = ordinary["param_groups"], experts["param_groups"]
+        for outer, *restored in zip(self._optimizer.param_groups, *inner, *given, strict=True):
+            own, options = restored[0::2] if restored[0]["params"] else restored[1::2]
+            outer.update({option: own[option] for option in options if option != "params"})
 
     def follow(self, keeps: Keeps) -> None:
         self._ordinary.follow(keeps)

@@ -195,8 +195,8 @@ class Source:
 
     def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
         ignores = self._filter.ignores_model
-        if self._all_specs:  # else a dict to be filled
-            check_partitions(self._options.partitions or {}, self._all_specs, self._topology)
+        if self._specs:  # else a dict to be filled
+            check_partitions(self._options.partitions or {}, self._specs, self._topology)
         if self._same_sizes("model") and not self._is_recut:
             tree = self._opened.model_tree(self._topology.coordinates)
             tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
@@ -206,7 +206,8 @@ class Source:
             tree = target.tree(TargetOptimizer(self._opened, self._target, target) if masters else None)
         else:
             wanted = [name for name in model.names() if not ignores(name)]
-            tree = ReshardedModel(self._crossing).tree(self._specs, wanted, ignores)
+            specs = {name: self._specs[name] for name in wanted if name in self._specs}
+            tree = ReshardedModel(self._crossing).tree(specs, wanted, ignores)
         if not model.names():
             tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
         return self._completed(tree)
@@ -250,8 +251,14 @@ class Source:
             return False
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
         held = self._opened.model_tree(near).keys()
-        wanted = (name for name in self._model.names() if not self._filter.ignores_model(name))
-        return any(not held & {name, *self._model.aliases(name)} for name in wanted)
+        return any(
+            not held & {name, *self._model.aliases(name)} for name in self._model.names() if self._is_wanted(name)
+        )
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether the parameter or its state is to be loaded."""
+        left_out = self._filter.ignores_model(name)
+        return not (left_out and (self._optimizer is None or self._filter.covers(f"optim/{name}")))
 
     @cached_property
     def _is_recut(self) -> bool:
@@ -364,10 +371,6 @@ class Source:
 
     @cached_property
     def _specs(self) -> Mapping[str, ParameterSpec]:
-        return {name: spec for name, spec in self._all_specs.items() if not self._filter.ignores_model(name)}
-
-    @cached_property
-    def _all_specs(self) -> Mapping[str, ParameterSpec]:
         return {} if self._model is None else self._model.parameters(self._topology.tp)
 
     @property
