@@ -1,4 +1,5 @@
-"""The README is true: its code runs and prints what it says, and it leaves out nothing that is public."""
+"""The README is true, and pages whose code runs like its own: it prints what they say. The README leaves out nothing that
+is public."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ import pytest
 
 import nxd_ckpt
 from nxd_ckpt.testing.s3_server import S3Server
-from tests.docs.markdown import OBJECT_STORES, README, TORCH_DCP, code_blocks, prose, tables, unquoted
+from tests.docs.markdown import README, REPOSITORY, code_blocks, prose, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 TABLE_OF_KEYWORDS, TABLE_OF_ERRORS = "Switching from neuronx-distributed", "Troubleshooting"
+TESTED_APART = {"cli", "coming-from", "format"}
+PAGES = [page for page in sorted((REPOSITORY / "docs").glob("*.md")) if code_blocks(page, "python")]
 ALIASES = {"path", "checkpoint_dir_str"}  # two names for one parameter
 
 
@@ -46,7 +49,9 @@ def printed(blocks: list[str]) -> list[str]:
 
 
 @pytest.mark.usefixtures("_s3_in_the_environment")
-@pytest.mark.parametrize("page", [README, OBJECT_STORES, TORCH_DCP], ids=["README", "object-stores", "torch-dcp"])
+@pytest.mark.parametrize(
+    "page", [README, *(page for page in PAGES if page.stem not in TESTED_APART)], ids=lambda page: page.stem
+)
 def test_every_python_block_runs_and_prints_what_its_comments_say(
     page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
