@@ -1,4 +1,4 @@
-"""The README is true, and so is every page whose code runs like its own. The README leaves out nothing that is public."""
+"""The README is true, and so is every page whose code runs like its own; it leaves out nothing that is public."""
 
 from __future__ import annotations
 
