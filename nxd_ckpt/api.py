@@ -54,6 +54,7 @@ def save_checkpoint(
     timeout: float = DEFAULT_TIMEOUT,
     memory_cap: int | None = None,
     overwrite: bool | None = None,
+    save_overwrite: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = True,
     weights_only: bool = False,
@@ -62,10 +63,10 @@ def save_checkpoint(
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's. ``path`` is another name for the first: a directory, or the URL of
-    one in a store (``s3://bucket/run``). ``tag_values`` fill a tag such as ``"ep{epoch}-ba{batch}"``. See
-    :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the options mean,
-    and :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``, ``timeout``,
-    ``memory_cap``, ``storage_options`` and ``progress``, which count at a directory's first save. With
+    one in a store (``s3://bucket/run``); ``save_overwrite``, as OLMo-core has it, one for ``overwrite``. ``tag_values``
+    fill a tag such as ``"ep{epoch}-ba{batch}"``. See :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the
+    options mean, and :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``,
+    ``timeout``, ``memory_cap``, ``storage_options`` and ``progress``, which count at a directory's first save. With
     ``async_save=True`` this returns once the state is copied to host memory; the tag becomes visible by itself, and
     :func:`finalize_checkpoint` waits for it.
 
@@ -105,7 +106,7 @@ def save_checkpoint(
         param_names=param_names,
         partitions=partitions,
         trust_pickle=trust_pickle,
-        overwrite=overwrite,
+        overwrite=_overwrite(overwrite, save_overwrite),
         weights_only=weights_only,
     )
 
@@ -241,6 +242,12 @@ def _directory(first: Directory | None, other: Directory | None) -> Directory:
     if not isinstance(directory, (str, os.PathLike)):
         raise InvalidArgument(f"the checkpoint directory must be a string or path, found {type(directory).__name__}")
     return directory
+
+
+def _overwrite(ours: bool | None, other: bool | None) -> bool | None:
+    if ours is not None and other is not None:
+        raise InvalidArgument("pass overwrite= or save_overwrite=, which is another name for it, not both")
+    return ours if ours is not None else other
 
 
 def _resolved(directory: Directory) -> str:

@@ -21,7 +21,7 @@ _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 TABLE_OF_KEYWORDS, TABLE_OF_ERRORS = "Switching from neuronx-distributed", "Troubleshooting"
 TESTED_APART = {"cli", "coming-from", "format"}
 PAGES = [page for page in sorted((REPOSITORY / "docs").glob("*.md")) if code_blocks(page, "python")]
-ALIASES = {"path", "checkpoint_dir_str"}  # two names for one parameter
+ALIASES = {"path", "checkpoint_dir_str", "save_overwrite"}  # other names for a parameter
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.tags import filled_tag
-from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, SaveFailed
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -40,6 +40,18 @@ def test_weights_only_saves_the_model_and_nothing_else(tmp_path: Path) -> None:
     for options in refused:
         with pytest.raises(InvalidArgument, match="weights_only=True"):
             save_checkpoint(tmp_path, "u", weights_only=True, durable=False, **options)
+
+
+def test_save_overwrite_is_another_name_for_overwrite(tmp_path: Path) -> None:
+    """OLMo-core's: False refuses a tag that is there. Both names at once say nothing clear."""
+    save_checkpoint(tmp_path, "t", {"w": torch.zeros(2)}, durable=False)
+    with pytest.raises(SaveFailed, match="exists"):
+        save_checkpoint(tmp_path, "t", {"w": torch.ones(2)}, save_overwrite=False)
+    with pytest.raises(InvalidArgument, match="not both"):
+        save_checkpoint(tmp_path, "t", {"w": torch.ones(2)}, save_overwrite=True, overwrite=True)
+    assert torch.equal(torch.zeros(2), open_checkpoint(tmp_path).read("model/w"))
+    save_checkpoint(tmp_path, "t", {"w": torch.ones(2)}, save_overwrite=True)
+    assert torch.equal(torch.ones(2), open_checkpoint(tmp_path).read("model/w"))
 
 
 def test_a_template_is_filled_or_refused_before_anything_is_written(tmp_path: Path) -> None:
