@@ -38,6 +38,7 @@ def rows(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_one_scenario_from_end_to_end(tmp_path: Path) -> None:
     """Every measure of nxd_ckpt has one round, the files are written, and nothing is left in the directory."""
     work, out = tmp_path / "work", tmp_path / "out"
@@ -57,6 +58,7 @@ def test_one_scenario_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_a_module_and_its_optimizer_on_two_processes(tmp_path: Path) -> None:
     """A peer that takes modules has rows if it is installed, and otherwise one that says so."""
     done = bench(tmp_path, *TINY, "--only", "W3 cpu 2p", f"--json={tmp_path / 'a.json'}")
@@ -70,6 +72,7 @@ def test_a_module_and_its_optimizer_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are measured all the same, whichever peers this environment has."""
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
@@ -81,6 +84,7 @@ def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
     """What it raised is in the table of a later report too, whose exit code tells that something was wrong."""
     row = {"scenario": "W1 cpu 1p", "measure": SAVE, "contestant": "torch.save", "missing": "OSError: disk on fire"}
@@ -91,6 +95,7 @@ def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
     """Speed is not measured of a contestant that does not bring back what it saved."""
 
@@ -122,6 +127,7 @@ def test_device_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     """Files are removed and ranks ended, whether the run is interrupted or told to end."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -137,6 +143,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_too_little_room_is_said_before_anything_runs(tmp_path: Path) -> None:
     """With what is needed, what there is, and what to do."""
     done = bench(tmp_path, "--scale", "100000", "--only", "W2 cpu 1p")
@@ -146,6 +153,7 @@ def test_too_little_room_is_said_before_anything_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_an_earlier_run_is_reported_again(tmp_path: Path) -> None:
     """From its JSON, without running anything."""
     data = {
@@ -160,6 +168,7 @@ def test_an_earlier_run_is_reported_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
+@pytest.mark.once
 def test_scenarios_are_found_by_their_names(tmp_path: Path) -> None:
     """`--list` names what would run; a word that no name has is an error that names them all."""
     names = [scenario.name for scenario in SCENARIOS]
