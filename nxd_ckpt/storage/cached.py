@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.work_dir import default_work_dir, locked, opened
 
 Progress = Callable[[int], None]
 
 _DOWNLOADS = 8
 """Pieces that are downloaded at once, each with memory of its own."""
 _PIECE = 8 * 2**20
-_LOCK = ".lock"
 
 
 class CachedStorage:
@@ -54,13 +51,10 @@ class CachedStorage:
     ) -> None:
         self.inner = inner
         self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
-        store = Path(work_dir or _default_work_dir()).absolute() / sha256(inner.url.encode()).hexdigest()[:16]
+        store = Path(work_dir or default_work_dir()).absolute() / sha256(inner.url.encode()).hexdigest()[:16]
         name = f"{quote(tag, safe='')[:180]}-{sha256(version).hexdigest()[:16]}"
-        store.mkdir(parents=True, exist_ok=True)
-        self._open = _locked(store / f"{name}{_LOCK}", fcntl.LOCK_SH)
-        self._open.__enter__()
-        _remove_others(store, name)
-        self.folder = store / name
+        self._open = opened(store, name)
+        self.folder = self._open.__enter__()
         self._copies = LocalStorage(self.folder / "files", durable=False)
         self._fetched: set[str] = set()
 
@@ -189,7 +183,7 @@ class _Download:
             return
         flat = quote(key, safe="")
         name = flat if len(flat) < 200 else sha256(key.encode()).hexdigest()
-        with _locked(self._locks / name, fcntl.LOCK_EX | flags):
+        with locked(self._locks / name, fcntl.LOCK_EX | flags):
             if path.exists():
                 return
             part = self._parts / name  # what a dead process left of it is written over
@@ -223,50 +217,3 @@ class _Download:
         while done < nbytes:
             done += os.pwrite(fd, memory[done:], offset + done)
         self._progress(nbytes)
-
-
-@contextmanager
-def _locked(path: Path, operation: int) -> Iterator[None]:
-    """Hold flock(2) on the file ``path``, which is made if need be. Raises BlockingIOError with LOCK_NB."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, operation)
-            if _is_still(fd, path):
-                break
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)  # it was removed between our opening and locking it: a lock on it excludes nobody
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _is_still(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_others(store: Path, name: str) -> None:
-    """Remove the folders of ``store`` but ``name``, if no process has them open."""
-    for lock in store.glob(f"*{_LOCK}"):
-        other = lock.name.removesuffix(_LOCK)
-        if other == name:
-            continue
-        with suppress(BlockingIOError, FileNotFoundError), _locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(store / other, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-
-
-def _default_work_dir() -> Path:
-    """Raises InvalidArgument where others could write to it."""
-    path = Path(tempfile.gettempdir()) / f"nxd_ckpt-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not path.is_dir() or path.is_symlink():
-        raise InvalidArgument(f"{path} belongs to another user, or others may write to it; pass work_dir=")
-    return path
