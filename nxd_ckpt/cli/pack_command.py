@@ -14,13 +14,14 @@ SUMMARY = "pack a checkpoint into one tar file"
 DESCRIPTION = (
     "Make a tar file of one tag, of nxd_ckpt's or neuronx-distributed's, exactly as it is. Every file is proved by its "
     "digests on the way, and the archive appears once it is whole. It takes the place of a checkpoint directory in "
-    "every command and function that reads, without being unpacked."
+    "every command and function that reads, without being unpacked; a compressed one is unpacked first, to $TMPDIR."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag's directory, or its URL")
-    parser.add_argument("out", metavar="OUT", help="the archive that is made: a path or URL that ends in .tar")
+    out = "the archive that is made: a path or URL that ends in .tar, .tar.zst, .tar.gz or .tgz"
+    parser.add_argument("out", metavar="OUT", help=out)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file at OUT")
     add_storage_options(parser, output=True)
     text.add_quiet(parser)

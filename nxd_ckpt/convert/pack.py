@@ -1,4 +1,4 @@
-"""``pack_checkpoint``: a whole tag as one tar file, which is read without unpacking it."""
+"""``pack_checkpoint``: a whole tag as one tar file, which is read without unpacking it, or compressed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nxd_ckpt.convert.compressed_writer import CompressedWriter
 from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, prove
 from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
 from nxd_ckpt.convert.source import open_source
@@ -16,8 +17,10 @@ from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.storage.archive import COMPRESSED, SUFFIX
+from nxd_ckpt.storage import archive_list
 from nxd_ckpt.storage.base import Storage, Writer
+from nxd_ckpt.storage.compression import compression_of
+from nxd_ckpt.storage.urls import ARCHIVES
 
 _PAGE = 4096
 """Where the members' bytes begin is a multiple of this: they are written and read directly, as the files were."""
@@ -46,20 +49,22 @@ def pack_checkpoint(
     """Make ``out``, a tar file that holds a tag, exactly as it is: of nxd_ckpt or NxD, from and to a directory or URL.
 
     ``load_checkpoint``, ``open_checkpoint`` and every conversion take the archive in place of a checkpoint directory,
-    and read the ranges that they need. Any tar unpacks it. Every file is proved on the way, those of NxD by the digests
-    that they carry; the archive appears when it is whole. The manifest and indexes come first, ``done`` last; the same
-    tag gives the same bytes. Extra memory: 16 MiB.
+    and read the ranges that they need; a compressed one is unpacked first, to the system's temporary directory. Any tar
+    unpacks it. Every file is proved on the way, those of NxD by the digests that they carry; the archive appears when
+    it is whole. The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory:
+    16 MiB, about 100 with zstd. What is compressed for a store goes through the system's temporary directory.
 
     Args:
         tag: a tag's directory or URL.
-        out: the archive that is made; its name ends in ``.tar``.
+        out: the archive that is made; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
+            ``nxd_ckpt[zstd]``).
         overwrite: replace an existing file.
         storage_options: what URLs are opened with; ``output_options`` the same for ``out``, if it needs others.
         durable: fsync it before it appears.
         progress: show a bar on standard error, if that is a terminal and it takes longer than two seconds.
 
     Raises:
-        InvalidArgument: ``out`` must not be written, or is to be compressed.
+        InvalidArgument: ``out`` must not be written, or zstandard is missing.
         CheckpointNotFound: no such tag, or an incomplete one.
         CorruptCheckpoint: a file is not what was saved; nothing appears.
     """
@@ -71,12 +76,14 @@ def pack_checkpoint(
     _check(target, storage, overwrite)
     opened = open_source(source)
     members = list(_members(opened))
-    nbytes = members[-1].end + 2 * tarfile.BLOCKSIZE
+    head = _list_of(opened.tag, members)
+    members = [replace(member, at=member.at + len(head)) for member in members]
+    nbytes = members[-1].end + archive_list.END
     written = Counter()
     with watched("pack", nbytes, lambda: written.nbytes, progress):
-        _write(opened, members, nbytes, storage, target.name, written)
+        _write(opened, head, members, nbytes, storage, target.name, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
-    return Packed(source.path, target.path, len(members), nbytes)
+    return Packed(source.path, target.path, len(members), storage.size(target.name))
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,21 @@ class _Member:
 
 
 def _members(opened: OpenTag) -> Iterator[_Member]:
+    """In the archive's order, from its list's end on, which is that of a page."""
     at = 0
     for file in sorted([*files_to_copy(opened), *_markers(opened)], key=_order):
         key = f"{opened.tag}/{file.name}"
         seconds = opened.storage.time(key)
-        member = _Member(file, seconds, _header(key, file.nbytes, seconds, at), at)
+        member = _Member(file, float(seconds), _header(key, file.nbytes, seconds, at), at)
         yield member
         at = member.end
+
+
+def _list_of(tag: str, members: Sequence[_Member]) -> bytes:
+    """The list of the members, as a member: pages, so that the others' bytes begin on pages too."""
+    data = archive_list.dump((f"{tag}/{one.file.name}", one.offset, one.file.nbytes, one.time) for one in members)
+    data += b" " * (-len(data) % _PAGE)
+    return _header(archive_list.NAME, len(data), members[0].time, 0) + data
 
 
 def _markers(opened: OpenTag) -> Iterator[TagFile]:
@@ -136,9 +151,9 @@ def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
 
 
 def _check(target: Place, storage: Storage, overwrite: bool) -> None:
-    if not target.name.endswith(SUFFIX):
-        compressed = "a compressed archive cannot be read without unpacking it; " * target.name.endswith(COMPRESSED)
-        raise InvalidArgument(f"output {target.path}: {compressed}expected a name that ends in {SUFFIX}")
+    if not target.name.endswith(ARCHIVES):
+        raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
+    compression_of(target.name)
     if storage.is_file(target.name):
         if not overwrite:
             raise InvalidArgument(f"output {target.path} exists; pass --overwrite (overwrite=True) to replace it")
@@ -147,13 +162,21 @@ def _check(target: Place, storage: Storage, overwrite: bool) -> None:
 
 
 def _write(
-    opened: OpenTag, members: Sequence[_Member], nbytes: int, storage: Storage, name: str, written: Counter
+    opened: OpenTag,
+    head: bytes,
+    members: Sequence[_Member],
+    nbytes: int,
+    storage: Storage,
+    name: str,
+    written: Counter,
 ) -> None:
     """Write the archive, and then make it visible under ``name``."""
     key = f".{name}.incomplete" if storage.renames else name
     storage.remove(key)  # what an interrupted one left; on a store, what is replaced
-    writer = storage.create(key, nbytes)
+    compressed = compression_of(name)
+    writer = CompressedWriter(storage, key, compressed, nbytes) if compressed else storage.create(key, nbytes)
     try:
+        writer.write_at(0, head)
         for member in members:
             _put(opened, member, writer, written)
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))

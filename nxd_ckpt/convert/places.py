@@ -11,10 +11,9 @@ from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags, may_be_replaced
 from nxd_ckpt.layout.names import DONE
-from nxd_ckpt.storage.archive import SUFFIX
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
-from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, open_storage
+from nxd_ckpt.storage.urls import ARCHIVES, directory_and_name, is_url, join, local_path, open_storage
 
 StrPath = str | os.PathLike[str]
 Options = Mapping[str, Any]
@@ -44,7 +43,7 @@ class Place:
 def locate_input(path: StrPath, options: Options | None = None) -> Place:
     """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
     place = place_of(path, "input_dir", options)
-    if place.name.endswith(SUFFIX) and place.open().is_file(place.name):
+    if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
         place = _only_tag(place)
     if not place.open().is_dir(place.name):
         raise CheckpointNotFound(f"input_dir {place.path} does not exist, or is not a directory")

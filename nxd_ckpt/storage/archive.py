@@ -1,56 +1,87 @@
-"""A tar archive as a storage: its members are the files. Only read, by ranges, without unpacking it.
-
-Nothing in an archive is trusted: one with links, devices, sparse files, two members of a name, or names that lead out
-of it is refused as a whole, and so is one that does not end as archives do.
-"""
+"""A tar archive as a storage: its members are the files. Only read, by ranges, where they lie."""
 
 from __future__ import annotations
 
 import errno
-import io
-import os
-import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.storage.archive_list import Member, is_header_of
+from nxd_ckpt.storage.archive_members import find_members
 from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 
 SUFFIX = ".tar"
-COMPRESSED = (".tar.zst", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-
-_AHEAD = 64 * 2**10
-"""Bytes that are read for a header: those of small members come along."""
-_LONGEST = 2**20
-"""Bytes that a header may have: names and times need a few hundred, padding to pages up to 4096."""
 
 
-class Member(NamedTuple):
-    """A file in the archive: where its bytes begin, how many there are, and its time."""
+class ArchiveFile(Protocol):
+    """Where the bytes of an archive are read."""
 
-    offset: int
-    nbytes: int
-    time: float
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def renames(self) -> bool: ...
+
+    @property
+    def concurrency(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def open(self) -> Reader: ...
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """The file ``key`` of a storage, as it is."""
+
+    inner: Storage
+    key: str
+
+    @property
+    def url(self) -> str:
+        return f"{self.inner.url.rstrip('/')}/{self.key}"
+
+    @property
+    def renames(self) -> bool:
+        return self.inner.renames
+
+    @property
+    def concurrency(self) -> int:
+        return self.inner.concurrency
+
+    def size(self) -> int:
+        return self.inner.size(self.key)
+
+    def open(self) -> Reader:
+        return self.inner.open(self.key)
 
 
 class ArchiveStorage:
-    """The members of the archive ``key`` of ``inner``.
+    """The members of an archive. One reader for each thread at work serves all members: in a store, opening asks too.
 
     Raises MalformedFile at the first use of an archive that is damaged or hostile; names the member.
     """
 
-    def __init__(self, inner: Storage, key: str) -> None:
-        self._inner, self._key = inner, key
-        self.url = f"{inner.url.rstrip('/')}/{key}"
-        self.renames, self.concurrency = inner.renames, inner.concurrency
+    def __init__(self, file: ArchiveFile) -> None:
+        self._file = file
+        self.url, self.renames, self.concurrency = file.url, file.renames, file.concurrency
+        self._idle: list[Reader] = []
+        weakref.finalize(self, _close, self._idle)
 
     @cached_property
-    def _members(self) -> Mapping[str, Member]:
-        size = self._inner.size(self._key)
-        with closing(self._inner.open(self._key)) as reader:
-            return read_members(reader, size, self.url)
+    def _members(self) -> dict[str, Member]:
+        reader = self._file.open()
+        try:
+            found = find_members(reader, self._file.size(), self.url)
+        except BaseException:
+            reader.close()
+            raise
+        self._idle.append(reader)
+        return found
 
     @cached_property
     def _folders(self) -> Mapping[str, Mapping[str, Entry]]:
@@ -76,12 +107,45 @@ class ArchiveStorage:
         return bytes(data)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
+        self.read_member(key, [(offset, memoryview(buffer).cast("B"))])
 
     def open(self, key: str) -> Reader:
+        self._member(key)
+        return _MemberReader(self, key)
+
+    def read_member(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory from its offset in a member on. From any thread.
+
+        Raises MalformedFile where the member's header, which comes along the first time, is not what the list says.
+        """
         member = self._member(key)
-        return _MemberReader(self._inner.open(self._key), member, f"{self.url}/{key}")
+        for offset, memory in ranges:
+            missing = offset + len(memory) - member.nbytes
+            if missing > 0:
+                raise EOFError(f"{self.url}/{key}: {missing} bytes missing at byte {member.nbytes}")
+        wanted = [(member.offset + offset, memory) for offset, memory in ranges]
+        header = bytearray(member.header)
+        if header:
+            wanted.insert(0, (member.offset - member.header, memoryview(header)))
+        self._read(wanted)
+        if header and not is_header_of(bytes(header), key, member):
+            raise MalformedFile(
+                f"{self.url}: the header of {key} is not what the archive's list of members says: damaged or changed; "
+                "restore it from a copy"
+            )
+        self._members[key] = member._replace(header=0)
+
+    def _read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        try:
+            reader = self._idle.pop()
+        except IndexError:
+            reader = self._file.open()
+        try:
+            reader.read_ranges(ranges)
+        except BaseException:
+            reader.close()  # one that failed is not used again
+            raise
+        self._idle.append(reader)
 
     def size(self, key: str) -> int:
         return self._member(key).nbytes
@@ -132,112 +196,19 @@ class ArchiveStorage:
         raise OSError(errno.EROFS, "an archive is only read: copy the tag out of it first (nxd-ckpt cp)", self.url)
 
 
-class _MemberReader:
-    def __init__(self, inner: Reader, member: Member, where: str) -> None:
-        self._inner, self._member, self._where = inner, member, where
+class _MemberReader(NamedTuple):
+    """Holds nothing open: the archive's own readers serve all members, one after the other."""
+
+    archive: ArchiveStorage
+    key: str
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        for offset, memory in ranges:
-            missing = offset + len(memory) - self._member.nbytes
-            if missing > 0:
-                raise EOFError(f"{self._where}: {missing} bytes missing at byte {self._member.nbytes}")
-        self._inner.read_ranges([(self._member.offset + offset, memory) for offset, memory in ranges])
+        self.archive.read_member(self.key, ranges)
 
     def close(self) -> None:
-        self._inner.close()
+        """Nothing is held."""
 
 
-def read_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
-    """The files of an archive of ``size`` bytes, by name.
-
-    Raises:
-        MalformedFile: truncated, damaged, or with members that no checkpoint has; names the member.
-    """
-    found: dict[str, Member] = {}
-    last = ""
-    file = _Headers(reader, size)
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for info in archive:
-                name = last = _checked(info, where)
-                if info.isdir():
-                    continue
-                if name in found:
-                    raise MalformedFile(f"{where}: two members are called {name!r}; no checkpoint was packed so")
-                if info.offset_data + info.size > size:
-                    raise _truncated(where, f"{name} has {info.size} bytes from {info.offset_data} on", size)
-                found[name] = Member(info.offset_data, info.size, float(info.mtime))
-            end = archive.offset
-    except tarfile.TarError as error:
-        raise _truncated(where, f"after {last or 'its beginning'}: {error}", size) from error
-    except (ValueError, OverflowError, RecursionError) as error:  # numbers, or headers of headers
-        raise MalformedFile(f"{where}: not a tar archive after {last or 'its beginning'}: {error}") from error
-    file.seek(end)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes what it cannot read for the end
-        raise _truncated(where, f"{last} is followed by neither a member nor the archive's end", size)
-    _refuse_files_as_folders(found, where)
-    return found
-
-
-def _checked(info: tarfile.TarInfo, where: str) -> str:
-    """The member's name. Raises MalformedFile for what is neither a file nor a directory inside the archive."""
-    name = info.name.removeprefix("./")
-    parts = name.split("/")
-    if not (info.isreg() or info.isdir()) or info.issparse():
-        raise MalformedFile(f"{where}: {name!r} is a link, a device or a sparse file; expected plain files only")
-    if name not in ("", ".") and any(part in ("", ".", "..") for part in parts):
-        raise MalformedFile(f"{where}: the member {info.name!r} lies outside of the archive, or has no plain name")
-    return name
-
-
-def _refuse_files_as_folders(found: Mapping[str, Member], where: str) -> None:
-    for name in found:
-        parent = name.rpartition("/")[0]
-        while parent:
-            if parent in found:
-                raise MalformedFile(f"{where}: {parent!r} is a file, and {name!r} lies below it")
-            parent = parent.rpartition("/")[0]
-
-
-def _truncated(where: str, what: str, size: int) -> MalformedFile:
-    return MalformedFile(
-        f"{where}: {what}, but the archive has {size} bytes: truncated or damaged; restore it from a copy"
-    )
-
-
-class _Headers(io.RawIOBase):
-    """What tarfile reads of the archive: headers, a window at a time."""
-
-    def __init__(self, reader: Reader, size: int) -> None:
-        self._reader, self._size, self._at = reader, size, 0
-        self._begin, self._window = 0, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = base + offset
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        if not 0 <= count <= _LONGEST:
-            raise ValueError(f"a header of {count} bytes, at most {_LONGEST} are allowed")
-        return b"".join(self._pieces(count))
-
-    def _pieces(self, count: int) -> Iterator[bytes]:
-        stop = min(self._at + count, self._size)
-        while self._at < stop:
-            if not self._begin <= self._at < self._begin + len(self._window):
-                memory = bytearray(min(_AHEAD, self._size - self._at))
-                self._reader.read_ranges([(self._at, memoryview(memory))])
-                self._begin, self._window = self._at, bytes(memory)
-            piece = self._window[self._at - self._begin : stop - self._begin]
-            self._at += len(piece)
-            yield piece
+def _close(readers: list[Reader]) -> None:
+    while readers:
+        readers.pop().close()

@@ -2,7 +2,8 @@
 
 ``s3://bucket/prefix`` is :mod:`nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
 other scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``,
-wherever it is, is the directory that was packed into it (:mod:`nxd_ckpt.storage.archive`).
+wherever it is, is the directory that was packed into it (:mod:`nxd_ckpt.storage.archive`); so is a compressed one, once
+it is unpacked (:mod:`nxd_ckpt.storage.unpacking`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.archive import COMPRESSED, SUFFIX, ArchiveStorage
+from nxd_ckpt.storage.archive import SUFFIX, ArchiveStorage, StoredFile
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.compression import SUFFIXES, compression_of
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.unpacking import UnpackedFile
+
+ARCHIVES = (SUFFIX, *SUFFIXES)
+"""How names of archives end that are read and written."""
+_OTHERS = (".tar.bz2", ".tar.xz")
 
 
 def open_storage(
@@ -27,12 +34,12 @@ def open_storage(
     ``durable=False`` skips every fsync of a local directory; a store has none to skip.
 
     Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, options that cannot be honoured,
-    a compressed archive.
+    an archive that is compressed in another way.
     """
     text = os.fspath(path)
     if not text:
         raise InvalidArgument("the checkpoint directory must not be empty; pass '.' for the current one")
-    if text.endswith((SUFFIX, *COMPRESSED)):
+    if text.endswith((*ARCHIVES, *_OTHERS)):
         directory, name = directory_and_name(text)
         inner = _open_directory(directory, durable, storage_options)
         if inner.is_file(name):
@@ -41,12 +48,10 @@ def open_storage(
 
 
 def _open_archive(inner: Storage, name: str) -> Storage:
-    if name.endswith(COMPRESSED):
-        raise InvalidArgument(
-            f"{inner.url}/{name} is compressed: nothing in it can be read without unpacking all; decompress it first "
-            f"(zstd -d, gunzip) to a {SUFFIX} file, which is read as it is"
-        )
-    return ArchiveStorage(inner, name)
+    if name.endswith(_OTHERS):
+        raise InvalidArgument(f"{inner.url}/{name}: expected one of {', '.join(ARCHIVES)}; decompress it first")
+    compressed = compression_of(name)
+    return ArchiveStorage(StoredFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
 
 
 def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any] | None) -> Storage:

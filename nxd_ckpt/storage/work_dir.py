@@ -56,7 +56,7 @@ def default_work_dir() -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022 or not path.is_dir() or path.is_symlink():
-        raise InvalidArgument(f"{path} belongs to another user, or others may write to it; pass work_dir=, or set TMPDIR")
+        raise InvalidArgument(f"{path} belongs to another user, or others may write to it; set TMPDIR, or work_dir=")
     return path
 
 

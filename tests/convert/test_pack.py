@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import uuid
 from pathlib import Path
@@ -26,16 +27,18 @@ from tests.layout.equality import difference
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
-@pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.parametrize(
+    ("suffix", "use_xser"), [(".tar", False), (".tar", True), (".tar.zst", True), (".tar.gz", False)]
+)
 def test_an_archive_stands_for_a_directory(
-    tmp_path: Path, use_xser: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, suffix: str, use_xser: bool, work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever reads a directory reads the archive: load, open, verify, list, reshard, unshard, cp, the command."""
     tag = save_example(tmp_path, 2, use_xser=use_xser)
-    archive = tmp_path / "out.tar"
+    archive = tmp_path / f"out{suffix}"
     done = pack_checkpoint(tag, archive)
     assert archive.stat().st_size == done.nbytes
-    assert [tmp_path / "out.tar"] == [path for path in tmp_path.iterdir() if "out" in path.name]
+    assert [archive] == [path for path in tmp_path.iterdir() if "out" in path.name]
 
     state: dict[str, Any] = {}
     assert has_checkpoint(str(archive))
@@ -71,8 +74,9 @@ def test_an_archive_is_a_tar(tmp_path: Path) -> None:
     assert contents(tag) == contents(tmp_path / "unpacked" / "step_3")
     assert {0} == {member.offset_data % 4096 for member in members}
     files = [member.name.removeprefix("step_3/") for member in members]
-    index = [f"index/dp_rank_0{rank}_tp_rank_00_pp_rank_00.json" for rank in range(2)]
-    assert (["manifest.json", *index], ["checkpoint", "done"]) == (files[:3], files[-2:])
+    first = [".nxd_ckpt/members.json", "manifest.json"]
+    first += [f"index/dp_rank_0{rank}_tp_rank_00_pp_rank_00.json" for rank in range(2)]
+    assert (first, ["checkpoint", "done"]) == (files[:4], files[-2:])
 
 
 def test_tags_of_nxd_are_packed_too(golden: Path, tmp_path: Path) -> None:
@@ -113,15 +117,15 @@ def test_damage_is_found_before_the_archive_appears(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed_or_named(tmp_path: Path) -> None:
-    """Compressed archives, other names, directories; tags in an archive of several have to be named."""
+    """Other names and compressions, directories; tags in an archive of several have to be named."""
     tag = save_example(tmp_path, 1)
-    for name, match in (("out.tar.gz", "compressed"), ("out", "ends in .tar"), ("step_3.tar", "is a directory")):
+    for name, match in (("out.tar.xz", "ends in .tar"), ("out", "ends in .tar"), ("step_3.tar", "is a directory")):
         (tmp_path / "step_3.tar").mkdir(exist_ok=True)
         with pytest.raises(InvalidArgument, match=match):
             pack_checkpoint(tag, tmp_path / name)
-    (tmp_path / "some.tar.zst").write_bytes(b"")
-    with pytest.raises(InvalidArgument, match="is compressed"):
-        load_checkpoint(tmp_path / "some.tar.zst", model={})
+    (tmp_path / "some.tar.xz").write_bytes(b"")
+    with pytest.raises(InvalidArgument, match="decompress it first"):
+        load_checkpoint(tmp_path / "some.tar.xz", model={})
     save_example(tmp_path, 1, "step_4", step=4)
     with tarfile.open(tmp_path / "both.tar", "w") as archive:
         for name in ("step_3", "step_4"):
@@ -190,5 +194,68 @@ def test_every_truncation_is_told(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpoint, match="truncated or damaged"):
             open_checkpoint(tmp_path / "cut.tar")
     (tmp_path / "cut.tar").write_bytes(data[: len(data) // 2])
-    with pytest.raises(MalformedFile, match="step_3/optim/"):
+    with pytest.raises(MalformedFile, match="step_3/model/"):
         open_checkpoint(tmp_path / "cut.tar")
+
+
+def packed_with(tmp_path: Path, change: Any) -> Path:
+    """The example's archive, with a list of members that ``change`` made of its own; as long as before."""
+    pack_checkpoint(save_example(tmp_path, 1), tmp_path / "own.tar")
+    with tarfile.open(tmp_path / "own.tar") as archive:
+        info = archive.next()
+        assert info is not None
+        begin, nbytes = info.offset_data, info.size
+    data = bytearray((tmp_path / "own.tar").read_bytes())
+    document = json.loads(data[begin : begin + nbytes])
+    text = change(document["members"])
+    changed = (text if isinstance(text, str) else json.dumps(document, separators=(",", ":"))).encode()
+    assert len(changed) <= nbytes
+    data[begin : begin + nbytes] = changed.ljust(nbytes)
+    (tmp_path / "own.tar").write_bytes(data)
+    return tmp_path / "own.tar"
+
+
+UNFIT = {
+    "not JSON": lambda members: "{" * 2000,
+    "other members": lambda members: '{"format_version": 1, "members": 7}',
+    "none": lambda members: '{"format_version": 1, "members": []}',
+    "newer": lambda members: '{"format_version": 2, "members": []}',
+    "a hole": lambda members: members[2].__setitem__(1, members[2][1] + 4096),
+    "an overlap": lambda members: members[2].__setitem__(2, members[2][2] + 10**6),
+    "negative": lambda members: members[2].__setitem__(2, -1),
+    "not a time": lambda members: members[2].__setitem__(3, float("nan")),
+    "twice": lambda members: members[2].__setitem__(0, members[1][0]),
+    "one too few": lambda members: members.pop(),
+    "another last name": lambda members: members[-1].__setitem__(0, "step_3/other"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_list_that_does_not_fit_is_not_used(tmp_path: Path, name: str) -> None:
+    """Then the headers count, as in the archives of other programs."""
+    assert () == verify_checkpoint(packed_with(tmp_path, UNFIT[name])).problems
+
+
+def test_a_header_counts_more_than_the_list(tmp_path: Path) -> None:
+    """A file that the list calls otherwise than its own header is refused when it is read; a hostile name at once."""
+    archive = packed_with(tmp_path, lambda members: members[0].__setitem__(0, "step_3/manifest.jsom"))
+    storage = open_storage(archive)
+    assert storage.is_file("step_3/manifest.jsom")
+    with pytest.raises(MalformedFile, match=r"the header of step_3/manifest\.jsom is not what"):
+        storage.read("step_3/manifest.jsom")
+    archive = packed_with(tmp_path / "other", lambda members: members[0].__setitem__(0, "step_3/../../x"))
+    with pytest.raises(MalformedFile, match="lies outside"):
+        open_checkpoint(archive)
+
+
+def test_an_archive_may_grow_or_be_packed_again(tmp_path: Path) -> None:
+    """By other programs: a tag that was appended is found; a list that came along is not used."""
+    pack_checkpoint(save_example(tmp_path, 1), tmp_path / "x.tar")
+    with tarfile.open(tmp_path / "x.tar", "a") as archive:
+        archive.add(save_example(tmp_path, 1, "step_4", step=4), "step_4")
+    assert ["step_3", "step_4"] == [info.tag for info in list_tags(open_storage(tmp_path / "x.tar"))]
+    with tarfile.open(tmp_path / "x.tar") as archive:
+        archive.extractall(tmp_path / "again", filter="data")
+    with tarfile.open(tmp_path / "y.tar", "w") as archive:
+        archive.add(tmp_path / "again", "")
+    assert () == verify_checkpoint(tmp_path / "y.tar").problems

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load
 
 import nxd_ckpt
-from nxd_ckpt.convert import export_checkpoint, output, shard_writer
+from nxd_ckpt.convert import export_checkpoint, output, pack_checkpoint, shard_writer
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.storage.base import Storage
@@ -72,6 +73,17 @@ def test_an_export_goes_to_an_object_store(tmp_path: Path, size_per_shard: str) 
     assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
     export_checkpoint(tag, f"{url}/hf", overwrite=True, **{**how, "size_per_shard": "2kB"})
     assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
+
+
+def test_an_export_reads_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain or compressed, as it reads the tag that was packed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    for name in ("one.tar", "one.tgz"):
+        pack_checkpoint(tag, tmp_path / name)
+        export_checkpoint(tmp_path / name, tmp_path / f"{name}-hf", config=config, kv_size_multiplier=2)
+        assert [] == differences(JOB.model.state(), weights(tmp_path / f"{name}-hf"))
 
 
 def test_on_a_store_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import convert_zero1, copy_checkpoint, reshard
+from nxd_ckpt.convert import convert_zero1, copy_checkpoint, pack_checkpoint, reshard
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.verify import verify_checkpoint
@@ -237,3 +238,27 @@ def test_the_command_takes_urls(bucket: Bucket, tmp_path: Path, capsys: pytest.C
         ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
         assert (0, "") == (ended.returncode, ended.stderr)
         assert [] == json.loads(ended.stdout)["problems"]
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_an_archive_of_many_files_is_opened_by_few_requests(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Its list says where they lie; loading asks once for each, and not before whether it is there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    state = {f"layer.{number}": torch.full((160, 160), number) for number in range(60)}  # too large to come along
+    save_checkpoint(tmp_path / "run", "one", state, use_xser=True, durable=False)
+    url, options = f"{bucket.url}/one{suffix}", bucket.options
+    pack_checkpoint(tmp_path / "run" / "one", url, output_options=options)
+    counts = []
+    loaded: dict[str, torch.Tensor] = {}
+    for use in (
+        lambda: open_checkpoint(url, storage_options=options),
+        lambda: load_checkpoint(url, model=loaded, storage_options=options),
+    ):
+        before = bucket.server.requests.total()
+        use()
+        counts.append(bucket.server.requests.total() - before)
+    assert counts[0] < 15
+    assert counts[1] < (100 if suffix == ".tar" else 15)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in state.items())
