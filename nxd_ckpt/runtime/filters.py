@@ -52,6 +52,7 @@ class Filter:
         self._weights_only = _BESIDE_THE_MODEL if options.load_weights_only else ()
         self._ignored = Ignored([*self.globs, *self._weights_only])
         self._aliases: Callable[[str], Sequence[str]] = lambda name: [name]
+        self._has_shards = False
 
     def __bool__(self) -> bool:
         """Whether there are names to agree on."""
@@ -64,8 +65,13 @@ class Filter:
 
     def know_ties(self, model: ModelAdapter | None) -> None:
         """From here on, what is said of one of several tied names is said of all: they are one tensor."""
-        if model is not None and self:
+        if model is not None and (self or self.is_selective):
             self._aliases = model.aliases
+
+    def know_shards(self) -> None:
+        """From here on, a weight that is left out is so with its ZeRO-1 shard: that is a copy of it, and the next step
+        would put what was loaded there into the weight."""
+        self._has_shards = True
 
     def choose(self, names: Names) -> None:
         """Let a callable choose from ``names``. Raises KeyMismatch where it returns others."""
@@ -98,7 +104,9 @@ class Filter:
 
     def ignores(self, name: str) -> bool:
         """Whether the tensor, state or part with this name is left out."""
-        return bool(self._ignored) and any(map(self._ignored.matches, self._names(name)))
+        if not self._ignored:
+            return False
+        return any(map(self._ignored.matches, self._names(name))) or self._ignores_weight_of(name)
 
     def ignores_model(self, name: str) -> bool:
         """The same for a name of the model."""
@@ -114,7 +122,13 @@ class Filter:
         A ZeRO-1 shard that is left out follows the weights that it is a copy of.
         """
         followed = {f"optim/{alias}/{MASTER_WEIGHTS}" for name in loaded for alias in self._aliases(name)}
-        return lambda name: self.ignores(name) and name not in followed
+
+        def follows(name: str) -> bool:
+            # Of what weight a shard without a name is, nobody knows: it is cut anew if any was loaded.
+            unnamed = name.startswith("optim/#") and name.endswith(f"/{MASTER_WEIGHTS}")
+            return name in followed or (unnamed and bool(followed))
+
+        return lambda name: self.ignores(name) and not follows(name)
 
     def pruned(self, part: str, content: Any) -> Any:
         """User or rank content without the keys that are left out."""
@@ -135,6 +149,11 @@ class Filter:
 
     def _is_rng(self, value: Any) -> bool:
         return self.ignores(RANDOM_STATE) and is_random_state(value)
+
+    def _ignores_weight_of(self, name: str) -> bool:
+        parameter = name.removeprefix("optim/").removesuffix(f"/{MASTER_WEIGHTS}")
+        is_shard = self._has_shards and name == f"optim/{parameter}/{MASTER_WEIGHTS}"
+        return is_shard and self.ignores_model(parameter)
 
     def _names(self, name: str) -> Iterator[str]:
         part, slash, rest = name.partition("/")

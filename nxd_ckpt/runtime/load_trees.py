@@ -107,6 +107,8 @@ def open_source(
             topology=topology,
         )
     filtered.know_ties(live)
+    if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
+        filtered.know_shards()
     return Source(opened, topology, live, adapter, options, filtered)
 
 
