@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -247,15 +247,19 @@ class Source:
 
     @cached_property
     def _is_restaged(self) -> bool:
-        """Whether there are as many pipeline stages as before, but this one holds what another one held."""
+        """Whether there are as many pipeline stages as before, but this one holds what another one held.
+
+        What no stage held is new, and says nothing of the stages.
+        """
         saved, live = self._opened.topology, self._topology
         if saved.pp == 1 or saved.pp != live.pp or self._model is None or not self._opened.parts.model:
             return False
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
         held = self._opened.model_tree(near).keys()
-        return any(
-            not held & {name, *self._model.aliases(name)} for name in self._model.names() if self._is_wanted(name)
-        )
+        wanted = ({name, *self._model.aliases(name)} for name in self._model.names() if self._is_wanted(name))
+        missing = {name for names in wanted if not held & names for name in names}
+        others = (replace(near, pp_rank=stage) for stage in range(saved.pp) if missing and stage != live.pp_rank)
+        return any(missing & self._opened.model_tree(at).keys() for at in others)
 
     def _is_wanted(self, name: str) -> bool:
         """Whether the parameter or its state is to be loaded."""

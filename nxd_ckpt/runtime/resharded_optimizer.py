@@ -372,7 +372,10 @@ class ReshardedOptimizer:
         names = None if self._by_position and same_places else opened.optimizer_names(at)
         if names is not None and not any(name.startswith("#") for name in names):
             return names
-        if same_places:
+        if same_places and self._live_names is None and not self._by_position:
+            return None
+        # Of several stages each has an entry at every position.
+        if same_places and len(self._crossing.stages) == 1:
             return None if self._live_names is None else list(self._live_names)
         raise OptimizerMismatch(
             f"{opened.where}, saved on {saved.describe()}, does not say which parameters the entries of its "
