@@ -38,8 +38,20 @@ class Ignored:
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
     """The globs that stand for none of ``names``."""
-    paths = {path for name in names for path in _lineage(name)}
-    return [glob for glob in globs if glob not in paths and not any(map(re.compile(translate(glob)).match, paths))]
+    known = paths(names)
+    return [glob for glob in globs if glob not in known and not any(map(re.compile(translate(glob)).match, known))]
+
+
+def paths(names: Iterable[str]) -> set[str]:
+    """The names, and all paths above them."""
+    return {path for name in names for path in _lineage(name)}
+
+
+def with_wholes(chosen: Iterable[str], known: Iterable[str]) -> set[str]:
+    """``chosen``, with the paths above of which nothing that is ``known`` stays."""
+    chosen = {*chosen}
+    stays = paths(name for name in known if chosen.isdisjoint(_lineage(name)))
+    return chosen | (paths(chosen) - stays)
 
 
 def _lineage(name: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.random_state import is_random_state
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
-from nxd_ckpt.core.filtering import Ignored, unmatched
+from nxd_ckpt.core.filtering import Ignored, paths, unmatched, with_wholes
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
@@ -84,10 +84,11 @@ class Filter:
                 f"ignore_keys= was called with a list of names and returned {chosen!r}: expected those to leave out"
             )
         chosen = list(chosen)
-        strange = [name for name in chosen if not isinstance(name, str) or unmatched([name], known)]
+        among = paths(known)
+        strange = [name for name in chosen if not isinstance(name, str) or name not in among]
         if strange:
             raise KeyMismatch(f"ignore_keys= returned names that it was not given: {listed(map(str, strange), known)}")
-        self._ignored = Ignored(self._weights_only, chosen)
+        self._ignored = Ignored(self._weights_only, with_wholes(chosen, known))
 
     def renamed(self, options: LoadOptions) -> LoadOptions:
         """The options with live names where they tell saved ones."""

@@ -142,6 +142,19 @@ def test_a_function_chooses_among_all_names(run: Path) -> None:
         load_checkpoint(run, "t", filled, ignore_keys=lambda names: ["optim/x"])
 
 
+def test_a_function_leaves_out_what_globs_do(run: Path) -> None:
+    """All that is known of a parameter or of the optimizer is the whole of it; a glob is none of the names."""
+    model = Named({**dict.fromkeys(SAVED, 77.0), "new.weight": 77.0})
+    optimizer = stepped(model)
+    load_checkpoint(run, "t", model, optimizer, ignore_keys=lambda names: [name for name in names if "/new." in name])
+    assert ({**SAVED, "new.weight": 77.0}, 10.0) == (model.held(), averages(model, optimizer)["a.weight"])
+    sharded = ShardedOptimizer(model.parameters(), lr=0.5)
+    load: dict[str, Any] = {"model": {}, "optimizer": sharded}
+    load_checkpoint(run, "t", **load, ignore_keys=lambda names: [name for name in names if name[:6] == "optim/"])
+    with pytest.raises(KeyMismatch, match=r"not given: 'optim/\*'"):
+        load_checkpoint(run, "t", **load, ignore_keys=lambda names: ["optim/*"])
+
+
 def test_entries_of_a_filled_dict_stay(run: Path) -> None:
     """Also where the dict does not tell its parameters' names: those of the tag count, by position."""
     model = Named(dict.fromkeys(SAVED, 77.0))
