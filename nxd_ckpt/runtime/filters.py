@@ -19,7 +19,7 @@ from nxd_ckpt.core.filtering import Ignored, paths, unmatched, with_wholes
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.runtime.load_options import LoadOptions
 
@@ -32,6 +32,8 @@ _BESIDE_THE_MODEL = ("optim", "scheduler", "user_content", "rank_content")
 
 _LONG = 200
 """Characters of an option that ranks tell each other as they are."""
+
+_NOTHING = ("None", "''", "[]", "{}")
 
 Names = Iterable[str]
 
@@ -53,6 +55,8 @@ class Filter:
         self._ignored = Ignored([*self.globs, *self._weights_only])
         self._aliases: Callable[[str], Sequence[str]] = lambda name: [name]
         self._has_shards = False
+        self.choice: list[str] | None = None
+        """Of what a callable was given, and of what it chose, digests: of names of the model and the optimizer."""
 
     def __bool__(self) -> bool:
         """Whether there are names to agree on."""
@@ -89,6 +93,7 @@ class Filter:
         if strange:
             raise KeyMismatch(f"ignore_keys= returned names that it was not given: {listed(map(str, strange), known)}")
         self._ignored = Ignored(self._weights_only, with_wholes(chosen, known))
+        self.choice = [_digest(sorted(filter(_is_state, names))) for names in (known, chosen)]
 
     def renamed(self, options: LoadOptions) -> LoadOptions:
         """The options with live names where they tell saved ones."""
@@ -177,7 +182,7 @@ class Unmatched:
     ) -> None:
         mapping, prefix = filtered.renaming.key_mapping, filtered.renaming.prefix
         self._live, self._saved, self._names = live, saved, names
-        self._prefix = prefix
+        self._prefix, self._choice = prefix, filtered.choice
         goes_by_prefix = bool(prefix) and (live is None or any(name not in mapping for name in live))
         self.found = {
             "globs": unmatched(filtered.globs, names),
@@ -187,16 +192,21 @@ class Unmatched:
         }
 
     def complain(self, agreement: Agreement, topology: Topology, strict: bool) -> None:
-        """Raise KeyMismatch on all ranks, or warn without ``strict``."""
-        # Ranks of one pipeline stage know the same names: one of each says them.
+        """Raise KeyMismatch on all ranks, or warn without ``strict``.
+
+        Raises RanksDisagree where a callable chose differently among the same names.
+        """
+        # Ranks of one pipeline stage know the same tensors: one of each says them. Rank content is each rank's own.
         speaks = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
-        words = agreement.gather(self.found if speaks else None)
-        if agreement.world_size < topology.world_size and topology.pp > 1:
-            return  # one process plays one stage of several, and what it has nothing for the others may have
+        found = self.found if speaks else {"globs": self.found["globs"]}
+        words = agreement.gather([self._choice, found])
 
         def decide() -> None:
-            said = [word for word in words or () if word is not None]
-            nowhere = {kind: _in_all(found, [word[kind] for word in said]) for kind, found in self.found.items()}
+            choices, said = zip(*(words or [[self._choice, self.found]]), strict=True)
+            _refuse_different(choices)
+            if agreement.world_size < topology.world_size and topology.pp > 1:
+                return  # one process plays one stage of several, and what it has nothing for the others may have
+            nowhere = {kind: _in_all(self.found[kind], [word[kind] for word in said if kind in word]) for kind in self.found}
             problems = list(self._problems(nowhere))
             if problems and strict:
                 raise KeyMismatch("; ".join(problems) + "; strict=False loads all the same")
@@ -217,6 +227,26 @@ class Unmatched:
             yield f"prefix={self._prefix!r}: no name in the checkpoint begins with it; there are {shown or 'none'}"
 
 
+def _refuse_different(choices: Iterable[Sequence[str] | None]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, choice in enumerate(choices):
+        if choice is not None:
+            other, chosen = first.setdefault(choice[0], (rank, choice[1]))
+            if chosen != choice[1]:
+                raise RanksDisagree(
+                    f"ignore_keys=: of the same names rank {other} and rank {rank} chose different ones to leave out; "
+                    "all ranks must filter alike"
+                )
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(("model", "optim"))
+
+
+def _digest(value: object) -> str:
+    return sha256(repr(value).encode()).hexdigest()
+
+
 def _in_all(items: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
     """Those of ``items`` that are in each of ``words``."""
     common = set(items).intersection(*words)
@@ -232,14 +262,15 @@ def word_of(options: LoadOptions) -> dict[str, str]:
         "load_weights_only": options.load_weights_only,
         "strict_model_weights": options.strict_model_weights,
     }
-    return {name: _shown(value) for name, value in given.items() if value}
+    shown = {name: _shown(value) for name, value in given.items()}  # of whatever type: nothing is validated yet
+    return {name: text for name, text in shown.items() if text not in _NOTHING}
 
 
 def _shown(value: Any) -> str:
     """The same text for equal values; of a long one its beginning and a digest."""
     value = dict(sorted(value.items(), key=repr)) if isinstance(value, Mapping) else value
     text = repr(sorted(value, key=repr) if isinstance(value, (list, tuple, set, frozenset)) else value)
-    return text if len(text) < _LONG else f"{text[:_LONG]}... ({sha256(text.encode()).hexdigest()[:8]})"
+    return text if len(text) < _LONG else f"{text[:_LONG]}... ({_digest(text)[:8]})"
 
 
 def _globs(given: Any) -> list[str]:

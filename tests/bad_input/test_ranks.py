@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,14 @@ def test_a_model_that_does_not_fit_on_one_rank(pair: WorkerPool, kept: Path) -> 
     both_refused(pair.run(loading, str(kept), arguments, (4, 5)), errors.ShapeMismatch, "model/up.weight")
 
 
+def biases(names: list[str]) -> list[str]:
+    return [name for name in names if "bias" in name]
+
+
+def weights(names: list[str]) -> list[str]:
+    return [name for name in names if "weight" in name]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "told"),
     [
@@ -133,6 +142,9 @@ def test_a_model_that_does_not_fit_on_one_rank(pair: WorkerPool, kept: Path) -> 
         ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
         ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names ['absent']"),
         ([{}, {"ignore_keys": ["optim/*"]}], errors.RanksDisagree, "ignore_keys=['optim/*']"),
+        ([{}, {"strict_model_weights": False}], errors.RanksDisagree, "strict_model_weights=False"),
+        ([{}, {"ignore_keys": np.array(["optim/*", "rng"])}], errors.RanksDisagree, "ignore_keys=array"),
+        ([{"ignore_keys": biases}, {"ignore_keys": weights}], errors.RanksDisagree, "rank 0 and rank 1 chose"),
         ([{"ignore_keys": ["optm/*"]}] * 2, errors.KeyMismatch, "matches nothing with 'optm/*'"),
         ([{"key_mapping": {"up.weight": "down.weight"}}] * 2, errors.InvalidArgument, "would both be loaded"),
     ],
@@ -168,6 +180,21 @@ def test_a_filter_is_about_all_stages_together(pair: WorkerPool, tmp_path: Path)
     assert [{"part0.weight": 1.0}, {"part1.weight": 2.0}] == pair.run(staged, str(tmp_path / "two"), mapping)
     found = pair.run(staged, str(tmp_path / "three"), {"ignore_keys": ["model/stage2.*"]})
     assert [True, True] == ["matches nothing with 'model/stage2.*'" in message for message in found]
+
+
+def own_content(rank: int, directory: str) -> dict[str, Any]:
+    """Save content with a key of this rank's own, and load it without that of rank 1."""
+    at: dict[str, Any] = {"topology": Topology(dp=2, rank=rank), "timeout": 20.0}
+    save_checkpoint(directory, "one", {"w": torch.ones(1)}, rank_content={f"of{rank}": 1}, durable=False, **at)
+    close_checkpointers()
+    mine: dict[str, Any] = {}
+    load_checkpoint(directory, "one", {}, rank_content=mine, ignore_keys=["rank_content/of1"], **at)
+    return mine
+
+
+def test_a_key_that_one_rank_alone_has(pair: WorkerPool, tmp_path: Path) -> None:
+    """A glob for it matches something, though the ranks that speak for others have nothing for it."""
+    assert [{"of0": 1}, {}] == pair.run(own_content, str(tmp_path / "ckpt"))
 
 
 def test_a_directory_that_is_gone(pair: WorkerPool, kept: Path) -> None:
