@@ -206,7 +206,10 @@ class Unmatched:
             _refuse_different(choices)
             if agreement.world_size < topology.world_size and topology.pp > 1:
                 return  # one process plays one stage of several, and what it has nothing for the others may have
-            nowhere = {kind: _in_all(self.found[kind], [word[kind] for word in said if kind in word]) for kind in self.found}
+            nowhere = {
+                kind: _in_all(found, [word[kind] for word in said if kind in word])
+                for kind, found in self.found.items()
+            }
             problems = list(self._problems(nowhere))
             if problems and strict:
                 raise KeyMismatch("; ".join(problems) + "; strict=False loads all the same")

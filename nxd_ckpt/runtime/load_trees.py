@@ -176,11 +176,41 @@ class Source:
             trees.model_tree = self._model_tree(model)
             trees.names = model.validate(trees.model_tree, self._options.strict_names, filtered.ignores_model)
         if optimizer is not None and not filtered.covers("optim"):
+            self._refuse_positions(optimizer)
             trees.optimizer_tree = self._filtered(self._optimizer_tree(optimizer), optimizer)
             optimizer.validate(trees.optimizer_tree)
         trees.is_regrouped = self.is_regrouped
         trees.keeps = filtered.keeps(trees.names)
         return trees
+
+    def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
+        """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""
+        if isinstance(optimizer, DictOptimizer):  # filled with what the tag has, and as it has it
+            return
+        mapping, live = self._filter.renaming.key_mapping, self._live_names
+        if live is None:
+            held = [] if self._model is None else self._model.names()
+            copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, held))
+            if mapping or copies:
+                why = "where key_mapping= has their state" if mapping else "whose weights are left out"
+                raise OptimizerMismatch(
+                    f"optimizer: the names of its parameters are not known, and so not {why}; pass the live model "
+                    "itself, or param_names="
+                )
+        elif self._saved_names() is None and any(saved in live for name, saved in mapping.items() if name != saved):
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} does not say which parameters its entries belong to, and their "
+                "positions do not tell where key_mapping= exchanges live names; pass saved_param_names="
+            )
+
+    def _saved_names(self) -> list[str] | None:
+        """The optimizer's parameters on this rank's stage (the first where stages are others), as the caller or the tag
+        tells."""
+        saved, live, given = self._opened.topology, self._topology, self._options.saved_param_names
+        stage = live.pp_rank if saved.pp == live.pp else 0
+        if given is not None and len(given) == saved.pp:
+            return _flat(given[stage])
+        return self._opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
 
     def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
         """An optimizer's tree without what is left out."""
@@ -285,7 +315,7 @@ class Source:
 
     def _is_reordered(self, optimizer: OptimizerAdapter) -> bool:
         """Whether both sides know their parameters' names, and list them in another order."""
-        saved, live = self._opened.optimizer_names(self._topology.coordinates), optimizer.parameter_names
+        saved, live = self._saved_names(), optimizer.parameter_names
         if saved is None or live is None or any(name.startswith("#") for name in [*saved, *live]):
             return False
         aliases = self._crossing.names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, save_checkpoint
-from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch, OptimizerMismatch
 from tests.adapters.doubles import ShardedOptimizer
 from tests.layout.equality import difference
 
@@ -175,6 +176,25 @@ def test_chains_and_cycles_are_replaced_at_once(run: Path, order: list[str], glo
     kept = {"b.weight"} if "optim/b.weight" in globs else set()
     expected = {name: 770.0 if name in kept else 10 * SAVED[saved] for name, saved in mapping.items()}
     assert expected == averages(model, optimizer)
+
+
+def test_names_are_not_exchanged_by_position(run: Path, tmp_path: Path) -> None:
+    """A mapping of the optimizer's state is refused where one side does not name it, unless the caller does."""
+    mapping = {"a.weight": "b.weight", "b.weight": "a.weight"}
+    model = Named(dict.fromkeys(SAVED, 77.0))
+    optimizer = stepped(model)
+    with pytest.raises(OptimizerMismatch, match="pass the live model itself, or param_names="):
+        load_checkpoint(run, "t", None, optimizer, key_mapping=mapping)
+    foreign = Path(shutil.copytree(run / "t", tmp_path / "t"))
+    (foreign / "manifest.json").unlink()
+    shutil.rmtree(foreign / "index")
+    with pytest.raises(OptimizerMismatch, match="exchanges live names; pass saved_param_names="):
+        load_checkpoint(tmp_path, "t", model, optimizer, key_mapping=mapping)
+    assert (dict.fromkeys(SAVED, 77.0), dict.fromkeys(SAVED, 770.0)) == (model.held(), averages(model, optimizer))
+    swapped = {"a.weight": 20.0, "b.weight": 10.0, "c.weight": 30.0}
+    load_checkpoint(tmp_path, "t", model, optimizer, key_mapping=mapping, saved_param_names=[[[*SAVED]]])
+    assert swapped == averages(model, optimizer)
+    load_checkpoint(run, "t", None, stepped(model), key_mapping=mapping, param_names=[[*SAVED]])
 
 
 def test_names_before_and_after_a_wrapper(run: Path, tmp_path: Path) -> None:

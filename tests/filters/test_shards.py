@@ -12,6 +12,7 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt.errors import OptimizerMismatch
 from tests.adapters.doubles import ShardedOptimizer
 from tests.filters.test_load import Named
 
@@ -87,3 +88,12 @@ def test_shards_of_parameters_without_names_follow_the_weights(run: Path, option
     optimizer = sharded(model)
     load_checkpoint(run, "t", dict(model.state_dict()), optimizer, **options)
     assert SAVED == after_a_step(model, optimizer)
+
+
+def test_weights_without_names_cannot_be_left_out(run: Path) -> None:
+    """Which of the shards are copies of them is not known; nothing is changed."""
+    model = Named(LIVE)
+    optimizer = sharded(model)
+    with pytest.raises(OptimizerMismatch, match=r"not whose weights are left out; pass .* param_names="):
+        load_checkpoint(run, "t", dict(model.state_dict()), optimizer, ignore_keys=["model/a.weight"])
+    assert LIVE == after_a_step(model, optimizer)

@@ -1,5 +1,5 @@
-"""Tags that neuronx-distributed wrote, which say no names of the optimizer's parameters: on a pipeline, live models that
-are not quite the saved ones."""
+"""A pipeline's tags that neuronx-distributed wrote, which say no names of the optimizer's parameters, loaded into
+models that are not quite the saved ones."""
 
 from __future__ import annotations
 
