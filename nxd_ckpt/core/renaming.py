@@ -42,7 +42,7 @@ class Renaming:
                 raise InvalidArgument(f"key_mapping must map names to names, found {live!r}: {saved!r}")
             other = self._live_by_saved[saved]
             if other != live:
-                raise _collision(other, live, saved)
+                raise _collision(other, live, saved, "map each to a tensor of its own")
 
     def saved(self, live: str) -> str:
         """What the checkpoint calls it."""
@@ -72,7 +72,8 @@ class Renaming:
         for name in names:
             other = None if name in self.key_mapping else self._live_by_saved.get(self.saved(name))
             if other is not None and other not in aliases(name):
-                raise _collision(other, name, self.saved(name))
+                found = self.saved(name)
+                raise _collision(other, name, found, f"map {name!r} to another one, or leave it out with ignore_keys=")
 
     @cached_property
     def _live_by_saved(self) -> dict[str, str]:
@@ -82,8 +83,7 @@ class Renaming:
         return found
 
 
-def _collision(first: str, second: str, saved: str) -> InvalidArgument:
+def _collision(first: str, second: str, saved: str, advice: str) -> InvalidArgument:
     return InvalidArgument(
-        f"key_mapping: the live {first!r} and {second!r} would both be loaded from {saved!r}; map each to a tensor of "
-        "its own, or leave one out with ignore_keys="
+        f"key_mapping: the live {first!r} and {second!r} would both be loaded from {saved!r}; {advice}"
     )

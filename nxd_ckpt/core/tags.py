@@ -62,7 +62,7 @@ def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
         )
     try:
         return template.format_map(values)
-    except (ValueError, TypeError, IndexError, KeyError) as error:
+    except Exception as error:  # of whatever a value does to format itself; it must reach all ranks
         raise InvalidArgument(f"tag {template!r} cannot be filled with {dict(values)}: {error}") from error
 
 

@@ -75,6 +75,7 @@ def test_a_template_is_filled_or_refused_before_anything_is_written(tmp_path: Pa
         ("ep{0}", {"0": 3}),
         ("ep{epoch", {"epoch": 3}),
         ("ep{epoch:d}", {"epoch": "three"}),
+        ("ep{epoch}{epoch.first}", {"epoch": 3, "epoch.first": 4}),
         ("ep{epoch:{width.real}}", {"epoch": 3, "width": 4}),
         ("ep", {"epoch": 3}),
         ("ep{epoch}", {}),
