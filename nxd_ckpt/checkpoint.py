@@ -117,11 +117,7 @@ class Checkpoint:
         leaf = self.whole.leaf(name)
         if box is not None:
             leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
-        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
-        with self._opened.reader() as reader:
-            reader.read_into(leaf, out, name, compare=True, proved=False)
-            reader.finish()
-        return out
+        return self._put_together(leaf, name)
 
     def model_state(self, rank: int = 0) -> dict[str, Any]:
         """The model's state dict as the global ``rank`` held it, on the CPU.
@@ -149,12 +145,19 @@ class Checkpoint:
         return self._opened.rank_content(rank)
 
     def _read(self, tree: Any) -> Any:
-        def read(leaf: TensorStub | MissingTensor) -> torch.Tensor:
+        def read(leaf: TensorStub | Assembly | MissingTensor) -> torch.Tensor:
             if isinstance(leaf, MissingTensor):
                 raise PartNotFound(f"{self._opened.where}: no file holds tensor {leaf.name!r} ({leaf.file} is missing)")
-            return self._opened.read(leaf)
+            return self._put_together(leaf, "") if isinstance(leaf, Assembly) else self._opened.read(leaf)
 
-        return map_tensors(tree, read, (TensorStub, MissingTensor))
+        return map_tensors(tree, read, (TensorStub, Assembly, MissingTensor))
+
+    def _put_together(self, leaf: TensorStub | Assembly, name: str) -> torch.Tensor:
+        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+        with self._opened.reader() as reader:
+            reader.read_into(leaf, out, name, compare=True, proved=False)
+            reader.finish()
+        return out
 
 
 def open_checkpoint(

@@ -8,7 +8,6 @@ lie in common ones, one behind the other.
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,11 +16,13 @@ import torch
 
 from nxd_ckpt.convert.filling import Filling
 from nxd_ckpt.convert.inputs import Proved
+from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
 from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.dcp_state import DcpState
 from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.plan import NamedTensor, PlannedFile
+from nxd_ckpt.runtime.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.runtime.writing import WRITERS, FileWriter
 from nxd_ckpt.storage.base import Storage
 
@@ -132,27 +133,12 @@ class DcpWriter:
         return f"__0_{self._files - 1}.distcp"
 
     def _metadata(self) -> bytes:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
-
-        paths: dict[str, Any] = {name: path for name, (path, _) in self._state.values.items()}
-        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._state.values}
-        data = {MetadataIndex(name): _StorageInfo(*self._places[name]) for name in self._state.values}
+        values = self._state.values.items()
+        chunks = [DcpChunk(path, None, (), (), (), *self._places[name]) for name, (path, _) in values]
         for name, tensor in self._state.tensors.items():
-            size, zeros = torch.Size(tensor.shape), torch.Size([0] * len(tensor.shape))
-            properties = TensorProperties(dtype=torch_dtype(tensor.dtype))
-            entries[name] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
-            data[MetadataIndex(name, zeros, 0)] = _StorageInfo(*self._places[name])
-            paths[name] = tensor.path
-        return pickle.dumps(Metadata(entries, planner_data=paths, storage_data=data, storage_meta=StorageMeta()))
+            zeros = (0,) * len(tensor.shape)
+            chunks.append(DcpChunk(tensor.path, tensor.dtype, tensor.shape, zeros, tensor.shape, *self._places[name]))
+        return dump_metadata(chunks)
 
 
 def _is_large(leaf: Any) -> bool:

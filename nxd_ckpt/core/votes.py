@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
@@ -24,7 +25,7 @@ class Vote:
     ranks. ``replica`` is a digest of the names, shapes and dtypes of its model state: ranks that share the writing of
     one replica each write their share of *the same* list, so equal digests mean that every tensor was written exactly
     once. ``replicated`` is a digest of the content of its tensors that are believed equal on all tp ranks, None if it
-    wrote none of them.
+    wrote none of them. ``chunks`` is what rank 0 needs to know of its files of a torch DCP directory.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Vote:
     replicated: int | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    chunks: tuple[DcpChunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ def load_vote(data: bytes, where: str) -> Vote:
     fields = _fields(data, where)
     index = fields.pop("index", None)
     try:
-        error = _error_of(fields.pop("error", None))
-        return Vote(**fields, index=None if index is None else RankLine(**index), error=error)
+        error, chunks = _error_of(fields.pop("error", None)), map(DcpChunk.from_json, fields.pop("chunks", ()))
+        line = None if index is None else RankLine(**index)
+        return Vote(**fields, index=line, error=error, chunks=tuple(chunks))
     except (TypeError, ValueError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
 

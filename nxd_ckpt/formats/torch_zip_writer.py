@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from nxd_ckpt.formats import zip_container
@@ -57,6 +58,11 @@ class ZipImage:
     def tensor_nbytes(self) -> int:
         return self.storages[-1].end if self.storages else 0
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of each torch file in this one."""
+        return [(0, self.nbytes)]
+
     def header(self, index: int, crc: int) -> tuple[int, bytes]:
         """(offset, bytes) of what lies between the storage before number ``index`` and that itself.
 
@@ -83,6 +89,50 @@ class ZipImage:
         if [storage.nbytes for storage in self.storages] != [nbytes for _, nbytes in tensors]:
             raise AssertionError("a state that was taken for unchanged has other tensors")
         return _image(pickled, self._records[: len(self.storages)], self.storages, self.tensors)
+
+
+@dataclass(frozen=True)
+class ValuesImage:
+    """As a :class:`ZipImage`: torch zip files one behind the other, each of one value that holds no tensor."""
+
+    archives: Sequence[bytes] = field(repr=False)
+    storages: Sequence[Storage] = ()
+    tensors: Sequence[Any] = ()
+    tensor_nbytes: int = 0
+
+    @staticmethod
+    def of(values: Iterable[Any]) -> ValuesImage:
+        """Raises UnsafePickle for what cannot be pickled at all."""
+        return ValuesImage([image_of(value).tail(()) for value in values])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.archives))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of each torch file in this one."""
+        ends = list(accumulate(map(len, self.archives)))
+        return [(end - len(archive), len(archive)) for end, archive in zip(ends, self.archives, strict=True)]
+
+    def header(self, index: int, crc: int) -> tuple[int, bytes]:
+        """Never asked for: there are no tensors."""
+        raise IndexError(index)
+
+    def tail(self, crcs: Sequence[int]) -> bytes:
+        """All of it."""
+        return b"".join(self.archives)
+
+    def holding(self, tensors: Sequence[Any]) -> ValuesImage:
+        """The same."""
+        return self
+
+    def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> ValuesImage:
+        """The image of other values, a list."""
+        return ValuesImage.of(tree)
+
+
+Image = ZipImage | ValuesImage
 
 
 def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipImage:

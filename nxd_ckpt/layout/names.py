@@ -21,6 +21,8 @@ MODEL_DIR = "model"
 OPTIMIZER_DIR = "optim"
 INDEX_DIR = "index"
 RANK_CONTENT_DIR = "rank_content"
+DCP_METADATA = f"{OPTIMIZER_DIR}/.metadata"
+"""What lies where in the torch DCP directory of a ZeRO-1 optimizer (``use_zero1_dcp``)."""
 HIDDEN = ".nxd_ckpt"
 NEWEST = "newest"
 """NxD 0.6 only: a file beside the tags that lists them, one a line, the latest last."""
@@ -63,6 +65,11 @@ def full_file(ep: int | None, tp: int, pp: int) -> str:
     unsharded ZeRO-1 optimizer of one (tp, pp) rank. The ep field is ours: upstream cannot convert those."""
     expert = "" if ep is None else f"_ep_rank_{ep:02d}"
     return f"full{expert}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+
+
+def dcp_file(rank: int, number: int) -> str:
+    """A file of the global ``rank`` in the torch DCP directory of a ZeRO-1 optimizer; number 0 holds plain values."""
+    return f"{OPTIMIZER_DIR}/__{rank}_{number}.distcp"
 
 
 def index_file(at: Coordinates) -> str:

@@ -20,7 +20,6 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
 from nxd_ckpt.layout.grid import describe, spanned
-from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.layout.zero1_dcp import Zero1Dcp
 from nxd_ckpt.storage.base import Storage
 
@@ -174,8 +173,8 @@ class NxdTag:
 
     @cached_property
     def _dcp(self) -> Zero1Dcp | None:
-        exists = self.files.has(f"{names.OPTIMIZER_DIR}/{METADATA}")
-        return Zero1Dcp(self.files, names.OPTIMIZER_DIR) if exists else None
+        exists = self.files.has(names.DCP_METADATA)
+        return Zero1Dcp(self.files, names.OPTIMIZER_DIR, self._given_topology) if exists else None
 
     @cached_property
     def _first_model(self) -> dict[str, Any] | None:

@@ -2,14 +2,15 @@
 
 Names are ``base_state.<parameter>.<state>``, followed by ``|pp-NNNN`` and ``|tp-NNNN`` for tensors where
 those sizes exceed 1; the data-parallel shards are the chunks of one entry along dimension 0, in order of dp
-rank. Plain objects (``param_groups``, ``shape_info``, an integer ``step``) are stored once for all ranks that
+rank. Padding is not stored: the last chunk may have fewer rows, and ranks that would hold nothing else have
+none. Plain objects (``param_groups``, ``shape_info``, an integer ``step``) are stored once for all ranks that
 agree on their name.
 
 What upstream leaves open (source: neuronx_distributed 0.9 to 0.18, ``optimizer/zero_dcp_utils.py``): the
 index behind a name is nowhere in the files. It is the position among the names, which stand in the order of
 the optimizer's state; a caller who knows the names by index passes ``param_names``. With pipeline stages
 ``shape_info`` and ``params`` are those of one stage for all, so that there they are worked out from the
-chunks.
+chunks; unless each later stage has its own, with its suffix, as nxd_ckpt writes them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, map_tensors
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.torch_dcp import Chunk, read_metadata
+from nxd_ckpt.layout.torch_dcp import Chunk, WholeForm, read_metadata
 
 _NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,}))?(?:\|tp-(?P<tp>\d{4,}))?", re.DOTALL)
 _BY_NAME = ("base_state", "sharded_master_weights")
@@ -30,12 +33,16 @@ _BY_NAME = ("base_state", "sharded_master_weights")
 
 
 class _Entry(NamedTuple):
-    """A name taken apart; ``pp`` and ``tp`` are None where the entry is for all ranks."""
+    """A name taken apart; ``pp`` and ``tp`` are None where the entry is for all ranks.
+
+    ``full`` is the shape of the whole tensor, where the metadata says it.
+    """
 
     path: tuple[str, ...]
     pp: int | None
     tp: int | None
     chunks: tuple[Chunk, ...]
+    full: tuple[int, ...] | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -46,19 +53,24 @@ class _Entry(NamedTuple):
 
 
 class Zero1Dcp:
-    """The optimizer in the DCP directory ``directory`` of a tag; ``dp``, ``tp``, ``pp`` are its sizes."""
+    """The optimizer in the DCP directory ``directory`` of a tag; ``dp``, ``tp``, ``pp`` are its sizes.
 
-    def __init__(self, files: TagFiles, directory: str) -> None:
+    Those are at least what the entries show, which may be less where the last ranks hold nothing but padding.
+    """
+
+    def __init__(self, files: TagFiles, directory: str, sizes: Topology | None = None) -> None:
         self._files, self._where = files, files.key(directory)
         metadata = read_metadata(files, directory)
         # In the order of the state dict; where that is not recorded, one rank still wrote in that order.
         names = [name for name in {**metadata.paths, **metadata.entries} if name in metadata.entries]
         self._entries = [
-            _take_apart(name, metadata.paths.get(name), metadata.entries[name]) for name in names
+            _take_apart(name, metadata.paths.get(name), metadata.entries[name], metadata.forms.get(name))
+            for name in names
         ]
-        self.dp = max((len(entry.chunks) for entry in self._entries), default=1)
-        self.tp = max((entry.tp or 0 for entry in self._entries), default=0) + 1
-        self.pp = max((entry.pp or 0 for entry in self._entries), default=0) + 1
+        sizes = sizes or Topology()
+        self.dp = max(sizes.dp, *(len(entry.chunks) for entry in self._entries), 1)
+        self.tp = max(sizes.tp, *((entry.tp or 0) + 1 for entry in self._entries), 1)
+        self.pp = max(sizes.pp, *((entry.pp or 0) + 1 for entry in self._entries), 1)
 
     def names(self, at: Coordinates) -> list[str] | None:
         """The parameter behind each index; None where one has no state, and so no name in the files."""
@@ -68,8 +80,7 @@ class Zero1Dcp:
     def tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         """The ZeRO-1 state dict of the rank at these coordinates: NxD's keys, lists in place of tuples.
 
-        ``param_names`` are the parameters by index. Padding is not stored: the last shard of a parameter
-        whose rows dp does not divide is shorter than the others.
+        ``param_names`` are the parameters by index. A shard with padding is an Assembly.
 
         Raises:
             PartNotFound: no such rank.
@@ -93,7 +104,7 @@ class Zero1Dcp:
                     by_index.setdefault(index_of[name], {})[state[0]] = value
                 else:
                     by_index[index_of[name]] = value
-        groups = self._param_groups(len(index_of))
+        groups = self._param_groups(at, len(index_of))
         tree = {
             "state": {},
             "param_groups": groups,
@@ -102,25 +113,32 @@ class Zero1Dcp:
         }
         return tree | found
 
-    def _param_groups(self, count: int) -> list[dict[str, Any]]:
+    def _param_groups(self, at: Coordinates, count: int) -> list[dict[str, Any]]:
         groups: dict[int, dict[str, Any]] = {}
-        for entry in self._entries:
-            if entry.path[0] == "param_groups":
-                _, index, *keys, last = entry.path
-                node = groups.setdefault(int(index), {})
-                for key in keys:
-                    node = node.setdefault(key, {})
-                node[last] = self._load(entry, 0)
-        if self.pp > 1 and len(groups) == 1:
+        entries, are_own = self._of_stage("param_groups", at)
+        for entry in entries:
+            _, index, *keys, last = entry.path
+            node = groups.setdefault(int(index), {})
+            for key in keys:
+                node = node.setdefault(key, {})
+            node[last] = self._load(entry, 0)
+        if self.pp > 1 and len(groups) == 1 and not are_own:
             groups[0]["params"] = list(range(count))
         return [groups[index] for index in sorted(groups)]
 
     def _shape_info(self, at: Coordinates, shapes: dict[str, tuple[int, ...]]) -> dict[int, list[int]]:
         """The full shape of each parameter by index."""
-        if self.pp > 1:
+        stored, are_own = self._of_stage("shape_info", at)
+        if self.pp > 1 and not are_own:
             return {index: list(shape) for index, shape in enumerate(shapes.values())}
-        stored = (entry for entry in self._entries if entry.path[0] == "shape_info")
         return {int(entry.path[1]): list(self._load(entry, 0)) for entry in stored}
+
+    def _of_stage(self, section: str, at: Coordinates) -> tuple[list[_Entry], bool]:
+        """What all ranks of a stage have in common, and whether it is known to be that stage's own."""
+        found = [entry for entry in self._entries if entry.path[0] == section]
+        own = [entry for entry in found if entry.pp == at.pp_rank]
+        ours = any(entry.pp is not None for entry in found)  # then those without a suffix are the first stage's
+        return own or [entry for entry in found if entry.pp is None], bool(own) or (ours and at.pp_rank == 0)
 
     def _shapes_by_name(self, at: Coordinates) -> dict[str, tuple[int, ...]]:
         """The full shape of every parameter with state on this tp and pp rank, in the order of the state."""
@@ -131,7 +149,9 @@ class Zero1Dcp:
         return {name: self._full_shape(entry) for name, entry in first.items()}
 
     def _full_shape(self, entry: _Entry) -> tuple[int, ...]:
-        last = self._load(entry, len(entry.chunks) - 1)
+        if entry.full is not None:
+            return entry.full
+        last = self._stub(entry, entry.chunks[-1])
         offsets = entry.chunks[-1].offsets or ()
         return tuple(offset + size for offset, size in zip(offsets, last.shape, strict=True))
 
@@ -155,23 +175,41 @@ class Zero1Dcp:
         return index_of
 
     def _load(self, entry: _Entry, dp_rank: int) -> Any:
-        """That dp rank's chunk as a TensorStub, or the object itself where all ranks share it."""
+        """What that dp rank holds of a tensor, or the object itself where all ranks share it."""
         if not entry.is_sharded:
             chunk = entry.chunks[0]
             shared = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
             return shared if chunk.offsets is not None else map_tensors(shared, self._files.read, TensorStub)
-        if len(entry.chunks) != self.dp:
+        rows, has_rows = self._rows(entry), dp_rank < len(entry.chunks)
+        stub = self._stub(entry, entry.chunks[dp_rank if has_rows else 0])
+        if has_rows and stub.shape[0] == rows:
+            return stub
+        whole = Box.whole(stub.shape)
+        return Assembly(stub.dtype, (rows, *stub.shape[1:]), (Part(stub, whole, whole),) if has_rows else ())
+
+    def _rows(self, entry: _Entry) -> int:
+        """The rows of each shard. Raises MalformedFile unless the chunks are as many as there are shards with rows."""
+        full = self._full_shape(entry)[0]
+        rows = zero1_rows(full, self.dp)
+        expected = list(range(0, full, rows)) if full else [0]
+        found = [(chunk.offsets or (0,))[0] for chunk in entry.chunks]
+        if found != expected:
             raise MalformedFile(
-                f"{self._where}: {'.'.join(entry.path)} has {len(entry.chunks)} shards, others have {self.dp}"
+                f"{self._where}: {'.'.join(entry.path)} has {full} rows over {self.dp} ranks: expected "
+                f"{len(expected)} shards, at rows {expected[:6]}; found {len(found)}, at {found[:6]}"
             )
-        chunk = entry.chunks[dp_rank]
+        return rows
+
+    def _stub(self, entry: _Entry, chunk: Chunk) -> TensorStub:
         stub = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
         if not isinstance(stub, TensorStub) or len(stub.shape) != len(chunk.offsets or ()):
             raise MalformedFile(f"{self._where}/{chunk.file}: expected the tensor {'.'.join(entry.path)}")
         return stub
 
 
-def _take_apart(name: str, keys: tuple[Any, ...] | None, chunks: tuple[Chunk, ...]) -> _Entry:
+def _take_apart(
+    name: str, keys: tuple[Any, ...] | None, chunks: tuple[Chunk, ...], form: WholeForm | None
+) -> _Entry:
     match = _NAME.fullmatch(name)
     if match is None:
         raise MalformedFile(f"torch DCP entry without a name: {name!r}")
@@ -183,7 +221,7 @@ def _take_apart(name: str, keys: tuple[Any, ...] | None, chunks: tuple[Chunk, ..
         path = (section, *rest.rsplit(".", 1))
     else:
         path = (section, *rest.split("."))
-    return _Entry(path, pp, tp, chunks)
+    return _Entry(path, pp, tp, chunks, None if form is None else form.shape)
 
 
 def _matched(

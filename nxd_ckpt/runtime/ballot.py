@@ -93,8 +93,8 @@ def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> N
     storage.write(rank_file(attempt, rank, "progress"), str(amount).encode())
 
 
-def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> list[Vote]:
-    """All ranks' votes, by rank. Rank 0 only.
+def collect(storage: Storage, attempt: str, world_size: int, timeout: float, *, first: int = 0) -> list[Vote]:
+    """The votes of all ranks from ``first`` on, by rank. Rank 0 only.
 
     Passes on to the other ranks, as rank 0's own progress, what it sees of theirs: nobody else reads all of it.
 
@@ -103,7 +103,7 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> 
             naming the ranks that did not vote.
     """
     found: dict[int, Vote] = {}
-    missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(world_size)}
+    missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(first, world_size)}
     backoff = _Backoff(storage)
     patience = _Patience(timeout, on_progress=lambda: report_progress(storage, attempt, 0, time.monotonic_ns()))
     while True:
@@ -115,7 +115,7 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float) -> 
             ballots.raise_error_of(found[rank])
             backoff.reset()
         if not missing:
-            return [found[rank] for rank in range(world_size)]
+            return [found[rank] for rank in sorted(found)]
         ranks = list(missing.values())
         if patience.is_over(len(found), partial(_progress, storage, attempt, names, ranks)):
             raise SaveFailed(

@@ -29,7 +29,7 @@ class SaveOptions:
         use_xser: a file per tensor, shared out among data-parallel replicas.
         num_kept_ckpts: complete tags to keep; None or -1 keeps all.
         zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
-        use_zero1_dcp: not supported for saving; reading is.
+        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
         avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for.
         param_names: optimizer's parameter names, per group in order, where they cannot be known from a live model.
         partitions: how parameters are cut, where their attributes were lost.
@@ -58,11 +58,6 @@ class SaveOptions:
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
         if self.overwrite not in (None, True, False):
             raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
-        if self.use_zero1_dcp:
-            raise UnsupportedState(
-                "use_zero1_dcp=True: writing the optimizer as a torch DCP directory is not supported (reading is); "
-                "leave it out: the plain files load on every rank, and are smaller"
-            )
         if self.avoid_saving_lower_precision_weights and not self.use_xser:
             raise InvalidArgument("avoid_saving_lower_precision_weights=True needs use_xser=True, as in NxD")
         if self.avoid_saving_lower_precision_weights and self.weights_only:
@@ -106,6 +101,8 @@ def capture(
             topology=topology,
         )
         optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
+        if options.use_zero1_dcp:
+            kind = _as_dcp(kind)
         if options.partitions:
             optimizer_state = _repartitioned(optimizer_state, options.partitions)
     contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
@@ -121,6 +118,16 @@ def capture(
         lower_precision_weights=not options.avoid_saving_lower_precision_weights,
         **contents,
     )
+
+
+def _as_dcp(kind: str) -> str:
+    """The kind of an optimizer of that ``kind`` with ``use_zero1_dcp``."""
+    if kind != "zero1":
+        raise UnsupportedState(
+            "use_zero1_dcp=True is for ZeRO-1 optimizers, and for their state dicts with zero1_optimizer=True; this "
+            "one's state is the same on all data-parallel ranks: leave it out"
+        )
+    return "zero1_dcp"
 
 
 def _scheduler_state(scheduler: Any) -> Any:

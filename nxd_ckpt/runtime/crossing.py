@@ -174,17 +174,14 @@ def assembled(
     reads: Sequence[Read[Place]],
     stubs: Mapping[Place, TensorStub | Assembly],
     expected: tuple[int, ...],
-    *,
-    unpadded: bool = False,
 ) -> TensorStub | Assembly:
     """The tensor of ``shape`` made of ``reads``; a whole saved one as it is.
 
-    Holders' tensors have the shape ``expected``, or with ``unpadded`` fewer rows. Raises MalformedFile where one has
-    another shape or dtype than the sizes and the other ranks' files say.
+    Holders' tensors have the shape ``expected``. Raises MalformedFile where one has another shape or dtype than the
+    sizes and the other ranks' files say.
     """
     for stub in stubs.values():
-        shorter = unpadded and stub.shape[1:] == expected[1:] and stub.shape < expected
-        if stub.dtype != dtype or not (stub.shape == expected or shorter):
+        if (stub.dtype, stub.shape) != (dtype, expected):
             raise MalformedFile(
                 f"{name}: {_files_of(stub)} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} as the other "
                 "ranks' files and sizes say; the tag mixes files of two saves, or of two conversions"

@@ -156,6 +156,8 @@ class OpenTag:
         ``param_names``, in order of their index, are needed only by layouts that keep names instead.
         """
         kind = self.parts.optimizer
+        if kind == "zero1_dcp" and self.manifest is not None:
+            return self._dcp_tree(at)
         own = kind == "zero1"
         if kind in ("plain", "zero1", "zero1_full"):
             file = names.optimizer_file(self.topology, at, kind)
@@ -165,6 +167,17 @@ class OpenTag:
         tree = self._proved_tree(read, Written(names.OPTIMIZER_DIR, indexes))
         refuse_missing(self.where, tree)
         return tree
+
+    def _dcp_tree(self, at: Coordinates) -> dict[str, Any]:
+        """The same of a torch DCP directory of ours: what ranks share is in files of the first one of each stage."""
+        first, leader = self.topology.coordinates_of(0), Coordinates(at.pp_rank)
+        self._prove(names.DCP_METADATA, first)
+        shared = dict.fromkeys((Coordinates(), leader))
+        for place in shared:
+            self._prove(names.dcp_file(self.topology.rank_of(place), 0), place)
+        read = partial(self._layout.optimizer_tree, at, self.optimizer_names(at))
+        writers = dict.fromkeys((at, *shared))
+        return self._proved_tree(read, Written(names.OPTIMIZER_DIR, map(self.index, writers)))
 
     def _proved_tree(
         self, read: Callable[[], dict[str, Any]], written: Written, left_out: bool = False
@@ -324,7 +337,8 @@ def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     probe = OpenTag(storage, tag, open_tag(storage, tag, topology=topology), manifest)
     first = topology.coordinates_of(0)
     kind = manifest.parts.optimizer or "plain"
-    files = [names.model_file(topology, first), names.optimizer_file(topology, first, kind)]
+    optimizer = names.DCP_METADATA if kind == "zero1_dcp" else names.optimizer_file(topology, first, kind)
+    files = [names.model_file(topology, first), optimizer]
     try:
         entries = probe.index(first).files
     except (PartNotFound, MalformedFile, DigestMismatch):

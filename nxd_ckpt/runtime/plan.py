@@ -5,7 +5,7 @@ Who writes what (source: neuronx_distributed 0.18; where it leaves something out
 ===================  ===============================================================================
 model, plain files   the first rank of each replica group, whole
 model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
-optimizer, ZeRO-1    every rank its own file
+optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see runtime.dcp_plan
 optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
 optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written)
 scheduler, user      the master rank (global rank 0)
@@ -16,55 +16,23 @@ rank content         every rank its own file
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of
-from nxd_ckpt.adapters.state import ModelState, State, StateTensor
+from nxd_ckpt.adapters.state import ModelState, State
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
-from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
-from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
+from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout import names
-
-
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor of a planned file, as the index will show it; ``storage`` numbers the image's storages."""
-
-    name: str
-    storage: int
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] | None
-    replicated: bool = False
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """One file to write: its key relative to the tag, its image, and which global tensors lie in it.
-
-    ``part`` is the field of SaveState that it is a share of. ``contents`` finds what it pickles in that part's tree,
-    where that is more than one tensor: of a tree with other values it would be another pickle. ``pickling`` makes the
-    pickle, where that is left for later: tensors can be staged without it.
-    """
-
-    key: str
-    image: ZipImage
-    tensors: tuple[NamedTensor, ...] = ()
-    part: str = ""
-    contents: Callable[[Any], Any] | None = None
-    pickling: Callable[[ZipImage], ZipImage] | None = None
-
-    def settled(self) -> PlannedFile:
-        """The file with its final image."""
-        return self if self.pickling is None else replace(self, image=self.pickling(self.image), pickling=None)
+from nxd_ckpt.runtime.dcp_plan import plan_dcp
+from nxd_ckpt.runtime.planned_file import NamedTensor, PlannedFile, pieces_of
 
 
 @dataclass(frozen=True)
@@ -151,7 +119,10 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
         key = names.model_file(topology, topology.coordinates)
         experts_only = topology.ep_rank > 0
         files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
-    if state.optimizer is not None:
+    if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
+        files += plan_dcp("optimizer", state.optimizer, state.optimizer_names, topology)
+        shared = shared[:-1]
+    elif state.optimizer is not None:
         kind = state.optimizer_kind or "plain"
         zero1 = kind != "plain"
         key = names.optimizer_file(topology, topology.coordinates, kind)
@@ -168,17 +139,6 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
     )
-
-
-def pieces_of(tensor: StateTensor, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
-    """Which parts of the global tensor this rank's ``tensor`` of ``shape`` is; None where that is not known."""
-    spec = tensor.spec
-    if spec is None:
-        return None
-    pieces = spec.partition.pieces(spec.shape, topology.tp_rank, topology.tp, topology.ep_rank)
-    if pieces is None or tensor.shards == 1:
-        return None if pieces is None or tuple(shape) != spec.shape else tuple(pieces)
-    return tuple(zero1_pieces(pieces, spec.shape, tensor.shards, tensor.shard))
 
 
 def _shared_files(

@@ -16,8 +16,9 @@ import torch
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
-from nxd_ckpt.formats.torch_zip_writer import ZipImage
-from nxd_ckpt.runtime.plan import PlannedFile, SavePlan, SaveState, plan_objects, plan_save
+from nxd_ckpt.formats.torch_zip_writer import Image
+from nxd_ckpt.runtime.plan import SavePlan, SaveState, plan_objects, plan_save
+from nxd_ckpt.runtime.planned_file import PlannedFile
 from nxd_ckpt.runtime.structure import Structure, structure_of
 
 
@@ -83,7 +84,7 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
     return options, trees
 
 
-def _pickling(planned: PlannedFile, tree: Any) -> Callable[[ZipImage], ZipImage]:
+def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Image], Image]:
     """How to pickle ``tree`` into the file, later: what is true of its tensors now is noted down for that."""
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
     leaves = {number: Assembly(*form_of(tensor), ()) for number, tensor in tensors.items()}

@@ -8,13 +8,13 @@ but one tensor need not be opened to know what that should be: its bytes prove t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 
 Entries = dict[tuple[str, int], TensorEntry]
@@ -70,7 +70,7 @@ def prove_tensors(where: str, tree: Any, written: Written, *, left_out: bool = F
         PartNotFound: a tensor's file is missing.
         DigestMismatch: a tensor is not the one that was written.
     """
-    for path, leaf in iter_tensors(tree, (TensorStub, MissingTensor)):
+    for path, leaf in _saved(tree):
         is_listed = written.has(leaf.file)
         if isinstance(leaf, MissingTensor):
             if is_listed or not left_out:
@@ -148,6 +148,15 @@ def refuse_missing(where: str, tree: Any) -> None:
     """Raise PartNotFound, naming tensor and file, if a leaf of ``tree`` is in no file."""
     for path, leaf in iter_tensors(tree, MissingTensor):
         raise PartNotFound(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
+
+
+def _saved(tree: Any) -> Iterator[tuple[Path, TensorStub | MissingTensor]]:
+    """Every leaf with its path; of one that is put together, its parts."""
+    for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
+        if isinstance(leaf, Assembly):
+            yield from ((path, part.stub) for part in leaf.parts)
+        else:
+            yield path, leaf
 
 
 def _form(entry: TensorEntry) -> tuple[str, tuple[int, ...], int, int]:

@@ -183,7 +183,7 @@ class ReshardedOptimizer:
         whole = found.slot.shape or crossing.recorded_shape(slot.name) or shape
         shards = self._shards(found.slot)
         held = _shard_shape(whole, shards)
-        if not (shape == held or (self._unpadded and shape[1:] == held[1:] and len(shape) == len(held))):
+        if shape != held:
             if not shape:
                 return reference
             raise OptimizerMismatch(
@@ -194,7 +194,7 @@ class ReshardedOptimizer:
         self._refuse_unequal_replicas(name, crossing.saved_spec(slot.name, slot.spec, whole), found, key)
         stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
         live = _shard_shape(slot.spec.shape, slot.shards)
-        return assembled(name, dtype, live, reads, stubs, held, unpadded=self._unpadded)
+        return assembled(name, dtype, live, reads, stubs, held)
 
     def _reads(self, slot: OptimizerSlot, found: _Found, whole: tuple[int, ...]) -> list[Read[Place]]:
         """What all entries of a parameter that are shaped like it are read from."""
@@ -288,10 +288,6 @@ class ReshardedOptimizer:
     @property
     def _is_sharded(self) -> bool:
         return self._crossing.opened.parts.optimizer in ("zero1", "zero1_dcp")
-
-    @property
-    def _unpadded(self) -> bool:
-        return self._crossing.opened.parts.optimizer == "zero1_dcp"
 
     def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot | None]) -> list[dict[str, Any]]:
         """Param groups with the options that their parameters were saved with; none where all of them are None."""

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
 
-from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.manifest import FileEntry, RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, SaveFailed, from_wire, in_words, to_wire
 from nxd_ckpt.layout import names
+from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime import ballot
 from nxd_ckpt.runtime.commit import Commit, clean_up, commit
 from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
@@ -20,7 +23,7 @@ from nxd_ckpt.runtime.publication import publication_of
 from nxd_ckpt.runtime.session import Session
 from nxd_ckpt.runtime.slots import writing_slot
 from nxd_ckpt.runtime.staging import Wave
-from nxd_ckpt.runtime.writing import FileWriter, write_index
+from nxd_ckpt.runtime.writing import FileWriter, write_index, write_small
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -51,6 +54,9 @@ class Saving:
         self.versions: dict[str, str] = {}
         self.saved_nbytes = 0
         """Of all ranks; known to rank 0, once the tag is visible."""
+        self._own: Vote | None = None
+        self._others: list[Vote] | None = None
+        """Those of the other ranks, where rank 0 needed them before it could vote."""
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
@@ -120,7 +126,8 @@ class Saving:
             SaveFailed: the tag did not become visible; on the rank that failed, from its own error.
             OutcomeUnknown: no verdict came.
         """
-        index = self._finish_files()
+        self._finish_files()
+        index = self._finish_index()
         started = time.monotonic()
         try:
             self._cast(index)
@@ -141,14 +148,11 @@ class Saving:
             return kind(f"save of {self.tag!r}: {message}")
         return (kind if issubclass(kind, SaveFailed) else SaveFailed)(f"save of {self.tag!r} failed: {message}")
 
-    def _finish_files(self) -> RankLine | None:
+    def _finish_files(self) -> None:
         started = time.monotonic()
         try:
-            if self.error is None and self._writer is not None and self.plan is not None:
+            if self.error is None and self._writer is not None:
                 self._writer.finish()
-                at = self.session.topology.coordinates
-                index = self._writer.index(self.plan, at)
-                return RankLine(*write_index(self.session.storage, self.publication, names.index_file(at), index))
         except Exception as error:
             self.error = error
         finally:
@@ -156,11 +160,44 @@ class Saving:
             if self.error is not None and self._writer is not None:
                 self._writer.abort()
             self._count("write_seconds", started)
+
+    def _finish_index(self) -> RankLine | None:
+        session = self.session
+        try:
+            if self.error is None and self._writer is not None and self.plan is not None:
+                metadata = self._write_metadata() if self.plan.parts.optimizer == "zero1_dcp" else {}
+                started, at = time.monotonic(), session.topology.coordinates
+                index = self._writer.index(self.plan, at)
+                index = replace(index, files={**index.files, **metadata})
+                line = RankLine(*write_index(session.storage, self.publication, names.index_file(at), index))
+                self._count("write_seconds", started)
+                return line
+        except Exception as error:
+            self.error = error
         return None
+
+    def _write_metadata(self) -> dict[str, FileEntry]:
+        """Rank 0: write the metadata of the torch DCP directory, once the others told what they wrote into it.
+
+        So rank 0 votes last, and its index proves the metadata as any file of its own.
+        """
+        session = self.session
+        if session.topology.rank > 0 or self._writer is None:
+            return {}
+        started = time.monotonic()
+        try:
+            world_size = session.topology.world_size
+            self._others = ballot.collect(session.storage, self.attempt, world_size, session.timeout, first=1)
+            chunks = chain(self._writer.chunks(), *(vote.chunks for vote in self._others))
+            metadata = dump_metadata(chunks)
+            return {names.DCP_METADATA: write_small(session.storage, self.publication, names.DCP_METADATA, metadata)}
+        finally:
+            self._count("commit_seconds", started)
 
     def _cast(self, index: RankLine | None) -> None:
         try:
-            ballot.cast(self.session.storage, self.attempt, self._vote(index))
+            self._own = self._vote(index)
+            ballot.cast(self.session.storage, self.attempt, self._own)
         except OSError as error:
             # Rank 0 misses this vote, or sees it all the same: its verdict counts.
             self.error = self.error or error
@@ -178,6 +215,7 @@ class Saving:
             replicated=self._writer.replicated_digest(),
             nbytes=self.nbytes,
             seconds=round(self.timings.get("write_seconds", 0.0), 6),
+            chunks=self._writer.chunks() if rank > 0 else (),
         )
 
     def _learn(self) -> Verdict:
@@ -200,7 +238,7 @@ class Saving:
                 raise self.error  # it refused the attempt
             if self.error is not None:
                 raise SaveFailed(f"rank 0 failed: {in_words(to_wire(self.error))}")
-            votes = ballot.collect(session.storage, self.attempt, session.topology.world_size, session.timeout)
+            votes = self._votes(session)
             parts = self.plan.parts if self.plan is not None else None
             if parts is None:
                 raise SaveFailed("rank 0 staged nothing")
@@ -218,6 +256,11 @@ class Saving:
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
+
+    def _votes(self, session: Session) -> list[Vote]:
+        if self._others is not None and self._own is not None:
+            return [self._own, *self._others]
+        return ballot.collect(session.storage, self.attempt, session.topology.world_size, session.timeout)
 
     def tidy(self) -> None:
         """Rank 0, once the outcome is known: delete what attempts and retention left, for which nobody has to wait."""

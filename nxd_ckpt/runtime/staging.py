@@ -17,9 +17,9 @@ import torch
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import StagingTooLarge
-from nxd_ckpt.formats.torch_zip_writer import Storage, ZipImage
+from nxd_ckpt.formats.torch_zip_writer import Image, Storage
 from nxd_ckpt.runtime.arena import PAGE, Arena
-from nxd_ckpt.runtime.plan import PlannedFile
+from nxd_ckpt.runtime.planned_file import PlannedFile
 
 _TRANSFER = 16 * 2**20
 _TRANSFER_AT_MOST = 256 * 2**20
@@ -145,7 +145,7 @@ _Copy = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Places:
-    """The memory of each of a file's ``storages`` in the arena, as a tensor."""
+    """The memory of each of a file's ``storages`` in the arena, as a tensor: of the rows that are saved."""
 
     storages: Sequence[Storage]
     tensors: list[torch.Tensor]
@@ -155,10 +155,12 @@ class _Places:
 def _place(view: memoryview, storage: Storage, tensor: torch.Tensor) -> torch.Tensor:
     if storage.nbytes == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return torch.frombuffer(view, dtype=tensor.dtype, count=tensor.numel(), offset=storage.offset).view(tensor.shape)
+    count = storage.nbytes // tensor.element_size()
+    shape = tensor.shape if count == tensor.numel() else (-1, *tensor.shape[1:])
+    return torch.frombuffer(view, dtype=tensor.dtype, count=count, offset=storage.offset).view(shape)
 
 
-def _copy_of_part(image: ZipImage, span: Span, view: memoryview) -> _Copy:
+def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
     """For a span that holds elements of one tensor, counted in its tight form."""
     assert span.storage is not None
     tensor, offset = image.tensors[span.storage], image.storages[span.storage].offset
@@ -175,13 +177,18 @@ def _copy(copies: Iterable[_Copy]) -> None:
     on_device = []
     for source, target in copies:
         if source.device.type == "cpu":
-            target.copy_(source)  # whatever its strides: one copy, no temporary
+            target.copy_(_rows(source, target))  # whatever its strides: one copy, no temporary
         else:
             on_device.append((source, target))
     for batch in _batches(on_device):
         hosts = torch_xla.to_cpu([source for source, _ in batch])
         for host, (_, target) in zip(hosts, batch, strict=True):
-            target.copy_(host)
+            target.copy_(_rows(host, target))
+
+
+def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What of the tensor is saved: all, or its first rows. Cut on the host: on a device that would be a computation."""
+    return source if source.shape == target.shape else source[: len(target)]
 
 
 def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.torch_zip_writer import Storage as Place
-from nxd_ckpt.runtime.plan import PlannedFile, SavePlan
+from nxd_ckpt.runtime.plan import SavePlan
+from nxd_ckpt.runtime.planned_file import PlannedFile
 from nxd_ckpt.runtime.publication import Publication
 from nxd_ckpt.runtime.staging import Span, Wave
 from nxd_ckpt.storage.base import Storage, Writer
@@ -200,6 +202,11 @@ class FileWriter:
         files = {written.planned.key: written.entry for written in self._in_order()}
         return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names)
 
+    def chunks(self) -> tuple[DcpChunk, ...]:
+        """What the metadata of a torch DCP directory says of what was written, in the order of the state dict."""
+        placed = (chunk for written in self._in_order() for chunk in written.planned.placed_chunks())
+        return tuple(chunk for _, chunk in sorted(placed))
+
     def replicated_digest(self) -> int | None:
         """A digest of all written tensors that should be equal on every tp rank; None if there are none."""
         lines = sorted(
@@ -283,10 +290,14 @@ def _naming(key: str) -> Iterator[None]:
         raise CheckpointError(f"writing {key}: {type(error).__name__}: {error}") from error
 
 
-def write_index(storage: Storage, publication: Publication, key: str, index: RankIndex) -> tuple[int, int]:
+def write_index(storage: Storage, publication: Publication, key: str, index: RankIndex) -> FileEntry:
     """Write the index durably; its size in bytes and CRC-32, for the vote."""
-    data = dump_index(index)
+    return write_small(storage, publication, key, dump_index(index))
+
+
+def write_small(storage: Storage, publication: Publication, key: str, data: bytes) -> FileEntry:
+    """Write a small file of the attempt durably."""
     with _naming(key):
         publication.put(storage, key, data)
         storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))
-    return len(data), crc32.crc32(data)
+    return FileEntry(len(data), crc32.crc32(data))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
-from nxd_ckpt.runtime.plan import PlannedFile
+from nxd_ckpt.runtime.planned_file import PlannedFile
 from nxd_ckpt.runtime.staging import Stager, Wave
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job

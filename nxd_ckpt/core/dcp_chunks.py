@@ -1,0 +1,33 @@
+"""What ``.metadata`` of a torch DCP directory says of one stored piece, as ranks tell it to its writer. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class DcpChunk(NamedTuple):
+    """A chunk of a tensor, or a plain value: ``nbytes`` from byte ``start`` of ``file``, relative to the directory.
+
+    ``path`` are the keys that lead to it in the state dict. ``dtype`` is torch's name, None for a value; the chunk has
+    ``size`` and begins at ``offset`` in the tensor of ``shape``, all in elements.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    file: str = ""
+    start: int = 0
+    nbytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """DCP's fully qualified name."""
+        return ".".join(map(str, self.path))
+
+    @staticmethod
+    def from_json(fields: list[Any]) -> DcpChunk:
+        """The chunk whose JSON is ``fields``: its fields in order. Raises TypeError for another number of them."""
+        path, dtype, shape, offset, size, *place = fields
+        return DcpChunk(tuple(path), dtype, tuple(shape), tuple(offset), tuple(size), *place)
