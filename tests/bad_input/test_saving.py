@@ -51,7 +51,7 @@ def test_a_tag_must_be_given(tmp_path: Path) -> None:
         ({"num_kept_ckpts": 0}, errors.InvalidArgument, r"num_kept_ckpts.*0 would delete"),
         ({"num_kept_ckpts": -2}, errors.InvalidArgument, r"num_kept_ckpts.*-2"),
         ({"num_workers": 0}, errors.InvalidArgument, r"num_workers.*0"),
-        ({"use_zero1_dcp": True}, errors.UnsupportedState, r"use_zero1_dcp=True.*leave it out"),
+        ({"use_zero1_dcp": True}, errors.UnsupportedState, r"use_zero1_dcp=True is for ZeRO-1.*leave it out"),
         ({"avoid_saving_lower_precision_weights": True}, errors.InvalidArgument, r"needs use_xser=True"),
         (
             {"avoid_saving_lower_precision_weights": True, "use_xser": True},

@@ -75,7 +75,7 @@ def held_by(setup: Setup, rank: int, wholes: dict[str, dict[str, Any]]) -> dict[
     "setups",
     [
         chain("dp2tp2", "dp4"),
-        chain("dp4", "dp3", "dp4", options=XSER),
+        chain("dp4", "dp3", "dp4", options=(*XSER, ("use_zero1_dcp", True))),
         chain("tp4", "tp1", "tp2"),
         chain("dp2tp2", "pp2tp2", "dp3", options=XSER),
         chain("pp2", "tp2", "dp2pp2"),

@@ -20,7 +20,7 @@ from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.paths import JOURNAL
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Died, Job, Raised
-from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.protocol.states import checkpointer, moments, save, saved_value, visible_tags
 
 WORLD = 2
 KEPT = 3
@@ -110,7 +110,8 @@ def run(
     save(saver, f"step_{number}", 2 * number, num_kept_ckpts=KEPT)
     (diaries / f"{number}.{rank}.begun").touch()
     diary.open = True
-    pending = save(saver, tag, 2 * number + 1, num_kept_ckpts=KEPT, async_save=True, use_xser=xser)
+    value = 2 * number + 1  # with an optimizer in the one form of which rank 0 writes a part after the others' votes
+    pending = save(saver, tag, value, num_kept_ckpts=KEPT, async_save=True, use_xser=xser, **moments(value, rank))
     while not pending.done:
         time.sleep(0.001)
     pending.wait()

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt import Checkpointer, PendingSave, Topology, load_checkpoint
+from nxd_ckpt import Checkpointer, PendingSave, Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage
 from nxd_ckpt.verify import verify_checkpoint
+from tests.layout.equality import difference
 
 PATIENCE = 3.0
 """Seconds of silence after which a rank counts as lost, in these tests."""
@@ -22,6 +23,18 @@ def weights(value: int, rank: int) -> dict[str, torch.Tensor]:
     """The model state of a rank in save number ``value``: no two ranks or saves have an equal tensor."""
     start = 1000.0 * value + 100.0 * rank
     return {"weight": torch.arange(start, start + 12).reshape(3, 4), "bias": torch.full((4,), start)}
+
+
+def moments(value: int, rank: int) -> dict[str, Any]:
+    """A ZeRO-1 optimizer's state of a rank in that save, and how to save it: as a torch DCP directory."""
+    weight = weights(value, rank)["weight"]
+    state = {
+        "state": {},
+        "param_groups": [{"lr": 0.5, "params": [0]}],
+        "base_state": {0: {"step": value, "exp_avg": weight + 1}},
+        "shape_info": {0: weight.shape},
+    }
+    return {"optimizer": state, "param_names": [["weight"]], "use_zero1_dcp": True}
 
 
 def checkpointer(path: Path, rank: int, world: int, hook: Hook | None = None, **options: Any) -> Checkpointer:
@@ -55,9 +68,12 @@ def saved_value(path: str | os.PathLike[str], tag: str | None, world: int) -> in
     for rank in range(world):
         model: dict[str, torch.Tensor] = {}
         own: dict[str, int] = {}
-        content = load_checkpoint(path, tag, model, topology=Topology(tp=world, rank=rank), rank_content=own)
+        optimizer: dict[str, Any] | None = {} if open_checkpoint(path, tag).parts.optimizer else None
+        content = load_checkpoint(path, tag, model, optimizer, topology=Topology(tp=world, rank=rank), rank_content=own)
         value = int(content["value"])
         expected = weights(value, rank)
+        if optimizer is not None:
+            assert None is difference(moments(value, rank)["optimizer"], optimizer)
         assert expected.keys() == model.keys()
         assert all(torch.equal(expected[name], model[name]) for name in expected)
         assert {"value": value, "rank": rank} == own

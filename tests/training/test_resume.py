@@ -34,7 +34,7 @@ def setup(name: str, **fields: Any) -> Any:
         setup("dp2_tp2", dtype="bfloat16", options=ASYNC),
         setup("dp2_tp2", dtype="bfloat16", options=XSER),
         setup("dp2_tp2", master_weights=False, options=XSER + ASYNC, zero_grad_first=True),
-        setup("dp2_pp2", options=ASYNC, dropout=0.5),
+        setup("dp2_pp2", options=(*ASYNC, ("use_zero1_dcp", True)), dropout=0.5),
         setup("tp4", dtype="bfloat16", options=XSER + ASYNC, dropout=0.25),
         setup("tp4", zero1=False, options=XSER),
         setup("dp4_ep2", options=ASYNC),
