@@ -16,7 +16,7 @@ import torch
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.plan import contiguous_runs
-from nxd_ckpt.formats.tensors import Assembly, Part, byte_view, contiguous_stride, itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, contiguous_stride, itemsize, torch_dtype
 from nxd_ckpt.formats.torch_zip import read_tensor
 
 SLAB = 4 * 2**20
@@ -27,6 +27,9 @@ _HOLES = 16
 
 ReadRanges = Callable[[str, Sequence[tuple[int, memoryview]]], None]
 """(file's key, [(offset, memory), ...]) -> None: fills each memory with the file's bytes from its offset, or raises."""
+
+Run = tuple[int, memoryview]
+"""Bytes of a file from an offset on, and the memory that takes them as they are."""
 
 
 def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
@@ -41,8 +44,9 @@ def fill(leaf: Assembly, out: torch.Tensor, read: ReadRanges) -> None:
     clear_padding(leaf, out)
     for part in leaf.parts:
         if part.source.numel:
-            for slab in slabs_of(part):
-                read_part(slab, out, read)
+            stored, target = as_stored(part, out)
+            for slab in slabs_of(stored):
+                read_part(slab, target, read)
 
 
 def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
@@ -59,6 +63,12 @@ def fill_run(leaf: Assembly, start: int, stop: int, out: memoryview, read: ReadR
         length = box.numel * dtype.itemsize
         fill(leaf.within(box), torch.frombuffer(out, dtype=dtype, count=box.numel, offset=at).view(box.size), read)
         at += length
+
+
+def as_stored(part: Part, out: torch.Tensor) -> tuple[Part, torch.Tensor]:
+    """Both with their dimensions in the order in which the part's bytes lie in the file, if they do in any."""
+    order = None if part.stub.is_contiguous else part.stub.storage_order
+    return (part, out) if order is None else (part.permuted(order), out.permute(order))
 
 
 def blocks_of(part: Part) -> Iterator[int]:
@@ -78,7 +88,7 @@ def blocks_of(part: Part) -> Iterator[int]:
         following = max(following, last + 1)
 
 
-def direct_run(part: Part, out: torch.Tensor) -> tuple[int, memoryview] | None:
+def direct_run(part: Part, out: torch.Tensor) -> Run | None:
     """Where the part's bytes begin in the file, and the memory of ``out`` that takes them as they are.
 
     None where they are not one run on both sides, or of another dtype.
@@ -92,27 +102,43 @@ def direct_run(part: Part, out: torch.Tensor) -> tuple[int, memoryview] | None:
 
 
 def slabs_of(part: Part) -> Iterator[Part]:
-    """The part in parts of at most :data:`SLAB` bytes."""
+    """The part, :func:`as_stored`, in parts of at most :data:`SLAB` bytes."""
     if not part.stub.is_contiguous:
-        order = part.stub.storage_order
-        if order is None:
-            yield part
-        else:
-            back = tuple(order.index(dim) for dim in range(len(order)))
-            yield from (slab.permuted(back) for slab in slabs_of(part.permuted(order)))
+        yield part
         return
     for source in cut_box(part.source, max(1, SLAB // itemsize(part.stub.dtype))):
-        moved = source.shifted(part.source.offset)
-        offset = tuple(a + b for a, b in zip(moved.offset, part.target.offset, strict=True))
-        yield Part(part.stub, source, Box(offset, source.size))
+        yield _narrowed(part, source)
+
+
+def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
+    """The elements ``start <= index < stop`` of the contiguous stub whose bytes lie in that block of its record."""
+    begin, size = stub.offset - stub.storage.offset, itemsize(stub.dtype)
+    start, stop = ((at * CRC_BLOCK - begin) // size for at in (block, block + 1))
+    return max(start, 0), min(stop, stub.numel)
+
+
+def parts_in(part: Part, start: int, stop: int) -> Iterator[Part]:
+    """What the part has of the elements ``start <= index < stop`` of its contiguous stub."""
+    for box in boxes_of_run(start, stop, part.stub.shape):
+        common = box.intersect(part.source)
+        if common is not None:
+            yield _narrowed(part, common)
+
+
+def cut_out(part: Part, out: torch.Tensor, block: int, memory: memoryview) -> None:
+    """Copy what the part has of a block, which is in ``memory``, to where it belongs in ``out``."""
+    stub, size = part.stub, itemsize(part.stub.dtype)
+    start, stop = run_of_block(stub, block)
+    begin = stub.offset - stub.storage.offset + start * size - block * CRC_BLOCK
+    elements = torch.frombuffer(memory, dtype=torch_dtype(stub.dtype), count=stop - start, offset=begin)
+    strides = contiguous_stride(stub.shape)
+    for piece in parts_in(part, start, stop):
+        first = sum(offset * stride for offset, stride in zip(piece.source.offset, strides, strict=True)) - start
+        _view(out, piece.target).copy_(elements.as_strided(piece.source.size, strides, first))
 
 
 def read_part(slab: Part, out: torch.Tensor, read: ReadRanges) -> None:
     """Put one of :func:`slabs_of` where it belongs in ``out``."""
-    order = None if slab.stub.is_contiguous else slab.stub.storage_order
-    if order is not None:  # transposed on the way: read as it lies in the file
-        read_part(slab.permuted(order), out.permute(order), read)
-        return
     stub, source, target = slab.stub, slab.source, _view(out, slab.target)
     if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
@@ -149,6 +175,12 @@ def cut_box(box: Box, limit: int) -> Iterator[Box]:
     step = max(1, limit // row)
     parts = (box.narrowed(dim, at, min(step, box.size[dim] - at)) for at in range(0, box.size[dim], step))
     yield from chain.from_iterable(cut_box(part, limit) for part in parts)
+
+
+def _narrowed(part: Part, source: Box) -> Part:
+    """That box of the part's source, and where it goes."""
+    target = source.shifted(part.source.offset).moved(part.target.offset)
+    return Part(part.stub, source, target)
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -9,7 +9,7 @@ read, whose digests are compared while their bytes are still in the processor's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
@@ -19,7 +19,18 @@ import torch
 from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.formats import crc32, torch_zip
-from nxd_ckpt.formats.assembly import blocks_of, clear_padding, direct_run, read_part, slabs_of
+from nxd_ckpt.formats.assembly import (
+    Run,
+    as_stored,
+    blocks_of,
+    clear_padding,
+    cut_out,
+    direct_run,
+    parts_in,
+    read_part,
+    run_of_block,
+    slabs_of,
+)
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
@@ -116,10 +127,17 @@ class LeafReader:
             self._read_record(stub, None, name)
             return
         for block in blocks:
-            if (*place, block) not in self._proved_blocks:
-                self._proved_blocks.add((*place, block))
+            if self._is_new(stub, block):
                 offset, nbytes = _span(entry, block)
                 self._add(stub.file, _Range(offset, nbytes, None, name, entry.crc32[block]))
+
+    def _is_new(self, stub: TensorStub, block: int) -> bool:
+        """Whether nobody asked yet for this block to be proved, who asks now."""
+        place = stub.file, stub.storage.offset
+        if place in self._proved or (*place, block) in self._proved_blocks:
+            return False
+        self._proved_blocks.add((*place, block))
+        return True
 
     def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
         if not stub.is_contiguous:
@@ -154,30 +172,52 @@ class LeafReader:
             self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
 
     def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, proved: bool) -> None:
+        part, out = as_stored(part, out)
         entry, run = self._entry(part.stub), direct_run(part, out)
-        if run is None:
+        if run is not None:
+            if entry is None or not compare:
+                self._read_plain(part.stub.file, *run, name)
+            else:
+                self._read_run(entry, part, out, run, name, proved)
+        elif compare and not proved and entry is not None and part.stub.is_contiguous:
+            self._read_cuts(entry, part, out, name)
+        else:
             if compare and not proved:
                 self._prove(part.stub, blocks_of(part), name)
-            for slab in slabs_of(part):
-                self._call(name, partial(read_part, slab, out, self._open.read_ranges))
-        elif entry is None or not compare:
-            self._read_plain(part.stub.file, *run, name)
-        else:
-            self._read_blocks(entry, part, *run, name, proved)
+            self._read_slabs(part, out, name)
 
-    def _read_blocks(
-        self, entry: TensorEntry, part: Part, offset: int, memory: memoryview, name: str, proved: bool
+    def _read_run(
+        self, entry: TensorEntry, part: Part, out: torch.Tensor, run: Run, name: str, proved: bool
     ) -> None:
-        """Read the bytes from ``offset`` on; those of a whole block are compared where they arrive."""
-        end = offset + len(memory)
+        """Read a part that is a run; whole blocks of it are compared where they arrive."""
+        offset, memory = run
         for block in blocks_of(part):
             begin, nbytes = _span(entry, block)
-            first, last = max(begin, offset), min(begin + nbytes, end)
+            first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
             whole = last - first == nbytes
-            if not whole and not proved:
-                self._prove(part.stub, iter([block]), name)
-            target, expected = memory[first - offset : last - offset], entry.crc32[block] if whole else None
-            self._add(entry.file, _Range(first, last - first, target, name, expected))
+            if whole or proved or not self._is_new(part.stub, block):
+                target, expected = memory[first - offset : last - offset], entry.crc32[block] if whole else None
+                self._add(entry.file, _Range(first, last - first, target, name, expected))
+            else:
+                self._read_cut(entry, part, out, block, name)
+
+    def _read_cuts(self, entry: TensorEntry, part: Part, out: torch.Tensor, name: str) -> None:
+        """Read the blocks of a part that is no run; of those that are proved already, nothing but the part."""
+        for block in blocks_of(part):
+            if self._is_new(part.stub, block):
+                self._read_cut(entry, part, out, block, name)
+            else:
+                for piece in parts_in(part, *run_of_block(part.stub, block)):
+                    self._read_slabs(piece, out, name)
+
+    def _read_cut(self, entry: TensorEntry, part: Part, out: torch.Tensor, block: int, name: str) -> None:
+        """Read and compare a whole block, and cut the part out of it."""
+        deliver = partial(cut_out, part, out, block)
+        self._add(entry.file, _Range(*_span(entry, block), None, name, entry.crc32[block], deliver=deliver))
+
+    def _read_slabs(self, part: Part, out: torch.Tensor, name: str) -> None:
+        for slab in slabs_of(part):
+            self._call(name, partial(read_part, slab, out, self._open.read_ranges))
 
     def _read_plain(self, file: str, offset: int, memory: memoryview, name: str) -> None:
         for at in range(0, len(memory), PIECE):
@@ -191,7 +231,7 @@ class LeafReader:
         if file != self._file or self._nbytes + one.nbytes > PIECE or len(self._ranges) >= _TOGETHER:
             self._flush()
         self._file = file
-        self._nbytes += one.nbytes
+        self._nbytes += _aligned(one.nbytes)
         self._ranges.append(one)
 
     def _call(self, name: str, read: partial[None]) -> None:
@@ -212,7 +252,7 @@ class LeafReader:
         memories, at = [], 0
         for one in ranges:
             memories.append(scratch[at : at + one.nbytes] if one.memory is None else one.memory)
-            at += one.nbytes
+            at += _aligned(one.nbytes)
         try:
             self._open.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
         except MalformedFile:  # the file ends before one of them does
@@ -220,7 +260,7 @@ class LeafReader:
                 with naming(one.name):
                     self._open.read_ranges(file, [(one.offset, memory)])
             raise
-        self.done.add(at)
+        self.done.add(sum(one.nbytes for one in ranges))
         for one, memory in zip(ranges, memories, strict=True):
             if one.expected is None and one.digest is None:
                 continue
@@ -231,13 +271,15 @@ class LeafReader:
                 elif found != one.expected:
                     where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
                     raise mismatch(where, one.expected or 0, found)
+            if one.deliver is not None:
+                one.deliver(memory)
 
 
 class _Range(NamedTuple):
     """Bytes to be read into ``memory``, or nowhere.
 
     ``expected`` is their CRC-32, if they have one of their own; else they may be the ``segment``-th that ``digest`` is
-    of.
+    of. ``deliver`` is called with the bytes once these are right.
     """
 
     offset: int
@@ -247,6 +289,12 @@ class _Range(NamedTuple):
     expected: int | None = None
     digest: Digest | None = None
     segment: int = 0
+    deliver: Callable[[memoryview], None] | None = None
+
+
+def _aligned(nbytes: int) -> int:
+    """Where in scratch memory the next range may begin: as any dtype wants it."""
+    return -(-nbytes // 16) * 16
 
 
 def _sources(leaf: Leaf) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:

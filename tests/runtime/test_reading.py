@@ -1,0 +1,120 @@
+"""Parts of tensors that are proved as they are read: the right elements, no block of them read twice, none unproved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.entries import TensorEntry
+from nxd_ckpt.errors import DigestMismatch
+from nxd_ckpt.formats import assembly, crc32
+from nxd_ckpt.formats.assembly import blocks_of
+from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.runtime import reading
+from nxd_ckpt.runtime.proof import Entries
+from nxd_ckpt.runtime.reading import LeafReader
+from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.formats.test_assembly import Files, cases
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+BLOCK = 32
+Case = tuple[Files, Assembly, torch.Tensor, int]
+
+
+@contextmanager
+def blocks_of_32_bytes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (assembly, reading):
+            patch.setattr(module, "CRC_BLOCK", BLOCK)
+        yield
+
+
+def entries_of(leaf: Assembly, files: Files) -> Entries:
+    """What an index says of the files of ``leaf``."""
+    found: Entries = {}
+    for part in leaf.parts:
+        stub, span = part.stub, part.stub.storage
+        raw = files.contents[stub.file][span.offset :]
+        crcs = tuple(crc32.crc32(raw[at : at + BLOCK]) for at in range(0, len(raw), BLOCK))
+        entry = TensorEntry(stub.file, stub.file, span.offset, span.nbytes, stub.dtype, stub.shape, crcs)
+        found[stub.file, span.offset] = entry
+    return found
+
+
+def reader_of(contents: dict[str, bytes], entries: Entries, log: list[Operation]) -> LeafReader:
+    storage = MemoryStorage()
+    for key, data in contents.items():
+        storage.link_new(key, data)
+    return LeafReader(TagFiles(HookedStorage(storage, log.append), ""), entries)
+
+
+def touched(leaf: Assembly) -> list[tuple[str, int]]:
+    """The blocks that the leaf's bytes lie in, by file and number."""
+    return [(part.stub.file, block) for part in leaf.parts for block in blocks_of(part)]
+
+
+@given(cases(), st.data())
+def test_parts_are_proved_in_one_read(case: Case, data: st.DataObject) -> None:
+    """Of any boxes, cast and transposed: the blocks that they lie in are read, once, and nothing else."""
+    files, leaf, expected, _ = case
+    order = tuple(data.draw(st.permutations(range(expected.dim()))))
+    expected = expected.permute(order).contiguous()
+    leaf = Assembly(leaf.dtype, tuple(expected.shape), tuple(part.permuted(order) for part in leaf.parts))
+    log: list[Operation] = []
+    out = torch.full_like(expected, -1.0)
+    with blocks_of_32_bytes(), reader_of(files.contents, entries := entries_of(leaf, files), log) as reader:
+        reader.read_into(leaf, out, "w", compare=True, proved=False)
+        reader.finish()
+        sizes = {file: entry.nbytes for (file, _), entry in entries.items()}
+        needed = sum(min(BLOCK, sizes[file] - block * BLOCK) for file, block in touched(leaf))
+    assert torch.equal(expected, out)
+    assert needed == sum(operation.nbytes for operation in log)
+
+
+@given(cases(), st.data())
+def test_windows_of_a_tensor_share_blocks(case: Case, data: st.DataObject) -> None:
+    """Window by window, of a block that an earlier window proved the rest is read: every element is the right one."""
+    files, leaf, expected, _ = case
+    if not expected.dim():
+        return
+    dim = data.draw(st.integers(0, expected.dim() - 1))
+    cut = data.draw(st.integers(0, expected.shape[dim]))
+    whole = Box.whole(leaf.shape)
+    windows = [whole.narrowed(dim, 0, cut), whole.narrowed(dim, cut, expected.shape[dim] - cut)]
+    found = []
+    with blocks_of_32_bytes(), reader_of(files.contents, entries_of(leaf, files), []) as reader:
+        for window in windows:
+            found.append(torch.full(window.size, -1.0, dtype=expected.dtype))
+            reader.read_into(leaf.within(window), found[-1], "w", compare=True, proved=False)
+        reader.finish()
+    assert torch.equal(expected, torch.cat(found, dim))
+
+
+@given(cases(), st.data())
+def test_damage_is_found_in_every_block_that_is_read(case: Case, data: st.DataObject) -> None:
+    """One changed byte: an error that names the tensor if a part lies in its block, else the right elements."""
+    files, leaf, expected, _ = case
+    file = data.draw(st.sampled_from(sorted(files.contents)))
+    [span] = {part.stub.storage for part in leaf.parts if part.stub.file == file}
+    at = data.draw(st.integers(0, span.nbytes - 1))
+    changed = bytearray(files.contents[file])
+    changed[span.offset + at] ^= 4
+    out = torch.empty_like(expected)
+    entries = entries_of(leaf, files)
+    with blocks_of_32_bytes(), reader_of({**files.contents, file: bytes(changed)}, entries, []) as reader:
+        reader.read_into(leaf, out, "w", compare=True, proved=False)
+        if (file, at // BLOCK) in touched(leaf):
+            with pytest.raises(DigestMismatch, match="tensor 'w'"):
+                reader.finish()
+        else:
+            reader.finish()
+            assert torch.equal(expected, out)
