@@ -24,8 +24,8 @@ class TensorDifference:
         a, b: what each tag has; None where it has none.
         differing: elements that differ, as numbers; None where they were not compared.
         nans: those of them that are NaN on one side only.
-        max_difference: the largest ``|a - b|`` of the others.
-        relative_norm: ``||a - b|| / ||a||`` of the others.
+        max_difference: the largest ``|a - b|`` of the others, right to six digits.
+        relative_norm: ``||a - b|| / ||a||`` of the others, right to six digits.
         problem: why the tensors could not be compared.
     """
 

@@ -111,6 +111,21 @@ def test_numbers_are_compared_as_numpy_would(
     assert tally.relative_norm == pytest.approx(relative)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e30])
+def test_numbers_of_any_size_are_compared(dtype: torch.dtype, scale: float) -> None:
+    """Whose squares float32 does not hold, or holds badly: to six digits as float64 has it, over several chunks."""
+    drawn = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(200_000, generator=drawn, dtype=torch.float64).mul(scale).to(dtype) for _ in range(2))
+    b[:100_000] = a[:100_000]
+    tally = Tally()
+    tally.add(a, b)
+    distance = a.double() - b.double()
+    assert int((distance != 0).sum()) == tally.differing
+    assert tally.max_difference == pytest.approx(float(distance.abs().max()), rel=1e-6, abs=0)
+    assert tally.relative_norm == pytest.approx(float(distance.norm() / a.double().norm()), rel=1e-6, abs=0)
+
+
 def changed_in(name: str) -> Callable[[int], dict[str, Any]]:
     """The ranks of the tag ``cut``, the first of which holds another first element."""
 
