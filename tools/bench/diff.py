@@ -1,9 +1,10 @@
 """How fast two tags are compared, against reading their bytes: ``python -m tools.bench.diff --gib 1``.
 
 Makes a model of float32 sharded over tp=4, the same saved on tp=2, and one with other values. Each pair is compared
-again and again, each time after the same files were read with plain preads by as many threads, and medians are printed
-with their ratio, and how much memory a comparison took beyond an interpreter with torch. The files come from the page
-cache: the processor is what is measured.
+again and again, each time after the same files were read with plain preads by as many threads, and read so with a
+CRC-32 of each 4 MiB, which is what it takes to prove them. Printed are medians, their ratios, and how much memory a
+comparison took beyond an interpreter with torch. The files come from the page cache: the processor is what is measured,
+whose seconds are printed too, as they say more where others use the machine.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from nxd_ckpt.formats.crc32 import crc32
 from tools.bench.convert import MIB, run
 
 COLUMNS = 4096
@@ -46,10 +49,10 @@ import resource, sys, time, torch
 from nxd_ckpt import diff_checkpoints, open_checkpoint
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-started = time.monotonic()
+started, used = time.monotonic(), time.process_time()
 found = diff_checkpoints(*(open_checkpoint(sys.argv[1], tag) for tag in sys.argv[2:]), full=True)
-seconds = time.monotonic() - started
-print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, found.nbytes)
+seconds, used = time.monotonic() - started, time.process_time() - used
+print(seconds, used, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, found.nbytes)
 """
 
 
@@ -60,23 +63,30 @@ def make(directory: Path, gib: float) -> None:
         run(MAKE, directory, tag, tp, seed, count, rows, COLUMNS)
 
 
-def read(folders: list[Path]) -> float:
-    """Seconds that plain preads of all files take."""
+def read(folders: list[Path], *, prove: bool) -> tuple[float, float]:
+    """Seconds that plain preads of all files take, and those of the processors; with ``prove``, digests too."""
     files = [path for folder in folders for path in sorted(folder.rglob("*.pt"))]
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(_read, files))
-    return time.monotonic() - started
+        list(threads.map(partial(_read, prove=prove), files))
+    return time.monotonic() - started, time.process_time() - used
 
 
-def _read(path: Path) -> None:
-    memory, at = bytearray(PIECE), 0
+def _read(path: Path, *, prove: bool) -> None:
+    memory, at = memoryview(bytearray(PIECE)), 0
     fd = os.open(path, os.O_RDONLY)
     try:
         while nbytes := os.preadv(fd, [memory], at):
+            if prove:
+                crc32(memory[:nbytes])
             at += nbytes
     finally:
         os.close(fd)
+
+
+def _medians(rounds: list[tuple[float, float]]) -> tuple[float, float]:
+    wall, processors = zip(*rounds, strict=True)
+    return statistics.median(wall), statistics.median(processors)
 
 
 def main() -> None:
@@ -90,18 +100,23 @@ def main() -> None:
         make(directory, args.gib)
         for what, tags in TAGS.items():
             folders = [directory / tag for tag in tags]
-            read(folders)
-            reads, diffs, peaks, nbytes = [], [], [], 0.0
+            read(folders, prove=False)
+            found: dict[str, list[tuple[float, float]]] = {"preads": [], "preads and digests": [], "diff": []}
+            peaks, nbytes = [], 0.0
             for _ in range(args.rounds):
-                reads.append(read(folders))
-                seconds, peak, nbytes = map(float, run(DIFF, directory, *tags).split())
-                diffs.append(seconds)
+                found["preads"].append(read(folders, prove=False))
+                found["preads and digests"].append(read(folders, prove=True))
+                seconds, used, peak, nbytes = map(float, run(DIFF, directory, *tags).split())
+                found["diff"].append((seconds, used))
                 peaks.append(peak)
-            plain, compared = statistics.median(reads), statistics.median(diffs)
             print(f"{what}: {nbytes / 2**30:.2f} GiB each, median of {args.rounds} rounds")
-            print(f"  preads        {plain:7.2f} s  {2 * nbytes / 2**30 / plain:6.2f} GiB/s")
-            print(f"  diff, proved  {compared:7.2f} s  {2 * nbytes / 2**30 / compared:6.2f} GiB/s")
-            print(f"  ratio         {compared / plain:7.2f}")
+            diff, processors = _medians(found["diff"])
+            for name, rounds in found.items():
+                seconds, used = _medians(rounds)
+                print(
+                    f"  {name:20}{seconds:6.2f} s, diff takes {diff / seconds:5.2f} of it; "
+                    f"of processors {used:6.2f} s, diff takes {processors / used:5.2f} of it"
+                )
             print(f"  memory beyond torch {max(peaks) / MIB:5.0f} MiB")
 
 
