@@ -238,6 +238,21 @@ def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterat
     return walk(tree, (), ())
 
 
+def iter_leaves(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Everything in ``tree`` that is no container, tensors too, with its path. An empty container is a leaf; one that
+    holds itself ends there."""
+
+    def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
+        children = list(_children(node))
+        if not children:
+            yield path, node
+        elif id(node) not in above:
+            for key, child in children:
+                yield from walk(child, (*path, key), (*above, id(node)))
+
+    return walk(tree, (), ())
+
+
 def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, ...] = TENSORS) -> Any:
     """A copy of ``tree`` with ``fn(leaf)`` for every leaf, depth first, dicts in their order.
 

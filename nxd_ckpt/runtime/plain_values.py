@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from nxd_ckpt.errors import UnsafePickle
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.tally import Tally
 from nxd_ckpt.runtime.whole_tag import WholeTag
@@ -67,13 +66,6 @@ def _others(opened: OpenTag) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _leaves(name: str, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What a container holds, all the way down, by path. One that holds itself ends there; an empty one is a value."""
-    inner = vars(value) if isinstance(value, Namespace) else value
-    if isinstance(inner, (list, tuple)):
-        inner = dict(enumerate(inner))
-    if not isinstance(inner, dict) or not inner:
-        yield name, value
-    elif id(value) not in above:
-        for key, item in inner.items():
-            yield from _leaves(f"{name}/{key}", item, (*above, id(value)))
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, all the way down, by path."""
+    return (("/".join((name, *map(str, path))), leaf) for path, leaf in iter_leaves(value))

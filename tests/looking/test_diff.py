@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,3 +191,27 @@ def test_tags_of_nxd_are_compared_as_they_are(golden: Path, configuration: str) 
     assert {one.name for one in found.tensors} == missing
     assert ((), bool(missing)) == (found.values, configuration.startswith("f_"))
     assert found.same_tensors + len(missing) == len(tags[0].metadata)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_large_integers_that_float64_rounds_are_not_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They differ by one, also where no tolerance is left for that."""
+    for tag, value in (("a", 2**60), ("b", 2**60 + 1)):
+        save_one(tmp_path, tag, {"count": torch.tensor([value, 1]).view(dtype)})
+    a, b = (open_checkpoint(tmp_path, tag) for tag in ("a", "b"))
+    [difference] = diff_checkpoints(a, b, tolerance=0).tensors
+    assert (1, 1.0) == (difference.differing, difference.max_difference)
+
+
+def test_values_in_any_container_are_compared(tmp_path: Path) -> None:
+    """Tensors in namespaces, at the end of a list that holds itself, and in empty containers beside them."""
+    for tag, last in (("a", 1.0), ("same", 1.0), ("b", 2.0)):
+        endless: list[Any] = [torch.tensor([1.0, last])]
+        endless.append(endless)
+        content = {"plain": SimpleNamespace(weights=torch.tensor([3.0, last])), "endless": endless, "none": ({}, [])}
+        save_one(tmp_path, tag, {"x": torch.ones(1)}, user_content=content)
+    a, same, b = (open_checkpoint(tmp_path, tag) for tag in ("a", "same", "b"))
+    assert not diff_checkpoints(a, same)
+    assert ["user_content/plain/weights", "user_content/endless/0"] == [
+        value.name for value in diff_checkpoints(a, b).values
+    ]
