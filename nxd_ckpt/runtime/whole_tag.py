@@ -20,7 +20,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, itemsize, iter_leaves, iter_tensors, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
 from nxd_ckpt.runtime.opening import OpenTag
@@ -30,7 +30,7 @@ from nxd_ckpt.runtime.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.runtime.saved_optimizer import SavedSlot
 from nxd_ckpt.runtime.target import recorded_parameters, respecified_here, shape_of_entries
 
-_LEAVES = (TensorStub, MissingTensor)
+_LEAVES = (TensorStub, Assembly, MissingTensor)
 
 UNKNOWN_DTYPE = "?"
 """Of a tensor that is in no file, and of which none says what it was."""
@@ -102,15 +102,16 @@ class WholeTag:
     @cached_property
     def values(self) -> dict[str, Any]:
         """What stands beside the tensors under such names and is none: Python numbers, extra state, by name."""
-        values = {
-            f"model/{name}": value
-            for name, (_, value) in self._model_values.items()
-            if not any(True for _ in iter_tensors(value, _LEAVES))
-        }
-        for slot_name, (_, slot) in self._slots.items():
-            plain = {key: value for key, value in slot.entries.items() if not is_tensor(value)}
-            values |= {f"optim/{slot_name}/{key}": value for key, value in plain.items()}
-        return values
+        return {name: value for name, (_, value) in self._value_places.items()}
+
+    def path(self, name: str) -> Path:
+        """The keys that lead to what has that name: "model" or "optim", the name or the parameter's, and so on."""
+        if name in self._model_places:
+            return ("model", *self._model_places[name][0])
+        if name in self._entry_places:
+            parameter, key, inner = self._entry_places[name]
+            return ("optim", parameter, key, *inner)
+        return self._value_places[name][0]
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -144,7 +145,7 @@ class WholeTag:
         if name in self._model_places:
             return self._model_leaf(name, *self._model_places[name])
         if name in self._entry_places:
-            return self._entry_leaf(*self._entry_places[name])
+            return self._entry_leaf(name, *self._entry_places[name])
         names = [*self._model_places, *self._entry_places]
         close = difflib.get_close_matches(name, names, n=1)
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
@@ -177,7 +178,7 @@ class WholeTag:
         refuse_missing(self.opened.where, tree)
         return tree
 
-    def _model_leaf(self, name: str, path: tuple[Any, ...], pp_rank: int) -> TensorStub | Assembly:
+    def _model_leaf(self, name: str, path: Path, pp_rank: int) -> TensorStub | Assembly:
         assert self._model is not None
         parameter, reference = path[0], self._model.reference(pp_rank)[path[0]]
         spec = self._spec(parameter, *_form(reference)) if is_tensor(reference) else None
@@ -196,8 +197,8 @@ class WholeTag:
         assert isinstance(leaf, (TensorStub, Assembly))
         return leaf
 
-    def _entry_leaf(self, parameter: str, key: str) -> TensorStub | Assembly:
-        leaf = self._entry_value(parameter, key)
+    def _entry_leaf(self, name: str, parameter: str, key: str, inner: Path) -> TensorStub | Assembly:
+        leaf = dict(iter_tensors(self._entry_value(parameter, key), _LEAVES))[inner]
         assert isinstance(leaf, (TensorStub, Assembly))
         return leaf
 
@@ -233,13 +234,30 @@ class WholeTag:
         return found
 
     @cached_property
-    def _model_places(self) -> dict[str, tuple[tuple[Any, ...], int]]:
+    def _model_places(self) -> dict[str, tuple[Path, int]]:
         """(path in the state dict, stage) by the name of the tensor there."""
         return {
-            "/".join(("model", *map(str, (name, *path)))): ((name, *path), pp_rank)
+            _name("model", name, *path): ((name, *path), pp_rank)
             for name, (pp_rank, value) in self._model_values.items()
             for path, _ in iter_tensors(value, _LEAVES)
         }
+
+    @cached_property
+    def _value_places(self) -> dict[str, tuple[Path, Any]]:
+        """(path, value) by the name of what is no tensor. Of what has tensors in it, each thing beside them."""
+        held: list[tuple[Path, Any]] = [(("model", name), value) for name, (_, value) in self._model_values.items()]
+        held += [
+            (("optim", name, key), value)
+            for name, (_, slot) in self._slots.items()
+            for key, value in slot.entries.items()
+        ]
+        found: dict[str, tuple[Path, Any]] = {}
+        for above, value in held:
+            has_tensors = any(True for _ in iter_tensors(value, _LEAVES))
+            for path, leaf in iter_leaves(value) if has_tensors else [((), value)]:
+                if not is_tensor(leaf):
+                    found[_name(*above, *path)] = (*above, *path), leaf
+        return found
 
     @cached_property
     def _optimizer(self) -> ReshardedOptimizer | None:
@@ -251,19 +269,23 @@ class WholeTag:
     def _slots(self) -> dict[str, tuple[int, SavedSlot]]:
         """The optimizer's parameters by name, and the stage of each."""
         stages = {} if self._optimizer is None else self._optimizer.stages()
-        return {name: (pp_rank, slot) for pp_rank, slots in stages.items() for name, slot in slots.items()}
+        found: dict[str, tuple[int, SavedSlot]] = {}
+        for pp_rank, slots in stages.items():
+            for name, slot in slots.items():
+                found.setdefault(name, (pp_rank, slot))
+        return found
 
     @cached_property
-    def _entry_places(self) -> dict[str, tuple[str, str]]:
-        """(parameter, key) by the name of the tensor there."""
+    def _entry_places(self) -> dict[str, tuple[str, str, Path]]:
+        """(parameter, key, path in what is there) by the name of the tensor there."""
         return {
-            f"optim/{name}/{key}": (name, key)
+            _name("optim", name, key, *path): (name, key, path)
             for name, (_, slot) in self._slots.items()
             for key, value in _entries(slot).items()
-            if is_tensor(value)
+            for path, _ in iter_tensors(value, _LEAVES)
         }
 
-    def _describe(self, name: str, path: tuple[Any, ...], pp_rank: int) -> GlobalTensor:
+    def _describe(self, name: str, path: Path, pp_rank: int) -> GlobalTensor:
         assert self._model is not None
         value = self._model.reference(pp_rank)[path[0]]
         leaf = dict(iter_tensors(value, _LEAVES))[path[1:]]
@@ -273,10 +295,10 @@ class WholeTag:
             return GlobalTensor(name, dtype, leaf.shape, local, None)
         return GlobalTensor(name, dtype, self._whole(path[0], dtype, leaf.shape), local, self._partition(path[0]))
 
-    def _describe_entry(self, name: str, parameter: str, key: str) -> GlobalTensor:
+    def _describe_entry(self, name: str, parameter: str, key: str, inner: Path) -> GlobalTensor:
         slot = self._slots[parameter][1]
-        dtype, local = form_of(_entries(slot)[key])
-        if key == STEP or not local:
+        dtype, local = form_of(dict(iter_tensors(_entries(slot)[key], _LEAVES))[inner])
+        if key == STEP or inner or not local:
             return GlobalTensor(name, dtype, local, local, None)
         whole = self._whole(parameter, dtype, self._slot_shape(parameter, slot), expert=slot.expert)
         return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
@@ -321,6 +343,10 @@ class WholeTag:
             prefix = "#" if sizes.pp == 1 else f"#{pp_rank}."
             stages.append([[f"{prefix}{index}" for index in range(sum(len(group["params"]) for group in groups))]])
         return stages
+
+
+def _name(*path: Any) -> str:
+    return "/".join(map(str, path))
 
 
 def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt import Checkpoint, Partition, get_checkpoint_metadata, load_keys, open_checkpoint
+from nxd_ckpt import Checkpoint, Partition, get_checkpoint_metadata, load_keys, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch, TopologyMismatch
 from tests.cli.checkpoints import CUTS, GLOBAL, save_examples, whole
@@ -144,3 +144,21 @@ def test_what_an_nxd_tag_does_not_tell_is_asked_for(golden: Path) -> None:
         checkpoint.read("optim/#1.0/exp_avg")
     with pytest.raises(TopologyMismatch, match="partitions="):
         checkpoint.read(next(name for name, told in checkpoint.metadata.items() if told.shape is None))
+
+
+def test_values_beside_tensors_are_there(tmp_path: Path) -> None:
+    """Numbers in extra state and in optimizer entries that hold tensors, too; and the tensors in such."""
+    extra = {"amax": [torch.ones(2)], "count": 3, "none": None}
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"history": [torch.ones(2), 5], "step": 7}
+    save_checkpoint(tmp_path, "a", {"w": weight, "w._extra_state": extra}, optimizer, param_names=[["w"]])
+    checkpoint = open_checkpoint(tmp_path)
+    assert ["model/w", "model/w._extra_state/amax/0", "optim/w/history/0"] == checkpoint.keys()
+    assert {
+        "model/w._extra_state/count": 3,
+        "model/w._extra_state/none": None,
+        "optim/w/history/1": 5,
+        "optim/w/step": 7,
+    } == checkpoint.values
+    assert [1.0, 1.0] == checkpoint.read("model/w._extra_state/amax/0").tolist()
