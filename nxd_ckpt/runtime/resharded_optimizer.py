@@ -172,7 +172,10 @@ class ReshardedOptimizer:
         crossing, name = self._crossing, f"optim/{slot.name}/{key}"
         if key == STEP:
             return reference
+        alone = self.holds_whole(found.slot) and (crossing.live.tp, crossing.live.ep, slot.shards) == (1, 1, 1)
         if not is_tensor(reference):
+            if alone:
+                return reference
             if any(leaf.shape for _, leaf in iter_tensors(reference)):
                 raise OptimizerMismatch(
                     f"{name}: saved as a {type(reference).__name__} of tensors; only entries of the parameter's own "
@@ -181,10 +184,9 @@ class ReshardedOptimizer:
             return reference
         dtype, shape = form_of(reference)
         whole = found.slot.shape or crossing.recorded_shape(slot.name) or shape
-        shards = self._shards(found.slot)
-        held = _shard_shape(whole, shards)
-        if shape != held:
-            if not shape:
+        held = _shard_shape(whole, self._shards(found.slot))
+        if not self.is_shaped_like(found.slot, whole, shape):
+            if not shape or alone:
                 return reference
             raise OptimizerMismatch(
                 f"{name}: saved with shape {shape} for a parameter that each rank held with shape {whole}; only "
@@ -195,6 +197,14 @@ class ReshardedOptimizer:
         stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
         live = _shard_shape(slot.spec.shape, slot.shards)
         return assembled(name, dtype, live, reads, stubs, held)
+
+    def is_shaped_like(self, slot: SavedSlot, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a saved entry of ``shape`` is cut as its parameter was, which each rank held with ``whole``."""
+        return shape == _shard_shape(whole, self._shards(slot))
+
+    def holds_whole(self, slot: SavedSlot) -> bool:
+        """Whether a saving rank held all of the parameter's state: what it saved is then whole, whatever its shape."""
+        return (self._crossing.saved.tp, self._crossing.saved.ep, self._shards(slot)) == (1, 1, 1)
 
     def _reads(self, slot: OptimizerSlot, found: _Found, whole: tuple[int, ...]) -> list[Read[Place]]:
         """What all entries of a parameter that are shaped like it are read from."""

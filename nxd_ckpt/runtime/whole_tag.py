@@ -298,9 +298,13 @@ class WholeTag:
     def _describe_entry(self, name: str, parameter: str, key: str, inner: Path) -> GlobalTensor:
         slot = self._slots[parameter][1]
         dtype, local = form_of(dict(iter_tensors(_entries(slot)[key], _LEAVES))[inner])
-        if key == STEP or inner or not local:
+        held = self._slot_shape(parameter, slot)
+        assert self._optimizer is not None
+        if key == STEP or not local:
             return GlobalTensor(name, dtype, local, local, None)
-        whole = self._whole(parameter, dtype, self._slot_shape(parameter, slot), expert=slot.expert)
+        if inner or not self._optimizer.is_shaped_like(slot, held, local):
+            return GlobalTensor(name, dtype, local if self._optimizer.holds_whole(slot) else None, local, None)
+        whole = self._whole(parameter, dtype, held, expert=slot.expert)
         return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
 
     def _whole(

@@ -10,11 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt import Checkpoint, Partition, get_checkpoint_metadata, load_keys, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Checkpoint,
+    Partition,
+    diff_checkpoints,
+    get_checkpoint_metadata,
+    load_keys,
+    open_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.convert import unshard_checkpoint
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch, TopologyMismatch
 from tests.cli.checkpoints import CUTS, GLOBAL, save_examples, whole
 from tests.golden.checkpoints import CONFIGURATIONS, saved
+from tests.layout.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -162,3 +172,31 @@ def test_values_beside_tensors_are_there(tmp_path: Path) -> None:
         "optim/w/step": 7,
     } == checkpoint.values
     assert [1.0, 1.0] == checkpoint.read("model/w._extra_state/amax/0").tolist()
+    assert [1.0, 1.0] == checkpoint.read("optim/w/history/0").tolist()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_state_of_other_shapes_than_the_parameters_is_whole_where_no_rank_cut_it(tmp_path: Path, kind: Any) -> None:
+    """Factored moments and histories: told, read, compared and unsharded as they were saved."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    checkpoint = open_checkpoint(tmp_path)
+    entries = {name: told for name, told in checkpoint.metadata.items() if name.startswith("optim/")}
+    assert {name: told.local_shape for name, told in entries.items()} == {
+        name: tuple(checkpoint.read(name).shape) for name in entries
+    }
+    assert not diff_checkpoints(checkpoint, checkpoint, full=True)
+    unshard_checkpoint(tmp_path / "a", tmp_path / "whole", quiet=True)
+    state = torch.load(tmp_path / "whole/optim.pt", weights_only=True)["state"]
+    for index, name in enumerate(("weight", "bias")):
+        assert difference(optimizer.state_dict()["state"].get(index, {}), state.get(name, {})) is None
