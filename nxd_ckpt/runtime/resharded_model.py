@@ -54,7 +54,7 @@ class ReshardedModel:
                 if ignores(name):
                     continue
                 if name in tree:
-                    self._refuse_another_of_the_name(name, pp_rank)
+                    self.refuse_another_of_the_name(name)
                 elif crossing.holds_all or name in wanted:
                     tree[name] = self.leaf(name, pp_rank, specs.get(name), wanted=name in wanted)
         return tree
@@ -117,8 +117,8 @@ class ReshardedModel:
                     f"{place.ep_rank}) saved other values than rank 0; load it on the sizes that it was saved on"
                 )
 
-    def _refuse_another_of_the_name(self, name: str, pp_rank: int) -> None:
-        """Of a name on several stages (a tied embedding) one is taken: all must be equal."""
+    def refuse_another_of_the_name(self, name: str) -> None:
+        """Of a name on several stages (a tied embedding) one is taken: all must be equal, or TopologyMismatch."""
         stages = [stage for stage, names in self.stages().items() if name in names]
         digests = [[_digest(leaf) for _, leaf in iter_tensors(self.reference(stage)[name])] for stage in stages]
         if any(one != digests[0] for one in digests):

@@ -7,9 +7,11 @@ tensors are cut, or whose the entries of their optimizer are.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -174,6 +176,7 @@ class WholeTag:
         if isinstance(value, _LEAVES):
             return self._model_leaf(f"model/{name}", (name,), pp_rank)
         assert self._model is not None
+        self._refuse_doubtful(name)
         tree = self._model.leaf(name, pp_rank, None)
         refuse_missing(self.opened.where, tree)
         return tree
@@ -181,6 +184,7 @@ class WholeTag:
     def _model_leaf(self, name: str, path: Path, pp_rank: int) -> TensorStub | Assembly:
         assert self._model is not None
         parameter, reference = path[0], self._model.reference(pp_rank)[path[0]]
+        self._refuse_doubtful(parameter)
         spec = self._spec(parameter, *_form(reference)) if is_tensor(reference) else None
         leaf = self._model.leaf(parameter, pp_rank, spec)
         if len(path) > 1:
@@ -196,6 +200,11 @@ class WholeTag:
             return found
         assert isinstance(leaf, (TensorStub, Assembly))
         return leaf
+
+    def _refuse_doubtful(self, name: str) -> None:
+        assert self._model is not None
+        if name in self._repeated:
+            self._model.refuse_another_of_the_name(name)
 
     def _entry_leaf(self, name: str, parameter: str, key: str, inner: Path) -> TensorStub | Assembly:
         leaf = dict(iter_tensors(self._entry_value(parameter, key), _LEAVES))[inner]
@@ -232,6 +241,12 @@ class WholeTag:
                 for name, value in self._model.reference(pp_rank).items():
                     found.setdefault(name, (pp_rank, value))
         return found
+
+    @cached_property
+    def _repeated(self) -> set[str]:
+        """Names in the model's state that several stages have."""
+        stages = {} if self._model is None else self._model.stages()
+        return {name for name, count in Counter(chain.from_iterable(stages.values())).items() if count > 1}
 
     @cached_property
     def _model_places(self) -> dict[str, tuple[Path, int]]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nxd_ckpt import (
     Checkpoint,
     Partition,
+    Topology,
     diff_checkpoints,
     get_checkpoint_metadata,
     load_keys,
@@ -24,6 +25,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch, TopologyMismatch
 from tests.cli.checkpoints import CUTS, GLOBAL, save_examples, whole
 from tests.golden.checkpoints import CONFIGURATIONS, saved
+from tests.interop.saving import save_as_every_rank
 from tests.layout.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -200,3 +202,18 @@ def test_state_of_other_shapes_than_the_parameters_is_whole_where_no_rank_cut_it
     state = torch.load(tmp_path / "whole/optim.pt", weights_only=True)["state"]
     for index, name in enumerate(("weight", "bias")):
         assert difference(optimizer.state_dict()["state"].get(index, {}), state.get(name, {})) is None
+
+
+def test_a_name_on_two_stages_is_one_tensor_or_an_error(tmp_path: Path) -> None:
+    """A tied embedding that came apart is not silently that of the first stage."""
+    for tag, last in (("tied", 1.0), ("apart", 2.0)):
+        stages = [{"embed": torch.ones(2), "first": torch.ones(1)}, {"embed": torch.tensor([1.0, last])}]
+        ranks = [Topology(pp=2, rank=rank) for rank in range(2)]
+        save_as_every_rank(tmp_path, tag, ranks, [{"model": one} for one in stages].__getitem__)
+    tied, apart = (open_checkpoint(tmp_path, tag) for tag in ("tied", "apart"))
+    assert [1.0, 1.0] == tied.read("model/embed").tolist()
+    with pytest.raises(TopologyMismatch, match="saved other values under this name"):
+        apart.read("model/embed")
+    with pytest.raises(TopologyMismatch, match="which of them is meant"):
+        unshard_checkpoint(tmp_path / "apart", tmp_path / "whole", quiet=True)
+    assert ["not compared"] == [found.kind for found in diff_checkpoints(tied, apart).tensors]
