@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from nxd_ckpt.core.box import Box
@@ -30,13 +31,13 @@ class DcpTensors:
             )
         self._metadata = read_metadata(files, "")
         self._leaves: dict[str, TensorStub | Assembly] = {}
+        self._refuse_unpaired()
 
     @property
     def names(self) -> list[str]:
         """All names, in the order of the state dict as far as that is recorded."""
-        entries = self._metadata.entries
-        empty = [name for name, form in self._metadata.forms.items() if not form.sizes]
-        return [name for name in {**self._metadata.paths, **entries} if name in entries or name in empty]
+        told = self._metadata
+        return [name for name in {**told.paths, **told.entries, **told.forms} if name in told.described]
 
     def path(self, name: str) -> tuple[Any, ...]:
         """The keys that lead to it in the state dict; where that is not recorded, as its name has them."""
@@ -59,6 +60,16 @@ class DcpTensors:
         if name not in self._leaves:
             self._leaves[name] = self._tensor(name, form)
         return self._leaves[name]
+
+    def _refuse_unpaired(self) -> None:
+        """Only a tensor without elements may be in no file."""
+        entries, forms = self._metadata.entries, self._metadata.forms
+        empty = {name for name, form in forms.items() if not prod(form.shape)}
+        lost = sorted(self._metadata.described - entries.keys() - empty)
+        if lost or not self._metadata.described.issuperset(entries):
+            names = lost or sorted(entries.keys() - self._metadata.described)
+            what = "says of no file that it holds" if lost else "says in which file lies, but not what is"
+            raise MalformedFile(f"{self.where}/{METADATA} {what} {', '.join(names[:5])}: damaged, or of two saves")
 
     def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
         whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())

@@ -9,8 +9,9 @@ nothing is called. Every entry, a tensor's chunk or a plain object, is a ``torch
 from __future__ import annotations
 
 import io
+import operator
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,13 @@ class WholeForm:
 @dataclass(frozen=True)
 class DcpMetadata:
     """``entries``: the chunks of every fully qualified name, in the order of their offsets. ``paths``: the
-    keys that lead to it in the state dict, where the writer recorded them. ``forms``: what tensors are, as wholes."""
+    keys that lead to it in the state dict, where the writer recorded them. ``forms``: what tensors are, as wholes.
+    ``described``: all names that the writer knew of."""
 
     entries: Mapping[str, tuple[Chunk, ...]]
     paths: Mapping[str, tuple[Any, ...]]
     forms: Mapping[str, WholeForm]
+    described: frozenset[str]
 
 
 def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
@@ -94,13 +97,21 @@ def _metadata(root: Any, directory: str, files: TagFiles) -> DcpMetadata:
     }
     abouts = {str(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
     forms = {name: _form(fields) for name, fields in abouts.items() if "chunks" in fields}
-    return DcpMetadata(ordered, dict(root.fields.get("planner_data") or {}), forms)
+    paths = {str(name): tuple(path) for name, path in (root.fields.get("planner_data") or {}).items()}
+    for name, path in paths.items():
+        if not path or hash(path) is None:  # raises TypeError for what can be no key
+            raise ValueError(f"no keys lead to {name}")
+    return DcpMetadata(ordered, paths, forms, frozenset(abouts))
 
 
 def _form(fields: Mapping[str, Any]) -> WholeForm:
     chunks = [chunk.fields for chunk in fields["chunks"]]
-    sizes = {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in chunks}
-    return WholeForm(dtype_name(fields["properties"].fields["dtype"]), tuple(fields["size"]), sizes)
+    sizes = {_integers(chunk["offsets"]): _integers(chunk["sizes"]) for chunk in chunks}
+    return WholeForm(dtype_name(fields["properties"].fields["dtype"]), _integers(fields["size"]), sizes)
+
+
+def _integers(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(operator.index, values))
 
 
 def _inside(directory: str, name: str) -> str:
