@@ -103,12 +103,15 @@ class DcpWriter:
         """Values and small tensors by name, read some at a time."""
         yield from ((name, value) for name, (_, value) in self._state.values.items())
         batch: dict[str, Any] = {}
+        nbytes = 0
         for name, leaf in self._leaves.items():
-            if not _is_large(leaf):
-                batch[name] = leaf
-            if sum(map(_nbytes, batch.values())) >= _TOGETHER:
+            if _is_large(leaf):
+                continue
+            batch[name] = leaf
+            nbytes += _nbytes(leaf)
+            if nbytes >= _TOGETHER:
                 yield from self._read(batch)
-                batch = {}
+                batch, nbytes = {}, 0
         yield from self._read(batch)
 
     def _read(self, leaves: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
