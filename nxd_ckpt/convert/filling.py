@@ -44,7 +44,7 @@ def _fill_span(fill: Fill, planned: PlannedFile, names: Mapping[int, str], span:
     for number, start, stop, at in contents_of(planned, span):
         leaf = Assembly.of(planned.image.tensors[number])
         size = itemsize(leaf.dtype)
-        fill(leaf, start // size, stop // size, view[at : at + stop - start], names[number])
+        fill(leaf, start // size, stop // size, view[at : at + stop - start], names.get(number, planned.key))
 
 
 def _names(planned: PlannedFile) -> dict[int, str]:

@@ -17,8 +17,9 @@ names in param group 0     optim.param_groups.0.params            that each has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
@@ -29,6 +30,8 @@ SCHEDULER, USER_CONTENT = "scheduler", "user_content"
 """Keys of a state dict under which these parts of a tag are."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_EXTRA_STATE = "_extra_state"
+"""What names of a module's extra state end in, which may be a dict."""
 
 Path = tuple[Any, ...]
 """The keys that lead to an entry in the nested state dict."""
@@ -62,14 +65,13 @@ class DcpNames:
         if self.model == self.optim:
             raise InvalidArgument(f"model_key and optim_key must differ, found {self.model!r} for both")
 
-    def entry(self, name: str) -> DcpEntry:
-        """What DCP calls ``model/embed.weight``, ``optim/embed.weight/exp_avg``."""
-        part, *keys = name.split("/")
+    def entry(self, path: Path) -> DcpEntry:
+        """What DCP calls what a tag has at ``("model", "embed.weight")``, ``("optim", "embed.weight", "exp_avg")``."""
+        part, *keys = path
         if part == "model":
             return DcpEntry.at((*_head(self.model), *keys))
-        parameter, key = "/".join(keys[:-1]), keys[-1]
-        path = (f"{_STATE}.{parameter}.{key}",) if self.flat_optimizer else (_STATE, parameter, key)
-        return DcpEntry.at((*_head(self.optim), *path))
+        state = (".".join(map(str, (_STATE, *keys))),) if self.flat_optimizer else (_STATE, *keys)
+        return DcpEntry.at((*_head(self.optim), *state))
 
     def group_entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[DcpEntry, Any]]:
         """What DCP keeps of param groups, whose "params" are names."""
@@ -92,6 +94,13 @@ class DcpNames:
         """What DCP's ``name``, not one of the optimizer's, is in the model; None for what is not there."""
         return _after(self.model, name) if self.model else name
 
+    def model_path(self, path: Path) -> Path:
+        """(name in the model, keys below it) of the keys that lead to it: only extra state has any below."""
+        keys = path[len(_head(self.model)) :]
+        ends = (number for number, key in enumerate(keys, 1) if str(key).endswith(_EXTRA_STATE))
+        end = next(ends, len(keys))
+        return (".".join(map(str, keys[:end])), *keys[end:])
+
     def state_key(self, name: str) -> tuple[str, str] | None:
         """(parameter, key) of an optimizer's state that DCP's ``name`` is; None for anything else."""
         rest = self._of_optimizer(_STATE, name)
@@ -108,11 +117,13 @@ class DcpNames:
         return _after(".".join((*_head(self.optim), section)), name)
 
 
-def groups_of(options: Iterable[tuple[str, str, Any]], parameters: Sequence[str]) -> list[dict[str, Any]]:
+def groups_of(
+    options: Iterable[tuple[str, str, Any]], parameters: Sequence[str], same: Callable[[Any, Any], bool] = eq
+) -> list[dict[str, Any]]:
     """Param groups, "params" being names, of (owner, option, value) as :meth:`DcpNames.option_key` has the first two.
 
-    Flattened, each parameter has options of its own: those that agree are a group. ``parameters`` are all that have
-    state; without any options they are one group.
+    Flattened, each parameter has options of its own: those that are the ``same`` are a group. ``parameters`` are all
+    that have state; without any options they are one group.
 
     Raises:
         KeyMismatch: parameters with state are in no group, or in two.
@@ -123,7 +134,7 @@ def groups_of(options: Iterable[tuple[str, str, Any]], parameters: Sequence[str]
     if all(owner.isdecimal() and PARAMS in values for owner, values in by_owner.items()):
         groups = [by_owner[owner] for owner in sorted(by_owner, key=int)]
     else:
-        groups = _joined(by_owner)
+        groups = _joined(by_owner, same)
     if not groups and parameters:
         groups = [{PARAMS: list(parameters)}]
     listed = Counter(name for group in groups for name in group[PARAMS])
@@ -135,23 +146,40 @@ def groups_of(options: Iterable[tuple[str, str, Any]], parameters: Sequence[str]
     return groups
 
 
-def nested(entries: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
-    """The state dict that these paths lead through."""
-    tree: dict[Any, Any] = {}
+class _Node(dict[Any, Any]):
+    """A container that paths lead through, and no value."""
+
+
+def nested(entries: Iterable[tuple[Path, Any]]) -> Any:
+    """The state dict that these paths lead through, or what is in it: keys that count from 0 on are a list's.
+
+    Raises KeyMismatch where two paths are the same, or one ends in the middle of another.
+    """
+    root = _Node()
     for path, value in entries:
-        node = tree
+        node = root
         for key in path[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
+            node = node.setdefault(key, _Node())
+            if not isinstance(node, _Node):
                 raise KeyMismatch(f"{'.'.join(map(str, path))}: {key!r} is both a value and a dict")
+        if path[-1] in node:
+            raise KeyMismatch(f"{'.'.join(map(str, path))} is there twice")
         node[path[-1]] = value
-    return tree
+    return _settled(root)
 
 
-def _joined(by_owner: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _settled(node: Any) -> Any:
+    if not isinstance(node, _Node):
+        return node
+    settled = {key: _settled(child) for key, child in node.items()}
+    counts = [type(key) is int and key == number for number, key in enumerate(settled)]
+    return list(settled.values()) if counts and all(counts) else settled
+
+
+def _joined(by_owner: Mapping[str, dict[str, Any]], same: Callable[[Any, Any], bool]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for parameter, options in by_owner.items():
-        group = next((group for group in groups if _without_params(group) == options), None)
+        group = next((group for group in groups if same(_without_params(group), options)), None)
         if group is None:
             groups.append(group := {**options, PARAMS: []})
         group[PARAMS].append(parameter)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS, PARAMS, SCHEDULER, USER_CONTENT, DcpNames, groups_of, nested
+from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS, PARAMS, SCHEDULER, USER_CONTENT, DcpNames, Path, groups_of, nested
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, PartNotFound
+from nxd_ckpt.formats.tensors import by_digest
 from nxd_ckpt.layout.dcp_tensors import DcpTensors
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.storage.base import Storage
@@ -27,7 +28,7 @@ class DcpDirectory:
     def __init__(self, storage: Storage, folder: str, names: DcpNames) -> None:
         self.files = TagFiles(storage, folder)
         self._held = DcpTensors(self.files)
-        self._model: dict[str, str] = {}  # entries by name in the model
+        self._model: dict[str, dict[Path, str]] = {}  # entries by name in the model, and by the keys below that
         self._states: dict[str, dict[str, str]] = {}  # entries by parameter and key
         self._options: list[tuple[str, str, str]] = []  # owner, option, entry
         self._scheduler: list[str] = []
@@ -43,10 +44,14 @@ class DcpDirectory:
             self._options.append((*option, name))
         elif name.partition(".")[0] in (SCHEDULER, USER_CONTENT):
             (self._scheduler if name.startswith(SCHEDULER) else self._content).append(name)
-        elif parameter is not None and (names.model or self._held.form(name) is not None):
-            self._model[parameter] = name
-        else:
+        elif parameter is None:
             self._content.append(name)
+        else:
+            parameter, *below = names.model_path(self._held.path(name))
+            if names.model or below or self._held.form(name) is not None:
+                self._model.setdefault(parameter, {})[tuple(below)] = name
+            else:
+                self._content.append(name)
 
     def topology(self) -> Topology:
         return Topology()
@@ -61,7 +66,12 @@ class DcpDirectory:
         )
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        return {parameter: self._held.entry(name) for parameter, name in self._model.items()}
+        entries = (
+            ((parameter, *below), self._held.entry(name))
+            for parameter, held in self._model.items()
+            for below, name in held.items()
+        )
+        return dict(nested(entries))
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         states: dict[int, dict[str, Any]] = {}
@@ -96,21 +106,20 @@ class DcpDirectory:
             return {**content, **saved}
         return {**content, USER_CONTENT: saved} if content else saved
 
-    def _nested(self, names: Sequence[str]) -> dict[Any, Any]:
+    def _nested(self, names: Sequence[str]) -> Any:
         return nested((self._held.path(name), self._held.entry(name)) for name in names)
 
     @cached_property
     def _groups(self) -> list[dict[str, Any]]:
         options = ((owner, option, self._held.entry(name)) for owner, option, name in self._options)
         try:
-            return groups_of(options, list(self._states))
+            return groups_of(options, list(self._states), lambda one, other: by_digest(one) == by_digest(other))
         except KeyMismatch as error:
             raise KeyMismatch(f"{self._held.where}: {error}") from None
 
     def _shape(self, parameter: str) -> tuple[int, ...]:
         """The whole shape of a parameter: as the model has it, else as its largest entry."""
-        of_model = [self._model[parameter]] if parameter in self._model else []
-        for names in (of_model, [*self._states.get(parameter, {}).values()]):
+        for names in (self._model.get(parameter, {}).values(), self._states.get(parameter, {}).values()):
             forms = [form for form in map(self._held.form, names) if form is not None]
             if forms:
                 return max((form.shape for form in forms), key=len)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
-from nxd_ckpt.formats.tensors import Assembly, dtype_name
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name, map_tensors
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.whole_tag import WholeTag
 
@@ -41,24 +42,13 @@ class DcpState:
 
     @cached_property
     def tensors(self) -> dict[str, DcpTensor]:
-        """Every tensor whose whole shape is known, by name. Raises KeyMismatch where two have the same name."""
-        found: dict[str, DcpTensor] = {}
-        for tensor in self._tag.tensors.values():
-            if tensor.shape is not None:
-                entry = self._names.entry(tensor.name)
-                _put(found, entry, DcpTensor(tensor.dtype, tensor.shape, entry.path, tensor.name))
-        for entry, value in self._entries:
-            if isinstance(value, torch.Tensor):
-                shape = tuple(value.shape)
-                _put(found, entry, DcpTensor(dtype_name(value.dtype), shape, entry.path, value))
-        return found
+        """Every tensor whose whole shape is known, by name."""
+        return {name: told for name, (_, told) in self._all.items() if isinstance(told, DcpTensor)}
 
     @cached_property
     def values(self) -> dict[str, tuple[Path, Any]]:
         """What is no tensor, by name, with the keys that lead to it."""
-        return {
-            entry.name: (entry.path, value) for entry, value in self._entries if not isinstance(value, torch.Tensor)
-        }
+        return {name: held for name, held in self._all.items() if not isinstance(held[1], DcpTensor)}
 
     @property
     def unknown(self) -> list[str]:
@@ -73,35 +63,68 @@ class DcpState:
         return Assembly.of(self._tag.leaf(tensor.source)) if isinstance(tensor.source, str) else tensor.source
 
     @cached_property
-    def _entries(self) -> list[tuple[DcpEntry, Any]]:
-        """All that is not a tensor of model or optimizer."""
-        found = [(self._names.entry(name), _as_torch(name, value)) for name, value in self._tag.values.items()]
-        found += self._names.group_entries(self._tag.param_groups)
-        if self._opened.parts.scheduler:
-            found += _flat((SCHEDULER,), self._opened.scheduler())
-        if self._opened.parts.user_content:
-            found += _flat((USER_CONTENT,), self._opened.user_content())
+    def _all(self) -> dict[str, tuple[Path, Any]]:
+        """All of it, tensors as DcpTensor. Raises KeyMismatch where two entries have the same name."""
+        found: dict[str, tuple[Path, Any]] = {}
+        for entry, value in chain(self._global_tensors(), self._values()):
+            if entry.name in found:
+                raise KeyMismatch(
+                    f"{self._opened.where}: torch DCP joins keys by dots, and would call both {found[entry.name][0]} "
+                    f"and {entry.path} {entry.name!r}; choose other keys for model and optimizer, or other names"
+                )
+            found[entry.name] = entry.path, value
         return found
 
+    def _global_tensors(self) -> Iterator[tuple[DcpEntry, DcpTensor]]:
+        for tensor in self._tag.tensors.values():
+            if tensor.shape is not None:
+                entry = self._names.entry(self._tag.path(tensor.name))
+                yield entry, DcpTensor(tensor.dtype, tensor.shape, entry.path, tensor.name)
 
-def _as_torch(name: str, value: Any) -> Any:
+    def _values(self) -> Iterator[tuple[DcpEntry, Any]]:
+        """All that is not a tensor of model or optimizer; the tensors in it are read."""
+        for name, value in self._tag.values.items():
+            path = self._tag.path(name)
+            yield from _flat(self._names.entry(path).path, _as_torch(path, value))
+        groups: Any = map_tensors(self._tag.param_groups, self._opened.read, TensorStub)
+        yield from ((entry, _as_entry(entry, value)) for entry, value in self._names.group_entries(groups))
+        if self._opened.parts.scheduler:
+            yield from _flat((SCHEDULER,), self._opened.scheduler())
+        if self._opened.parts.user_content:
+            yield from _flat((USER_CONTENT,), self._opened.user_content())
+
+
+def _as_torch(path: Path, value: Any) -> Any:
     """An optimizer's count of steps as torch's optimizers hold it."""
-    is_step = name.startswith("optim/") and name.endswith(f"/{STEP}")
+    is_step = path[0] == "optim" and path[-1] == STEP
     return torch.tensor(float(value)) if is_step and isinstance(value, (int, float)) else value
 
 
-def _flat(path: Path, value: Any) -> Iterator[tuple[DcpEntry, Any]]:
-    if isinstance(value, dict) and value:
-        for key, child in value.items():
-            yield from _flat((*path, key), child)
-    else:
-        yield DcpEntry.at(path), value
+def _as_entry(entry: DcpEntry, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return DcpTensor(dtype_name(value.dtype), tuple(value.shape), entry.path, value)
+    return value
 
 
-def _put(found: dict[str, DcpTensor], entry: DcpEntry, tensor: DcpTensor) -> None:
-    if entry.name in found:
-        raise KeyMismatch(
-            f"two tensors would be called {entry.name!r} in torch DCP: {found[entry.name].source} and {tensor.source}; "
-            "choose other keys for model and optimizer"
-        )
-    found[entry.name] = tensor
+def _flat(path: Path, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[DcpEntry, Any]]:
+    """The entries that torch flattens a value to. A dict whose keys count from 0 on stays one: its paths would be those
+    of a list."""
+    above = (*above, id(value))
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict) and list(value) != list(range(len(value))):
+        items = list(value.items())
+    elif isinstance(value, list) and _is_split(value):
+        items = list(enumerate(value))
+    if not items or any(id(child) in above for _, child in items):  # what holds itself is pickled
+        entry = DcpEntry.at(path)
+        yield entry, _as_entry(entry, value)
+        return
+    for key, child in items:
+        yield from _flat((*path, key), child, above)
+
+
+def _is_split(value: list[Any], above: tuple[int, ...] = ()) -> bool:
+    """Whether torch flattens the list: where there is a tensor or a dict in it, or in a list of it."""
+    above = (*above, id(value))
+    inner = (one for one in value if isinstance(one, list) and id(one) not in above)
+    return any(isinstance(one, (torch.Tensor, dict)) for one in value) or any(_is_split(one, above) for one in inner)

@@ -22,7 +22,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, itemsize, iter_leaves, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.crossing import Crossing
 from nxd_ckpt.runtime.opening import OpenTag
@@ -127,7 +127,7 @@ class WholeTag:
         groups = [(options, list[str]()) for options in self._optimizer.groups()]
         for name, (_, slot) in self._slots.items():
             likely = groups[slot.group : slot.group + 1]
-            fits = (names for options, names in likely + groups if _same(options, slot.options))
+            fits = (names for options, names in likely + groups if by_digest(options) == by_digest(slot.options))
             found = next(fits, None)
             if found is None:
                 found = []
@@ -378,16 +378,3 @@ def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
 def _entries(slot: SavedSlot) -> dict[str, Any]:
     masters = {} if slot.master is None else {MASTER_WEIGHTS: slot.master}
     return {**slot.entries, **masters}
-
-
-def _same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether two param groups have equal options. A tensor is what its digest says: each rank's is in another file."""
-    return _comparable(options) == _comparable(others)
-
-
-def _comparable(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    def told(leaf: TensorStub) -> tuple[Any, ...]:
-        return leaf.dtype, leaf.shape, leaf.storage.crc32
-
-    found: dict[str, Any] = map_tensors(dict(options), told, TensorStub)
-    return found

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import Partition, open_checkpoint
+from nxd_ckpt import Partition, diff_checkpoints, open_checkpoint, save_checkpoint
 from nxd_ckpt.adapters.dcp import StorageReader
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import from_dcp, to_dcp
@@ -32,6 +32,7 @@ from nxd_ckpt.errors import (
     CheckpointNotFound,
     DigestMismatch,
     InvalidArgument,
+    KeyMismatch,
     MalformedFile,
     PartNotFound,
     UnsafePickle,
@@ -45,6 +46,7 @@ from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
 from tests.convert.tags import contents, save_example
 from tests.golden.checkpoints import saved
+from tests.layout.equality import difference
 from tests.runtime.test_whole_tag import read
 from tests.torch_dcp import ranks
 
@@ -260,12 +262,74 @@ def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
     metadata.state_dict_metadata["model.a"].size = torch.Size([7])
     (partial / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(partial, MalformedFile, "chunks of model.a must be all of its shape")
+    at = MetadataIndex("model.a", torch.Size([0]))
+    for field, match in (("state_dict_metadata", "not what is model.a"), ("storage_data", "of no file")):
+        metadata = pickle.loads((good / ".metadata").read_bytes())
+        held = getattr(metadata, field)
+        del held[at if at in held else "model.a"]
+        (partial / ".metadata").write_bytes(pickle.dumps(metadata))
+        refused(partial, MalformedFile, match)
+    for path in list[Any](([], 5, ("model", ["a"]))):
+        metadata = pickle.loads((good / ".metadata").read_bytes())
+        metadata.planner_data["model.a"] = path
+        (partial / ".metadata").write_bytes(pickle.dumps(metadata))
+        refused(partial, MalformedFile, "not the metadata of torch DCP")
     elsewhere = broken("elsewhere")
     metadata = pickle.loads((good / ".metadata").read_bytes())
     info = metadata.storage_data[MetadataIndex("model.a", torch.Size([0]))]
     metadata.storage_data[MetadataIndex("model.a", torch.Size([0]))] = type(info)("../good/x.distcp", 0, 10)
     (elsewhere / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(elsewhere, MalformedFile, "../good/x.distcp")
+
+
+def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
+    """Extra state with tensors in it, options that are tensors, lists of tensors, numbers for keys, what holds itself;
+    and by torch, from the directory or the tag, under its own names."""
+    extra = {"amax": [torch.ones(2), torch.zeros(())], "count": 3, 4: torch.ones(1)}
+    names = ["norm/scale", "w"]
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in names]
+    optimizer = torch.optim.AdamW(parameters, lr=torch.tensor(0.1), foreach=False)
+    sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    endless: list[Any] = [1]
+    endless.append(endless)
+    content = {"rng": [torch.ones(2), torch.zeros(2)], "counts": {0: "a", 1: "b"}, "by": {7: 1}, "endless": endless}
+    model = {**dict(zip(names, parameters, strict=True)), "w._extra_state": extra}
+    save_checkpoint(tmp_path, "a", model, optimizer, user_content=content, param_names=[names])
+    before = open_checkpoint(tmp_path, "a")
+    for flat in (False, True):
+        dcp, again = tmp_path / f"dcp-{flat}", tmp_path / f"tag-{flat}"
+        to_dcp(tmp_path / "a", dcp, flatten_optimizer_state=flat)
+        from_dcp(dcp, again / "a", optimizer="plain")
+        after = open_checkpoint(again, "a")
+        assert not diff_checkpoints(before, after, full=True)
+        found = after.model_state()["w._extra_state"]
+        assert difference(extra, {key: found[key] for key in extra}) is None
+        assert len(before.param_groups) == len(after.param_groups) == 1
+        assert ["a", "b"] == [after.user_content()["counts"][key] for key in (0, 1)]
+    for reader in (FileSystemReader(tmp_path / "dcp-False"), StorageReader(tmp_path / "a")):
+        state: dict[str, Any] = {
+            "model": {
+                "norm/scale": torch.zeros(3),
+                "w._extra_state": {"amax": [torch.zeros(2), torch.ones(())], "count": 0},
+            },
+            "optim": {"param_groups": [{"lr": torch.zeros(())}]},
+            "user_content": {"rng": [torch.zeros(2), torch.ones(2)]},
+        }
+        load(state, storage_reader=reader)
+        loaded = state["model"]["w._extra_state"]
+        assert (3, [1.0, 1.0]) == (loaded["count"], loaded["amax"][0].tolist())
+        assert torch.tensor(0.1) == state["optim"]["param_groups"][0]["lr"]
+        assert torch.equal(parameters[0], state["model"]["norm/scale"])
+        assert [[1.0, 1.0], [0.0, 0.0]] == [tensor.tolist() for tensor in state["user_content"]["rng"]]
+
+
+def test_names_that_torch_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    """Joined by dots, two keys of the user content would be one: none is lost silently."""
+    save_checkpoint(tmp_path, "a", {"x": torch.ones(1)}, user_content={"a.b": 1, "a": {"b": 2}})
+    with pytest.raises(KeyMismatch, match="joins keys by dots"):
+        to_dcp(tmp_path / "a", tmp_path / "dcp")
+    assert not (tmp_path / "dcp").exists()
 
 
 def test_an_output_appears_whole_or_not_at_all(examples: Path, tmp_path: Path) -> None:
