@@ -9,7 +9,7 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import TensorEntry
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.formats.tensors import Path, TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.opening import OpenTag
@@ -39,7 +39,18 @@ def _of_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
     entries: dict[str, TensorEntry] = {}
     for of_file in held.values():
         entries |= of_file
+    if opened.parts.optimizer == "zero1_dcp":
+        entries |= {entry.name: entry for entry in _of_dcp(opened, at)}
     return [_indexed(entry) for entry in sorted(entries.values(), key=_order(opened))]
+
+
+def _of_dcp(opened: OpenTag, at: Coordinates) -> Iterator[TensorEntry]:
+    """The optimizer's tensors where they lie in a torch DCP directory: shards are the rank's, others its stage's."""
+    leader = Coordinates(at.pp_rank)
+    for writer in dict.fromkeys((leader, at)):
+        for entry in opened.index(writer).tensors:
+            if entry.name.startswith("optim/") and (writer == at or not entry.shape):
+                yield entry
 
 
 def _state_files(opened: OpenTag, at: Coordinates) -> list[str]:
@@ -87,8 +98,9 @@ def _of_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
             yield _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
         known = opened.optimizer_names(at)
-        for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
-            yield _on_disk(f"optim/{_state_name(path, known)}", leaf)
+        for path, leaf in iter_tensors(opened.optimizer_tree(at), (*_LEAVES, Assembly)):
+            for one in (part.stub for part in leaf.parts) if isinstance(leaf, Assembly) else (leaf,):
+                yield _on_disk(f"optim/{_state_name(path, known)}", one)
 
 
 _LEAVES = (TensorStub, MissingTensor)

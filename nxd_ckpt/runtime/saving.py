@@ -57,6 +57,8 @@ class Saving:
         self._own: Vote | None = None
         self._others: list[Vote] | None = None
         """Those of the other ranks, where rank 0 needed them before it could vote."""
+        self._failed_elsewhere: SaveFailed | None = None
+        """What came of it in place of votes."""
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
@@ -166,6 +168,8 @@ class Saving:
         try:
             if self.error is None and self._writer is not None and self.plan is not None:
                 metadata = self._write_metadata() if self.plan.parts.optimizer == "zero1_dcp" else {}
+                if self._failed_elsewhere is not None:
+                    return None
                 started, at = time.monotonic(), session.topology.coordinates
                 index = self._writer.index(self.plan, at)
                 index = replace(index, files={**index.files, **metadata})
@@ -187,7 +191,11 @@ class Saving:
         started = time.monotonic()
         try:
             world_size = session.topology.world_size
-            self._others = ballot.collect(session.storage, self.attempt, world_size, session.timeout, first=1)
+            try:
+                self._others = ballot.collect(session.storage, self.attempt, world_size, session.timeout, first=1)
+            except SaveFailed as error:
+                self._failed_elsewhere = error
+                return {}
             chunks = chain(self._writer.chunks(), *(vote.chunks for vote in self._others))
             metadata = dump_metadata(chunks)
             return {names.DCP_METADATA: write_small(session.storage, self.publication, names.DCP_METADATA, metadata)}
@@ -205,8 +213,9 @@ class Saving:
 
     def _vote(self, index: RankLine | None) -> Vote:
         rank = self.session.topology.rank
-        if self.error is not None or self.plan is None or self._writer is None:
-            return Vote(rank, error=to_wire(self.error or CheckpointError("nothing was staged")))
+        error = self.error or self._failed_elsewhere
+        if error is not None or self.plan is None or self._writer is None:
+            return Vote(rank, error=to_wire(error or CheckpointError("nothing was staged")))
         return Vote(
             rank,
             plan=self.plan.agreed(self.tag, self.session.topology),
@@ -236,6 +245,8 @@ class Saving:
         try:
             if isinstance(self.error, SaveFailed):
                 raise self.error  # it refused the attempt
+            if self._failed_elsewhere is not None:
+                raise self._failed_elsewhere
             if self.error is not None:
                 raise SaveFailed(f"rank 0 failed: {in_words(to_wire(self.error))}")
             votes = self._votes(session)

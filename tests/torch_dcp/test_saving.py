@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import Checkpointer, Topology, errors, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard
 from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.verify import verify_checkpoint
 from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
@@ -138,6 +143,22 @@ def test_what_is_saved_loads_by_torch_and_by_us(tmp_path: Path, sizes: dict[str,
     assert None is difference(optimizer(ranks[-1]), open_checkpoint(tmp_path, "t").optimizer_state(len(ranks) - 1))
 
 
+def test_inspect_shows_where_a_rank_has_its_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With our index or without it: the rows that the rank holds, and no line for what is nothing but padding."""
+    save_twice(tmp_path, ranks_of(dp=4))
+    shown = []
+    for _ in range(2):
+        assert 0 == main(["inspect", str(tmp_path), "t", "--rank", "2", "--tensors", "--json"])
+        tensors = json.loads(capsys.readouterr().out)["tensors"]
+        shown.append({one["name"]: one["shape"] for one in tensors if one["name"].startswith("optim/")})
+        (tmp_path / "t" / "manifest.json").unlink(missing_ok=True)
+    keys = ("exp_avg", "exp_avg_sq", "master_weights")
+    held = {"embed.weight": [1, 3], "up.weight": [2, 2]}
+    expected = {f"optim/{name}/{key}": shape for name, shape in held.items() for key in keys}
+    expected["optim/frozen/master_weights"] = [1]
+    assert [expected, expected] == shown
+
+
 def test_the_files_are_those_of_neuronx_distributed(golden: Path, tmp_path: Path) -> None:
     """For the same state: the same entries in the same order, of the same forms, chunks and values, by the same names;
     and without our index and manifest they are read as NxD's."""
@@ -212,4 +233,54 @@ def test_what_the_form_cannot_hold_is_refused(tmp_path: Path, state: Any, param_
     """The error says what to do; nothing is saved."""
     with pytest.raises(errors.UnsupportedState, match=message):
         save_checkpoint(tmp_path, "t", optimizer=state, param_names=param_names, use_zero1_dcp=True)
+    assert not (tmp_path / "t").exists()
+
+
+def test_padding_stays_out_of_a_snapshot_in_waves(tmp_path: Path) -> None:
+    """A shard larger than the staging memory, whose last row is padding: what comes back ends with zeros."""
+    tensor = torch.arange(1.0, 2**21 + 2.0)  # over two ranks 2**20 + 1 rows each, of 4 bytes: more than memory_cap
+    ranks, run = ranks_of(dp=2), uuid.uuid4().hex
+    states = [
+        {
+            "param_groups": [{"params": [0]}],
+            "base_state": {0: {"exp_avg": shard(tensor, at) + (at.dp_rank == 0)}},
+            "shape_info": {0: tensor.shape},
+        }
+        for at in ranks
+    ]
+    assert 0.0 == states[1]["base_state"][0]["exp_avg"][-1]
+
+    def save(rank: int) -> None:
+        saver = Checkpointer(tmp_path, topology=ranks[rank], run_id=run, timeout=30.0, memory_cap=2**22)
+        saver.save("t", optimizer=states[rank], param_names=[["w"]], use_zero1_dcp=True)
+        saver.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, range(2)))
+    for at, state in zip(ranks, states, strict=True):
+        loaded: dict[str, Any] = {}
+        load_checkpoint(tmp_path, "t", optimizer=loaded, topology=at)
+        assert torch.equal(state["base_state"][0]["exp_avg"], loaded["base_state"][0]["exp_avg"])
+
+
+def test_a_failure_elsewhere_reaches_rank_0_which_votes_last(tmp_path: Path) -> None:
+    """Both ranks say whose failure it was, in the same words; there is no tag."""
+
+    def full(operation: Operation) -> None:
+        if operation.name == "create" and operation.key.endswith("/__1_1.distcp"):
+            raise OSError(28, "No space left on device")
+
+    ranks, run = ranks_of(dp=2), uuid.uuid4().hex
+    storage = HookedStorage(LocalStorage(tmp_path), full)
+    savers = [Checkpointer(tmp_path, topology=at, run_id=run, timeout=30.0, storage=storage) for at in ranks]
+    names = [parameters(ranks[0])[:1], parameters(ranks[0])[1:]]
+    pending = [
+        saver.save("t", optimizer=optimizer(at), param_names=names, use_zero1_dcp=True, async_save=True)
+        for saver, at in zip(savers, ranks, strict=True)
+    ]
+    for one in pending:
+        with pytest.raises(errors.SaveFailed, match=r"^save of 't' failed: rank 1 failed: writing optim/__1_1\.distcp"):
+            one.wait()
+    for saver in savers:
+        saver.close()
     assert not (tmp_path / "t").exists()
