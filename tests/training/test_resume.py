@@ -61,6 +61,14 @@ def test_a_run_resumes_from_a_store(xla_ranks: WorkerPool, s3_server: S3Server, 
     assert [] == s3_server.unfinished(BUCKET)
 
 
+def test_a_load_filters_and_renames(xla_ranks: WorkerPool, s3_server: S3Server, tmp_path: Path) -> None:
+    """What is left out stays on every rank, shards of weights too; the rest is what was saved, to the last bit."""
+    what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
+    url = f"s3://{BUCKET}/filters-{uuid.uuid4().hex}"
+    arguments = (url, s3_server.environment, what, str(tmp_path))
+    assert [[]] * 4 == xla_ranks.run(scenarios.filtered_from_a_store, *arguments, timeout=240)
+
+
 def test_saving_and_loading_compile_nothing(xla_ranks: WorkerPool, tmp_path: Path) -> None:
     """The compile counter is flat over a second save, over a load, and over the step after it."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
