@@ -240,7 +240,7 @@ def test_padding_stays_out_of_a_snapshot_in_waves(tmp_path: Path) -> None:
     """A shard larger than the staging memory, whose last row is padding: what comes back ends with zeros."""
     tensor = torch.arange(1.0, 2**21 + 2.0)  # over two ranks 2**20 + 1 rows each, of 4 bytes: more than memory_cap
     ranks, run = ranks_of(dp=2), uuid.uuid4().hex
-    states = [
+    states: list[dict[str, Any]] = [
         {
             "param_groups": [{"params": [0]}],
             "base_state": {0: {"exp_avg": shard(tensor, at) + (at.dp_rank == 0)}},
