@@ -23,14 +23,15 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
     parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--tensors",
         metavar="PATTERN",
         nargs="?",
         const="*",
         help="show instead where the rank's tensors lie: those whose name matches, such as 'model/*.weight', or all",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--by-prefix",
         metavar="DEPTH",
         nargs="?",

@@ -8,6 +8,7 @@ from typing import Any
 from nxd_ckpt.cli.alike import alike
 from nxd_ckpt.cli.parameters import in_words
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.whole_tag import GlobalTensor, WholeTag
 
@@ -19,6 +20,8 @@ def prefixes(opened: OpenTag, depth: int) -> list[dict[str, Any]]:
 
     With 0, for those that differ in numbers alone and are of one form: the prefix is then their whole name.
     """
+    if depth < 0:
+        raise InvalidArgument(f"--by-prefix must be a number of parts, from 0 on, found {depth}")
     tensors = WholeTag(opened).tensors
     groups: dict[str, list[GlobalTensor]] = {}
     if depth > 0:

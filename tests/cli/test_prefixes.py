@@ -53,3 +53,11 @@ def test_cuts_and_unknown_shapes_are_told(run: Run, examples: Path) -> None:
     [model] = run("inspect", examples, "cut", "--by-prefix", "1", "--json").document["prefixes"]
     assert (9, None, ["float32"]) == (model["tensors"], model["nbytes"], model["dtypes"])
     assert {"whole", "dim 0 in 4", "unknown"} <= set(model["cuts"])
+
+
+def test_depths_that_cannot_be_are_refused(run: Run, examples: Path) -> None:
+    """Below 0; and tensors are shown by prefix or one by one, not both."""
+    below = run("inspect", examples, "cut", "--by-prefix=-1")
+    assert (1, True) == (below.code, "from 0 on, found -1" in below.out)
+    with pytest.raises(SystemExit, match="2"):
+        run("inspect", examples, "cut", "--by-prefix", "1", "--tensors")
