@@ -81,6 +81,12 @@ def to_dcp(
             opened.where,
             optim_key,
         )
+    if whole.general_state:
+        logger.warning(
+            "%s: torch DCP has no names for optimizer state that is no parameter's; left out: %s",
+            opened.where,
+            ", ".join(whole.general_state),
+        )
     output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
     output.begin()
     try:

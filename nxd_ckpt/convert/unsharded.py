@@ -106,6 +106,7 @@ def items_of(tag: WholeTag, part: str) -> list[Item]:
         return [Item((name,), value) for name, value in tag.model_state().items()]
     state = tag.optimizer_state().items()
     entries = [Item(("state", name, key), value) for name, held in state for key, value in held.items()]
+    entries += [Item(("state", key), value) for key, value in tag.general_state.items()]
     return [*entries, Item(("param_groups",), tag.param_groups)]
 
 

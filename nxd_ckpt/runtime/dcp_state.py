@@ -1,5 +1,7 @@
 """A tag as the state dict that torch DCP keeps flat: global tensors and values, each by DCP's name.
 
+State of an optimizer that is no parameter's has none there, where all of it is by parameter: it is left out.
+
 An optimizer's ``step`` is a tensor there, as torch's optimizers have it: the Python number that NxD's keep becomes one.
 """
 
@@ -77,13 +79,15 @@ class DcpState:
 
     def _global_tensors(self) -> Iterator[tuple[DcpEntry, DcpTensor]]:
         for tensor in self._tag.tensors.values():
-            if tensor.shape is not None:
+            if tensor.shape is not None and not self._tag.is_general(tensor.name):
                 entry = self._names.entry(self._tag.path(tensor.name))
                 yield entry, DcpTensor(tensor.dtype, tensor.shape, entry.path, tensor.name)
 
     def _values(self) -> Iterator[tuple[DcpEntry, Any]]:
         """All that is not a tensor of model or optimizer; the tensors in it are read."""
         for name, value in self._tag.values.items():
+            if self._tag.is_general(name):
+                continue
             path = self._tag.path(name)
             yield from _flat(self._names.entry(path).path, _as_torch(path, value))
         groups: Any = map_tensors(self._tag.param_groups, self._opened.read, TensorStub)

@@ -34,6 +34,9 @@ from nxd_ckpt.runtime.target import recorded_parameters, respecified_here, shape
 
 _LEAVES = (TensorStub, Assembly, MissingTensor)
 
+_GENERAL = ("optim", "state")
+"""Where state is that is no parameter's, as the filters of a load name it."""
+
 UNKNOWN_DTYPE = "?"
 """Of a tensor that is in no file, and of which none says what it was."""
 
@@ -99,7 +102,11 @@ class WholeTag:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
         found = {name: self._describe(name, *place) for name, place in self._model_places.items()}
-        return found | {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
+        found |= {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
+        for name, leaf in self._general_leaves.items():
+            dtype, shape = form_of(leaf)
+            found[name] = GlobalTensor(name, dtype, shape, shape, None)
+        return found
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -114,6 +121,10 @@ class WholeTag:
             parameter, key, inner = self._entry_places[name]
             return ("optim", parameter, key, *inner)
         return self._value_places[name][0]
+
+    def is_general(self, name: str) -> bool:
+        """Whether it is a part of the optimizer's state that is no parameter's."""
+        return name in self._general_leaves or (name in self._value_places and self.path(name)[:2] == _GENERAL)
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -148,6 +159,8 @@ class WholeTag:
             return self._model_leaf(name, *self._model_places[name])
         if name in self._entry_places:
             return self._entry_leaf(name, *self._entry_places[name])
+        if name in self._general_leaves:
+            return self._general_leaves[name]
         names = [*self._model_places, *self._entry_places]
         close = difflib.get_close_matches(name, names, n=1)
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
@@ -171,6 +184,11 @@ class WholeTag:
             for name, (_, slot) in self._slots.items()
             if (entries := _entries(slot))
         }
+
+    @cached_property
+    def general_state(self) -> dict[str, Any]:
+        """The optimizer's state that is no parameter's, the same on all ranks, by the keys that it gave it."""
+        return {} if self._optimizer is None else self._optimizer.general()
 
     def _model_value(self, name: str, pp_rank: int, value: Any) -> Any:
         if isinstance(value, _LEAVES):
@@ -266,6 +284,7 @@ class WholeTag:
             for name, (_, slot) in self._slots.items()
             for key, value in slot.entries.items()
         ]
+        held += [((*_GENERAL, key), value) for key, value in self.general_state.items()]
         found: dict[str, tuple[Path, Any]] = {}
         for above, value in held:
             has_tensors = any(True for _ in iter_tensors(value, _LEAVES))
@@ -299,6 +318,10 @@ class WholeTag:
             for key, value in _entries(slot).items()
             for path, _ in iter_tensors(value, _LEAVES)
         }
+
+    @cached_property
+    def _general_leaves(self) -> dict[str, TensorStub]:
+        return {_name(*_GENERAL, *path): leaf for path, leaf in iter_tensors(self.general_state, TensorStub)}
 
     def _describe(self, name: str, path: Path, pp_rank: int) -> GlobalTensor:
         assert self._model is not None

@@ -20,7 +20,7 @@ from nxd_ckpt import (
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.convert import unshard_checkpoint
+from nxd_ckpt.convert import to_dcp, unshard_checkpoint
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch, TopologyMismatch
 from tests.cli.checkpoints import CUTS, GLOBAL, save_examples, whole
@@ -217,3 +217,23 @@ def test_a_name_on_two_stages_is_one_tensor_or_an_error(tmp_path: Path) -> None:
     with pytest.raises(TopologyMismatch, match="which of them is meant"):
         unshard_checkpoint(tmp_path / "apart", tmp_path / "whole", quiet=True)
     assert ["not compared"] == [found.kind for found in diff_checkpoints(tied, apart).tensors]
+
+
+def test_state_that_is_no_parameters_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer's own counters: named, compared, unsharded; torch DCP has no names for them, and that is said."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    for tag, count in (("a", 1), ("b", 2)):
+        optimizer.state["count"] = count  # type: ignore[index]
+        optimizer.state["seen"] = {"mean": torch.full((3,), float(count))}  # type: ignore[index]
+        save_checkpoint(tmp_path, tag, {"w": weight}, optimizer, param_names=[["w"]])
+    a, b = (open_checkpoint(tmp_path, tag) for tag in ("a", "b"))
+    assert (1, [1.0] * 3) == (a.values["optim/state/count"], a.read("optim/state/seen/mean").tolist())
+    found = diff_checkpoints(a, b)
+    assert ["optim/state/seen/mean"] == [one.name for one in found.tensors]
+    assert ["optim/state/count"] == [one.name for one in found.values]
+    unshard_checkpoint(tmp_path / "b", tmp_path / "whole", quiet=True)
+    state = torch.load(tmp_path / "whole/optim.pt", weights_only=True)["state"]
+    assert (2, [2.0] * 3) == (state["count"], state["seen"]["mean"].tolist())
+    to_dcp(tmp_path / "a", tmp_path / "dcp")
+    assert "left out: count, seen" in caplog.text
