@@ -91,10 +91,11 @@ def filtered_from_a_store(rank: int, url: str, environment: dict[str, str], setu
             live = Trainer(rank, replace(setup, seed=99))
             live.train(1)
             expected = _mixed(saved, live)
-            odd = live.model._parameters.pop("odd")
+            odd: Any = live.model._parameters.pop("odd")
             live.model.register_parameter("renamed", odd)
             load(url, None, live, key_mapping={"renamed": "odd"}, ignore_keys=LEFT_OUT, **options)
-            live.model.odd = live.model._parameters.pop("renamed")
+            odd = live.model._parameters.pop("renamed")
+            live.model.odd = odd
             problems += differences(f"loaded with {options}", expected, in_order(live.state()))
             live.train(1)
         nxd_ckpt.close_checkpointers()
