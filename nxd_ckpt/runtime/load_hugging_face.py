@@ -25,7 +25,8 @@ from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.delivery import Delivery
-from nxd_ckpt.runtime.filters import Filter, Unmatched
+from nxd_ckpt.runtime.filter_agreement import Unmatched
+from nxd_ckpt.runtime.filters import Filter
 from nxd_ckpt.runtime.load_options import LoadOptions
 from nxd_ckpt.runtime.mapped_directory import MappedDirectory
 from nxd_ckpt.runtime.overwriting import fill_model, nbytes_of, overwriting

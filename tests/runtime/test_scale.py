@@ -21,7 +21,7 @@ from nxd_ckpt.runtime import ballot
 from nxd_ckpt.runtime.commit import Commit, commit
 from nxd_ckpt.runtime.filters import Filter
 from nxd_ckpt.runtime.load_options import LoadOptions
-from nxd_ckpt.runtime.load_trees import open_source
+from nxd_ckpt.runtime.load_source import open_source
 from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
 from nxd_ckpt.runtime.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.runtime.publication import Staged
