@@ -33,6 +33,11 @@ from nxd_ckpt.runtime.saved_optimizer import SavedSlot
 _LEAVES = (TensorStub, Assembly)
 
 
+def _nothing(name: str) -> bool:
+    """No name. A function with a name of its own, since targets are sent to worker processes."""
+    return False
+
+
 @dataclass(frozen=True)
 class Target:
     """What to make of a tag for the rank that ``topology`` is seen from.
@@ -54,7 +59,7 @@ class Target:
     partitions: Mapping[str, Partition] | None = None
     stages: Sequence[Sequence[str]] | None = None
     saved_names: Sequence[Sequence[Sequence[str]]] | None = None
-    ignores: Callable[[str], bool] = lambda name: False
+    ignores: Callable[[str], bool] = _nothing
 
 
 def target_state(opened: OpenTag, target: Target) -> SaveState:
