@@ -6,7 +6,7 @@ For tools, and for loading into empty dicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -59,7 +59,7 @@ class Target:
     partitions: Mapping[str, Partition] | None = None
     stages: Sequence[Sequence[str]] | None = None
     saved_names: Sequence[Sequence[Sequence[str]]] | None = None
-    ignores: Callable[[str], bool] = _nothing
+    ignores: Callable[[str], bool] = field(default=_nothing, repr=False)
 
 
 def target_state(opened: OpenTag, target: Target) -> SaveState:
