@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
-    from nxd_ckpt.runtime.background import PendingSave
-    from nxd_ckpt.runtime.whole_tag import GlobalTensor
+    from nxd_ckpt.runtime.save.background import PendingSave
+    from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor
 
 __all__ = [
     "Checkpoint",
@@ -66,9 +66,9 @@ __all__ = [
 _MODULE_OF = {
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
-    "GlobalTensor": "runtime.whole_tag",
+    "GlobalTensor": "runtime.tag.whole_tag",
     "Partition": "core.partition",
-    "PendingSave": "runtime.background",
+    "PendingSave": "runtime.save.background",
     "Section": "core.section",
     "Topology": "core.topology",
     "capture_random_state": "adapters.random_state",

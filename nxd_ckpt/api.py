@@ -19,8 +19,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
-from nxd_ckpt.runtime.load_options import IgnoreKeys, Verify
-from nxd_ckpt.runtime.opening import settle_swap
+from nxd_ckpt.runtime.load.options import IgnoreKeys, Verify
+from nxd_ckpt.runtime.tag.opening import settle_swap
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
 _open: dict[tuple[str, Topology], Checkpointer] = {}
@@ -64,7 +64,7 @@ def save_checkpoint(
 
     Positional parameters are neuronx_distributed's. ``path`` is another name for the first: a directory, or the URL of
     one in a store (``s3://bucket/run``); ``save_overwrite``, as OLMo-core has it, one for ``overwrite``. ``tag_values``
-    fill a tag such as ``"ep{epoch}-ba{batch}"``. See :class:`~nxd_ckpt.runtime.capture.SaveOptions` for what the
+    fill a tag such as ``"ep{epoch}-ba{batch}"``. See :class:`~nxd_ckpt.runtime.save.capture.SaveOptions` for what the
     options mean, and :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``,
     ``timeout``, ``memory_cap``, ``storage_options`` and ``progress``, which count at a directory's first save. With
     ``async_save=True`` this returns once the state is copied to host memory; the tag becomes visible by itself, and
@@ -147,7 +147,7 @@ def load_checkpoint(
     """Load a checkpoint into live objects and return its user content, or None.
 
     Positional parameters are neuronx_distributed's: ``tag=None`` takes the latest complete tag; only what is not None
-    is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.load_options.LoadOptions` for the others. With
+    is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.load.options.LoadOptions` for the others. With
     ``topology``, one process without a process group loads what that rank would. ``path`` may be a Hugging Face
     directory, from which live models load: see :meth:`Checkpointer.load`.
 

@@ -22,8 +22,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
 from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
-from nxd_ckpt.runtime.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import open_storage
 
 SavedNames = Sequence[Sequence[Sequence[str]]]

@@ -22,18 +22,18 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, Ranks
 from nxd_ckpt.runtime.agreement import Agreement, agreement_for, decided_by_rank0, on_all
 from nxd_ckpt.runtime.arena import Arena, default_cap
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
-from nxd_ckpt.runtime.background import Helpers, PendingSave, Worker
-from nxd_ckpt.runtime.capture import SaveOptions, capture
-from nxd_ckpt.runtime.commit import clean_up
-from nxd_ckpt.runtime.load_options import LoadOptions
-from nxd_ckpt.runtime.loading import load
-from nxd_ckpt.runtime.plan import SavePlan
-from nxd_ckpt.runtime.planner import Planner
+from nxd_ckpt.runtime.load.loading import load
+from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.saving import Saving
-from nxd_ckpt.runtime.session import Session, open_session
-from nxd_ckpt.runtime.staging import Stager, Wave, plan_waves
-from nxd_ckpt.runtime.writing import WRITERS
+from nxd_ckpt.runtime.save.background import Helpers, PendingSave, Worker
+from nxd_ckpt.runtime.save.capture import SaveOptions, capture
+from nxd_ckpt.runtime.save.commit import clean_up
+from nxd_ckpt.runtime.save.plan import SavePlan
+from nxd_ckpt.runtime.save.planner import Planner
+from nxd_ckpt.runtime.save.saving import Saving
+from nxd_ckpt.runtime.save.session import Session, open_session
+from nxd_ckpt.runtime.save.staging import Stager, Wave, plan_waves
+from nxd_ckpt.runtime.save.writing import WRITERS
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 

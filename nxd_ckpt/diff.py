@@ -9,9 +9,9 @@ from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.plain_values import ABSENT, equal_values, plain_values
+from nxd_ckpt.runtime.compare.plain_values import ABSENT, equal_values, plain_values
+from nxd_ckpt.runtime.compare.tensors import TensorComparison, TensorDifference
 from nxd_ckpt.runtime.progress import watched
-from nxd_ckpt.runtime.tensor_comparison import TensorComparison, TensorDifference
 
 __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
 

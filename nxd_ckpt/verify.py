@@ -24,8 +24,8 @@ from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import NO_TAG
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
 from nxd_ckpt.layout.torch_dcp import METADATA, read_metadata
-from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 

@@ -26,6 +26,8 @@ LEVELS = (
     ("core",),
     ("errors",),
 )
+# The same inside of runtime, whose own modules are below all of them.
+RUNTIME = ("load", "compare", "hugging_face", "tag", "save")
 LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 
 # What others call in the place of their own: above the layer that they lie in, and nothing below imports them.
@@ -57,6 +59,18 @@ class Import(NamedTuple):
 def _layer(module: str) -> str:
     """``nxd_ckpt.core.box`` -> ``core``; the package itself -> ``""``."""
     return [*module.split("."), ""][1]
+
+
+def _floor(module: str) -> int:
+    """Where in runtime a module of it lies, counted from the top."""
+    room = [*module.split("."), "", ""][2]
+    return RUNTIME.index(room) if room in RUNTIME else len(RUNTIME)
+
+
+def _place(module: str) -> str:
+    """The layer, and where in runtime."""
+    layer, floor = _layer(module), _floor(module)
+    return f"runtime/{RUNTIME[floor]}" if layer == "runtime" and floor < len(RUNTIME) else layer
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -99,7 +113,7 @@ def _may_import(module: str, target: str) -> bool:
         source = ABOVE.get(module, LEVEL_OF.get(source_layer, LEVEL_OF["storage"]))
         return source <= (above[0] if above else LEVEL_OF.get(target_layer, -1))
     if source_layer == target_layer:
-        return True
+        return source_layer != "runtime" or _floor(module) <= _floor(target)
     if target_layer in BESIDE:
         return module == "nxd_ckpt.testing.workers" and target_layer == "emulation"
     source_level = LEVEL_OF["storage"] if source_layer in BESIDE else LEVEL_OF[source_layer]
@@ -115,7 +129,7 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     for target, line, at_import_time in _imports(ast.parse(source, module), module, is_package):
         where, top = f"{module}:{line} imports {target}", target.split(".")[0]
         if top == "nxd_ckpt" and not _may_import(module, target):
-            found.append(f"{where}: imports point down, from {layer!r} to {_layer(target)!r} is not down")
+            found.append(f"{where}: imports point down, from {_place(module)!r} to {_place(target)!r} is not down")
         if layer in PURE and top in IMPURE:
             found.append(f"{where}: {layer!r} is pure, it knows no torch, no IO and no clock")
         if top in DEVICE_LIBRARIES and layer not in MAY_USE_DEVICE:
@@ -160,17 +174,19 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("nxd_ckpt.core.box", "from nxd_ckpt.storage.local import LocalStorage", "imports point down"),
         ("nxd_ckpt.core.box", "from ..layout import names", "imports point down"),
         ("nxd_ckpt.layout.names", "def f():\n    import nxd_ckpt.adapters.hf", "imports point down"),
-        ("nxd_ckpt.runtime.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
+        ("nxd_ckpt.runtime.save.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
         ("nxd_ckpt.api", "from nxd_ckpt.testing import faulty", "imports point down"),
         ("nxd_ckpt.testing.faulty", "from nxd_ckpt.emulation import install", "imports point down"),
         ("nxd_ckpt.emulation.install", "from nxd_ckpt.runtime import writer", "imports point down"),
         ("nxd_ckpt.core.plan", "import torch", "is pure"),
         ("nxd_ckpt.core.plan", "def f():\n    from os.path import join", "is pure"),
         ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only adapters"),
-        ("nxd_ckpt.runtime.staging", "importlib.import_module('torch_xla')", "only adapters"),
+        ("nxd_ckpt.runtime.save.staging", "importlib.import_module('torch_xla')", "only adapters"),
         ("nxd_ckpt.adapters.nxd", "from neuronx_distributed import trainer", "into the function"),
         ("nxd_ckpt.adapters.nxd", "class A:\n    import torch_xla", "into the function"),
-        ("nxd_ckpt.runtime.loading", "from nxd_ckpt.adapters.dcp import StorageReader", "imports point down"),
+        ("nxd_ckpt.runtime.save.plan", "from nxd_ckpt.runtime.tag.opening import OpenTag", "imports point down"),
+        ("nxd_ckpt.runtime.lease", "from nxd_ckpt.runtime.save import ballot", "imports point down"),
+        ("nxd_ckpt.runtime.load.loading", "from nxd_ckpt.adapters.dcp import StorageReader", "imports point down"),
         ("nxd_ckpt.adapters.dcp", "from nxd_ckpt import api", "imports point down"),
         ("nxd_ckpt.utils", "", "is in no layer"),
     ],
@@ -189,6 +205,7 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
         ("nxd_ckpt.core.plan", "from . import box\nfrom ..errors import ShapeMismatch"),
         ("nxd_ckpt.cli", "from nxd_ckpt import api, convert, errors"),
         ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
+        ("nxd_ckpt.runtime.load.loading", "from nxd_ckpt.runtime.tag.opening import OpenTag"),
         ("nxd_ckpt.adapters.dcp", "from nxd_ckpt.convert.source import open_source"),
         ("nxd_ckpt.adapters.nxd", "def f():\n    import torch_xla"),
         ("nxd_ckpt.adapters.nxd", "if TYPE_CHECKING:\n    import torch_xla"),

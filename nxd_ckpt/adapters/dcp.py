@@ -31,10 +31,10 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, torch_dtype
-from nxd_ckpt.runtime.dcp_state import DcpState
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.reading import LeafReader
-from nxd_ckpt.runtime.whole_tag import WholeTag
+from nxd_ckpt.runtime.tag.dcp_state import DcpState
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.tag.whole_tag import WholeTag
 
 logger = logging.getLogger("nxd_ckpt")
 

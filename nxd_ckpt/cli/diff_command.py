@@ -14,7 +14,7 @@ from nxd_ckpt.core.units import size
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
     from nxd_ckpt.diff import TensorDifference, ValueDifference
-    from nxd_ckpt.runtime.whole_tag import GlobalTensor
+    from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor
 
 NAME = "diff"
 SUMMARY = "what two checkpoints differ in, and by how much"

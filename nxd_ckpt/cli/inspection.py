@@ -17,7 +17,7 @@ from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, UnsafePickle
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.runtime.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.verify import files_of
 

@@ -9,8 +9,8 @@ from nxd_ckpt.cli.alike import alike
 from nxd_ckpt.cli.parameters import in_words
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
 
 _PART = re.compile(r"[^./]+[./]?")
 

@@ -17,7 +17,7 @@ from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, list_tags
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
-from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag, settle_swap
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag, settle_swap
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage

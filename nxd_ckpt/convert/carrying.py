@@ -19,9 +19,9 @@ from nxd_ckpt.errors import DigestMismatch, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.layout import names
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.planned_file import pieces_of
-from nxd_ckpt.runtime.target import recorded_parameters
+from nxd_ckpt.runtime.save.planned_file import pieces_of
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.target import recorded_parameters
 from nxd_ckpt.storage.base import Storage
 
 Progress = Callable[[int], None]

@@ -1,7 +1,7 @@
 """One conversion from beginning to end: claim the directory, write, vote, commit; what fails leaves nothing behind.
 
-The order is that of a save (see runtime.saving), with the ranks of the result in place of live ones: whoever writes a
-rank's files votes for it.
+The order is that of a save (see runtime.save.saving), with the ranks of the result in place of live ones: whoever
+writes a rank's files votes for it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from nxd_ckpt.errors import (
     from_wire,
     to_wire,
 )
-from nxd_ckpt.runtime import ballot, intents, journal
+from nxd_ckpt.runtime import intents, journal
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.commit import Commit, commit
 from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.publication import publication_of
-from nxd_ckpt.runtime.session import Session, open_session
+from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save.commit import Commit, commit
+from nxd_ckpt.runtime.save.publication import publication_of
+from nxd_ckpt.runtime.save.session import Session, open_session
 
 logger = logging.getLogger("nxd_ckpt")
 

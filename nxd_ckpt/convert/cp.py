@@ -18,10 +18,10 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.agreement import Alone
-from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.publication import Publication
-from nxd_ckpt.runtime.session import Session, open_session
+from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.session import Session, open_session
+from nxd_ckpt.runtime.tag.opening import OpenTag
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.layout.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.runtime.paths import staging_dir
-from nxd_ckpt.runtime.publication import InPlace, Publication, Staged
-from nxd_ckpt.runtime.session import Session
+from nxd_ckpt.runtime.save.publication import InPlace, Publication, Staged
+from nxd_ckpt.runtime.save.session import Session
 
 COPIES = f"{HIDDEN}/copies"
 

@@ -26,7 +26,7 @@ from nxd_ckpt.convert.sink import Sink
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, to_wire
 from nxd_ckpt.runtime.agreement import Agreement, Alone, agreement_for
-from nxd_ckpt.runtime.publication import Publication
+from nxd_ckpt.runtime.save.publication import Publication
 
 _TICK = 0.2
 """Seconds between two looks at how far the workers are."""

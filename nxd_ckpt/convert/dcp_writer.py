@@ -20,10 +20,10 @@ from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
-from nxd_ckpt.runtime.dcp_state import DcpState
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.runtime.writing import WRITERS, FileWriter
+from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.runtime.save.writing import WRITERS, FileWriter
+from nxd_ckpt.runtime.tag.dcp_state import DcpState
+from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage.base import Storage
 
 _SMALL = 2**20

@@ -25,11 +25,11 @@ from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.layout.mappings import Given, find_mapping
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.mapped_optimizer import MappedOptimizer
-from nxd_ckpt.runtime.mapped_tag import MappedTag
-from nxd_ckpt.runtime.mapped_tensors import HfTensor
-from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.hugging_face.mapped_optimizer import MappedOptimizer
+from nxd_ckpt.runtime.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.runtime.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.runtime.progress import report, watched
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -9,8 +9,8 @@ from nxd_ckpt.convert.ahead import Ahead
 from nxd_ckpt.convert.inputs import Fill, Fillable
 from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.runtime.planned_file import PlannedFile
-from nxd_ckpt.runtime.staging import Span, Wave, contents_of, plan_waves, views_of
+from nxd_ckpt.runtime.save.planned_file import PlannedFile
+from nxd_ckpt.runtime.save.staging import Span, Wave, contents_of, plan_waves, views_of
 
 WAVE = 32 * 2**20
 """Bytes that are read, and bytes that are written meanwhile: enough for any disk, and for a digest of every block."""

@@ -14,7 +14,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, PartNotFound
-from nxd_ckpt.runtime.opening import OpenTag
+from nxd_ckpt.runtime.tag.opening import OpenTag
 
 OPTIMIZERS = ("zero1", "plain")
 

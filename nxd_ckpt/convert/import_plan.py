@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nxd_ckpt.convert.inputs import open_model
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.selection import closest
-from nxd_ckpt.runtime.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.runtime.hugging_face.imported_model import ImportedModel, ImportTarget
 
 
 @dataclass(frozen=True)

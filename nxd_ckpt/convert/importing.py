@@ -19,7 +19,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import Given, find_mapping
 from nxd_ckpt.runtime.agreement import on_all
-from nxd_ckpt.runtime.imported_model import ImportTarget
+from nxd_ckpt.runtime.hugging_face.imported_model import ImportTarget
 
 
 def import_checkpoint(

@@ -22,11 +22,11 @@ from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import ModelFile
-from nxd_ckpt.runtime.imported_model import ImportedModel, ImportTarget
-from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag
-from nxd_ckpt.runtime.plan import SaveState
-from nxd_ckpt.runtime.reading import LeafReader
-from nxd_ckpt.runtime.target import Target, target_state
+from nxd_ckpt.runtime.hugging_face.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.runtime.save.plan import SaveState
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.tag.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
 
 Fill = Callable[[Assembly, int, int, memoryview, str], None]

@@ -8,8 +8,8 @@ from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.runtime.imported_model import ImportTarget
-from nxd_ckpt.runtime.target import Target
+from nxd_ckpt.runtime.hugging_face.imported_model import ImportTarget
+from nxd_ckpt.runtime.tag.target import Target
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound
 from nxd_ckpt.layout import names
-from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage import archive_list
 from nxd_ckpt.storage.base import Storage, Writer
 from nxd_ckpt.storage.compression import compression_of

@@ -14,8 +14,8 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.target import Target
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.target import Target
 
 
 def reshard(

@@ -14,9 +14,9 @@ from nxd_ckpt.core.box import boxes_of_run
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter
-from nxd_ckpt.runtime.reading import LeafReader
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
 
 _WINDOW = 32 * 2**20

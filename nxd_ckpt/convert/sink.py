@@ -15,9 +15,9 @@ from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.layout import names
-from nxd_ckpt.runtime.plan import SavePlan, plan_save
-from nxd_ckpt.runtime.publication import Publication
-from nxd_ckpt.runtime.writing import WRITERS, FileWriter, write_index
+from nxd_ckpt.runtime.save.plan import SavePlan, plan_save
+from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.writing import WRITERS, FileWriter, write_index
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that each step wrote; what it raises stops the writing."""

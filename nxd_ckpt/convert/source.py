@@ -13,7 +13,7 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, Uns
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.grid import describe, holes
-from nxd_ckpt.runtime.opening import OpenTag, open_complete_tag, settle_swap
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag, settle_swap
 
 
 def open_source(place: Place) -> OpenTag:

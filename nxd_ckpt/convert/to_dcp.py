@@ -14,9 +14,9 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.layout.torch_dcp import METADATA
-from nxd_ckpt.runtime.dcp_state import DcpState
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.whole_tag import WholeTag
+from nxd_ckpt.runtime.tag.dcp_state import DcpState
+from nxd_ckpt.runtime.tag.whole_tag import WholeTag
 
 logger = logging.getLogger("nxd_ckpt")
 

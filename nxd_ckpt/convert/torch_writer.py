@@ -14,11 +14,11 @@ from nxd_ckpt.convert.unsharded import UnshardedFile
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.runtime.reading import LeafReader
-from nxd_ckpt.runtime.staging import Wave, contents_of, plan_waves, views_of
-from nxd_ckpt.runtime.writing import WRITERS, FileWriter
+from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.runtime.save.staging import Wave, contents_of, plan_waves, views_of
+from nxd_ckpt.runtime.save.writing import WRITERS, FileWriter
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
 
 

@@ -34,9 +34,9 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, PartNotFound
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.runtime.opening import OpenTag
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.whole_tag import WholeTag
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import is_url, join
 
 _EXTENSIONS = ("pt", "safetensors")

@@ -13,8 +13,8 @@ from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
-from nxd_ckpt.runtime.opening import OpenTag
-from nxd_ckpt.runtime.target import Target
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.target import Target
 
 _SHARDED = ("zero1", "zero1_dcp")
 

@@ -18,7 +18,7 @@ from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import conversion, convert_zero1, places
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.session import Session, open_session
+from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage

@@ -15,8 +15,8 @@ import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.opening import open_complete_tag
 from nxd_ckpt.runtime.paths import STAGING, TRASH
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
 from tests.protocol.job import Job

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
-from nxd_ckpt.runtime.planned_file import PlannedFile
-from nxd_ckpt.runtime.staging import Stager, Wave
+from nxd_ckpt.runtime.save.planned_file import PlannedFile
+from nxd_ckpt.runtime.save.staging import Stager, Wave
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job
 from tests.protocol.states import PATIENCE, checkpointer, save, saved_value, visible_tags
@@ -245,7 +245,7 @@ def test_a_live_rank_that_never_votes_is_not_waited_for_for_ever(
 
 def slow_save(rank: int, path: Path, slow_rank: int) -> float:
     """Seconds that a save took in which ``slow_rank`` needs half the patience for each chunk of its file."""
-    from nxd_ckpt.runtime import writing
+    from nxd_ckpt.runtime.save import writing
 
     if rank == slow_rank:
         writing._CHUNK = 4096

@@ -15,7 +15,7 @@ from nxd_ckpt import Checkpointer, load_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, SaveFailed
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.opening import choose_tag, open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, strays, value_in, values

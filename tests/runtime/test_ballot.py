@@ -11,8 +11,8 @@ import pytest
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.runtime import ballot
 from nxd_ckpt.runtime.paths import rank_file, verdict_file, votes_dir
+from nxd_ckpt.runtime.save import ballot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 

@@ -10,8 +10,8 @@ from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.capture import SaveOptions, capture
-from nxd_ckpt.runtime.plan import plan_save
+from nxd_ckpt.runtime.save.capture import SaveOptions, capture
+from nxd_ckpt.runtime.save.plan import plan_save
 
 pytestmark = pytest.mark.plain
 

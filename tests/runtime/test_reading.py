@@ -17,9 +17,9 @@ from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.runtime import reading
-from nxd_ckpt.runtime.proof import Entries
-from nxd_ckpt.runtime.reading import LeafReader
+from nxd_ckpt.runtime.tag import reading
+from nxd_ckpt.runtime.tag.proof import Entries
+from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.formats.test_assembly import Files, cases

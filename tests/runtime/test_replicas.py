@@ -18,8 +18,8 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import CheckpointError, DigestMismatch
 from nxd_ckpt.formats.tensors import Assembly, Part, StorageSpan, TensorStub
 from nxd_ckpt.runtime.agreement import Agreement
-from nxd_ckpt.runtime.reading import Leaf
-from nxd_ckpt.runtime.replicas import FAST, WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.load.replicas import FAST, WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.tag.reading import Leaf
 from tests.runtime.test_agreement import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

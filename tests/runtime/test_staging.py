@@ -15,10 +15,10 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.runtime.arena import PAGE, Arena
-from nxd_ckpt.runtime.background import Helpers
-from nxd_ckpt.runtime.planned_file import PlannedFile
-from nxd_ckpt.runtime.staging import Stager, plan_waves
-from nxd_ckpt.runtime.writing import FileWriter
+from nxd_ckpt.runtime.save.background import Helpers
+from nxd_ckpt.runtime.save.planned_file import PlannedFile
+from nxd_ckpt.runtime.save.staging import Stager, plan_waves
+from nxd_ckpt.runtime.save.writing import FileWriter
 from nxd_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.plain

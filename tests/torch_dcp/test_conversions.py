@@ -37,8 +37,8 @@ from nxd_ckpt.errors import (
     PartNotFound,
     UnsafePickle,
 )
-from nxd_ckpt.runtime.opening import open_complete_tag
-from nxd_ckpt.runtime.whole_tag import WholeTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.runtime.tag.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.workers import WorkerPool
 from nxd_ckpt.verify import verify_checkpoint

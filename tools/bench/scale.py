@@ -22,15 +22,15 @@ from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index, load_index
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.layout import names
-from nxd_ckpt.runtime import ballot
-from nxd_ckpt.runtime.commit import Commit, commit
-from nxd_ckpt.runtime.filters import Filter
-from nxd_ckpt.runtime.load_options import LoadOptions
-from nxd_ckpt.runtime.load_source import open_source
-from nxd_ckpt.runtime.opening import choose_tag, open_complete_tag
+from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.source import open_source
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
-from nxd_ckpt.runtime.publication import Staged
-from nxd_ckpt.runtime.session import Session
+from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save.commit import Commit, commit
+from nxd_ckpt.runtime.save.publication import Staged
+from nxd_ckpt.runtime.save.session import Session
+from nxd_ckpt.runtime.tag.opening import choose_tag, open_complete_tag
 from nxd_ckpt.storage.local import LocalStorage
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)

@@ -1,0 +1,71 @@
+"""What a tag holds beside its tensors, as values by name: steps that are numbers, options, scheduler, user content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nxd_ckpt.errors import UnsafePickle
+from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
+from nxd_ckpt.runtime.compare.tally import Tally
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Any = _Absent()
+"""In place of a value that is not there."""
+
+
+def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
+    """Single values by such names as "optim/param_groups/0/lr", "scheduler/last_epoch" and "user_content/steps".
+
+    What cannot be read without running code is left out, and ``problems`` say why, by name.
+    """
+    opened = tag.opened
+    found = {name: value for key, inner in tag.values.items() for name, value in _leaves(key, inner)}
+    for number, group in enumerate(tag.param_groups):
+        options: Any = map_tensors(group, opened.read, TensorStub)
+        found |= {f"optim/param_groups/{number}/params": options.pop("params")}
+        found |= dict(_leaves(f"optim/param_groups/{number}", options))
+    for name, read in _others(opened).items():
+        try:
+            found |= dict(_leaves(name, read()))
+        except UnsafePickle as error:
+            problems[f"{name}/"] = f"{name} is not compared: {error}"
+    return found
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether two leaves are the same; NaN is equal to NaN, a number to the same one of another type."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        tally = Tally()
+        tally.add(a.flatten(), b.flatten())
+        return not tally.differing
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    if hasattr(a, "__array__") or hasattr(b, "__array__"):  # NumPy's know no single truth
+        return type(a) is type(b) and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    return bool(a == b) or (a != a and b != b)
+
+
+def _others(opened: OpenTag) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
+    if opened.parts.scheduler:
+        found["scheduler"] = opened.scheduler
+    if opened.parts.user_content:
+        found["user_content"] = opened.user_content
+    return found
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, all the way down, by path."""
+    return (("/".join((name, *map(str, path))), leaf) for path, leaf in iter_leaves(value))

@@ -1,0 +1,1 @@
+"""A tag or a live model as Hugging Face tensors, and the other way."""

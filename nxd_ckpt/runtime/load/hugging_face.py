@@ -1,0 +1,233 @@
+"""Loading a Hugging Face directory into a live model: every rank reads its own slices, and no rank the whole.
+
+The phases are those of a tag: what fits is found out on all ranks, from headers alone, before anything changes on any.
+Such files have no digests. That they are as long as their headers say is all that can be known before.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.optimizer import open_optimizer
+from nxd_ckpt.core.mapping import Match
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound
+from nxd_ckpt.formats.tensors import Assembly, torch_dtype
+from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.layout.mappings import find_mapping
+from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.hugging_face.mapped_directory import MappedDirectory
+from nxd_ckpt.runtime.load.delivery import Delivery
+from nxd_ckpt.runtime.load.filter_agreement import Unmatched
+from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
+from nxd_ckpt.runtime.progress import report, watched
+from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_SHOWN = 8
+
+
+def load_hugging_face(
+    storage: Storage,
+    topology: Topology,
+    agreement: Agreement,
+    model: Any,
+    others: Sequence[Any],
+    options: LoadOptions,
+) -> None:
+    """Load the model that ``storage`` holds into ``model``.
+
+    ``others`` (optimizer, scheduler) must be None, unless weights alone are to be loaded.
+
+    Raises:
+        CheckpointError: what Checkpointer.load says; on every rank.
+    """
+    started = time.monotonic()
+
+    def prepare() -> _Prepared:
+        options.validate()
+        _refuse_arguments(storage.url, model, () if options.load_weights_only else others, options)
+        return _Prepared(storage, topology, model, others[0], options)
+
+    prepared = on_all(agreement, prepare)
+    if prepared.filtered:
+        prepared.unmatched.complain(agreement, topology, options.strict)
+    # Ranks of the same stage take the same tensors: one of each stage says which.
+    speaks = topology.dp_rank == 0 and topology.tp_rank == 0
+    taken = agreement.gather(prepared.taken if speaks or agreement.world_size == 1 else [])
+    all_speak = agreement.world_size == topology.world_size or topology.pp == 1
+    if all_speak:  # else one process plays one stage of several
+        decided_by_rank0(agreement, lambda: prepared.refuse_unused(name for names in taken or [] for name in names))
+    told = agreement.rank == 0
+    on_all(agreement, lambda: prepared.apply(shown=told and options.progress))
+    if told and logger.isEnabledFor(logging.INFO):
+        report("loaded", prepared.where, prepared.nbytes, started)
+
+
+class _Prepared:
+    """A load whose directory and live model fit. ``taken`` are the Hugging Face tensors that its rules name."""
+
+    def __init__(self, storage: Storage, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> None:
+        self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
+        config = self._directory.config
+        self._mapping = find_mapping(options.mapping, config)
+        self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
+        self._model = open_model(model, may_be_meta=True)
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = open_optimizer(optimizer, model=self._model, topology=topology)
+        names = self._model.names()
+        self.filtered = Filter(options)
+        self.filtered.know_ties(self._model)
+        paths = [f"model/{name}" for name in names]
+        self.filtered.choose(paths)
+        self.unmatched = Unmatched(self.filtered, names, (), paths)
+        left_out = list(filter(self.filtered.ignores_model, names))
+        matches = self._matches(left_out)
+        self.taken = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]
+        wanted = [match for match in matches if match.name not in {*left_out}]
+        self._leaves = self._assemblies(wanted, topology)
+        self._refuse_what_stays_meta()
+
+    @property
+    def where(self) -> str:
+        return self._directory.where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that this rank loads."""
+        return sum(map(nbytes_of, self._leaves.values()))
+
+    def refuse_unused(self, taken: Iterable[str]) -> None:
+        """Raise KeyMismatch, or warn, for tensors of the directory that no rank takes."""
+        unused = sorted({*self._directory.names}.difference(taken))
+        unused = [name for name in unused if not any(pattern.match(name) for pattern in self._mapping.ignored)]
+        if unused:
+            self._complain(f"{self.where} holds {_listed(unused)}, which no rank's model has")
+
+    def apply(self, *, shown: bool) -> None:
+        """Change the live model."""
+        with overwriting(self.where), LeafReader(self._directory.files, {}) as reader:
+            names = {id(leaf): name for name, leaf in self._leaves.items()}
+
+            def fill(leaf: Leaf, out: torch.Tensor) -> None:
+                reader.read_into(leaf, out, f"model/{names[id(leaf)]}", compare=False)
+
+            with watched("load", self.nbytes, lambda: reader.done.nbytes, shown):
+                self._model.materialize(self._leaves)
+                delivery = Delivery(reader, fill)
+                fill_model(self._model, list(self._leaves), self._leaves, delivery)
+                delivery.finish()
+            if self._optimizer is not None:
+                self._optimizer.follow(self.filtered.keeps(self._leaves))
+        torch_xla.sync()  # as after the load of a tag
+
+    def _matches(self, left_out: Collection[str]) -> list[Match]:
+        """The rules of the live names; those that are left out need none."""
+        names = self._model.names()
+        if self._strict:
+            wanted = self._mapping.matches(name for name in names if name not in left_out)
+            return wanted + self._mapping.split(left_out)[0]
+        found, unknown = self._mapping.split(names)
+        if unknown:
+            logger.warning("loading with strict=False: left as they are, without a rule: %s", _listed(unknown))
+        return found
+
+    def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
+        """What to read for each live tensor; of tied ones, for the first that the directory has."""
+        mapped = MappedDirectory(self._directory, self._mapping, self._sizes, topology)
+        specs = self._model.parameters(topology.tp)
+        found: dict[str, Assembly] = {}
+        absent: dict[str, KeyMismatch] = {}
+        for match in matches:
+            name = match.name
+            if not found.keys().isdisjoint(self._model.aliases(name)):
+                continue
+            self._model.check_writable(name)
+            if name not in specs:
+                raise InvalidArgument(f"model/{name} is no tensor, expected one of the shape that this rank holds")
+            try:
+                leaf = mapped.assembly(match, specs[name].dtype, specs[name].shape)
+            except KeyMismatch as error:
+                absent[name] = error
+                continue
+            _refuse_narrowing(name, leaf)
+            found[name] = leaf
+        for name, problem in absent.items():
+            if found.keys().isdisjoint(self._model.aliases(name)):
+                self._complain(str(problem))
+        return found
+
+    def _refuse_what_stays_meta(self) -> None:
+        filled = self._model.ids(self._leaves)
+        meta = self._model.on_meta().items()
+        left = sorted(
+            name for place, name in meta if place not in filled and not self.filtered.ignores_model(name)
+        )
+        if left:
+            self._complain(
+                f"{_listed(left)} of the live model are on the meta device and in no file: give them values, as the "
+                "model computes them, before loading"
+            )
+
+    def _complain(self, problem: str) -> None:
+        if self._strict:
+            raise KeyMismatch(f"{problem}; strict=False loads the rest")
+        logger.warning("loading with strict=False: %s", problem)
+
+
+def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: LoadOptions) -> None:
+    for name, value in zip(("optimizer", "scheduler"), others, strict=False):
+        if value is not None:
+            raise PartNotFound(
+                f"{where} is a Hugging Face directory, which holds a model and no {name}; load it with {name}=None, "
+                "before the optimizer is built or its master weights are taken"
+            )
+    if model is None or model == {}:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes say what "
+            f"each rank holds; pass model=, found {model!r}"
+        )
+    if options.key_mapping or options.prefix:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, whose names the rules of a mapping file translate: pass one as "
+            "mapping=, in place of key_mapping= and prefix="
+        )
+    if options.pre_download:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, of which each rank reads its slices only: load it without "
+            "pre_download=True"
+        )
+
+
+def _refuse_narrowing(name: str, leaf: Assembly) -> None:
+    """Raise DtypeMismatch where a number of the files might not fit into the live dtype."""
+    for saved in sorted({part.stub.dtype for part in leaf.parts} - {leaf.dtype}):
+        if _exponents(saved) is None or (_exponents(leaf.dtype) or 0) < (_exponents(saved) or 0):
+            raise DtypeMismatch(
+                f"model/{name}: in files it is {saved}, live it is {leaf.dtype}, which has a smaller range; build the "
+                f"model in {saved}"
+            )
+
+
+def _exponents(dtype: str) -> int | None:
+    """The largest exponent of a dtype of floating point; None for others."""
+    kind = torch_dtype(dtype)
+    return math.frexp(torch.finfo(kind).max)[1] if kind.is_floating_point else None
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

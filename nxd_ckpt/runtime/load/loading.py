@@ -1,0 +1,105 @@
+"""Loading: validate everything on all ranks, agree, then change live state; model before optimizer.
+
+The optimizer comes second because shards without saved master weights are cut from the model's *loaded* parameters.
+Nothing is kept in memory between the two phases but where the bytes lie: what is verified first is read again then,
+mostly from the page cache, and compared again. With ``verify="reading"`` there is the second phase only. Data-parallel
+replicas, which want the same model, share the proving, and where storage is slow the reading.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointNotFound, RanksDisagree
+from nxd_ckpt.layout.hugging_face import is_hugging_face
+from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
+from nxd_ckpt.runtime.load.downloading import open_cache
+from nxd_ckpt.runtime.load.filter_agreement import word_of
+from nxd_ckpt.runtime.load.hugging_face import load_hugging_face
+from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.prepared import PreparedLoad, garbage_left
+from nxd_ckpt.runtime.progress import report
+from nxd_ckpt.runtime.tag.opening import choose_tag, open_complete_tag
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def load(
+    storage: Storage,
+    topology: Topology,
+    agreement: Agreement | None,
+    tag: str | None,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    options: LoadOptions,
+    timeout: float,
+) -> Any:
+    """Load what is not None, and return the user content or None. See Checkpointer.load."""
+    agreement = agreement or Alone()
+    started = time.monotonic()
+    asked = agreement.gather([tag, word_of(options)])
+    chosen: str | None = decided_by_rank0(agreement, lambda: _tag_at(storage, _same_on_all(asked or [[tag, {}]])))
+    if chosen is None:
+        load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
+        return None
+
+    def prepare() -> PreparedLoad:
+        options.validate()
+        settled = options.settled(reads_are_cheap=storage.renames)
+        cache = None
+        if options.pre_download:
+            cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
+        with garbage_left():
+            opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
+            prepared = PreparedLoad(opened, topology, model, optimizer, scheduler, settled, cache)
+            if not prepared.filtered:
+                prepared.find()
+            return prepared
+
+    with ExitStack() as caches:
+        prepared = on_all(agreement, prepare)
+        if prepared.filtered:
+            unmatched = on_all(agreement, prepared.apply_filter)
+            unmatched.complain(agreement, topology, options.strict)
+            on_all(agreement, prepared.find)
+        prepared.told = agreement.rank == 0
+        with prepared.reader:
+            prepared.share(agreement)
+            on_all(agreement, prepared.verify)
+            prepared.join(agreement, timeout)
+            on_all(agreement, prepared.apply)
+    if prepared.told and logger.isEnabledFor(logging.INFO):
+        report("loaded", prepared.where, prepared.nbytes, started)
+    return prepared.user_content
+
+
+def _tag_at(storage: Storage, tag: str | None) -> str | None:
+    """The tag to load; None where there is none, but a Hugging Face directory. Raises as :func:`choose_tag`."""
+    try:
+        return choose_tag(storage, tag)
+    except CheckpointNotFound:
+        if tag is None and is_hugging_face(storage):
+            return None
+        raise
+
+
+def _same_on_all(asked: Sequence[Sequence[Any]]) -> str | None:
+    """The tag that every rank asked for, with the same filters. Raises RanksDisagree."""
+    first, filters = asked[0]
+    for rank, (tag, others) in enumerate(asked):
+        if tag != first:
+            raise RanksDisagree(f"rank 0 loads tag {first!r}, rank {rank} {tag!r}; all ranks must load the same")
+        for name in sorted({*filters, *others}):
+            if filters.get(name) != others.get(name):
+                raise RanksDisagree(
+                    f"rank 0 loads with {name}={filters.get(name)}, rank {rank} with {name}={others.get(name)}; all "
+                    "ranks must filter alike"
+                )
+    return cast("str | None", first)

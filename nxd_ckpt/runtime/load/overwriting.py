@@ -1,0 +1,62 @@
+"""Overwriting live state with what is read: the second phase of a load, when all ranks know that everything fits."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.model import ModelAdapter
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors
+from nxd_ckpt.runtime.load.delivery import Delivery
+from nxd_ckpt.runtime.tag.reading import Leaf
+
+logger = logging.getLogger("nxd_ckpt")
+
+_PARTLY = "The live state is partly overwritten: load another tag before training on"
+
+
+@contextmanager
+def overwriting(where: str) -> Iterator[None]:
+    """Within, live state changes: an error says that it is partly overwritten, with what is at ``where``."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{error}. {_PARTLY}") from error
+    except OSError as error:
+        logger.error("%s: %s. %s", where, error, _PARTLY)
+        raise
+
+
+def fill_model(model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], delivery: Delivery) -> None:
+    """Assign what ``tree`` has under ``names``. All is in its place when the delivery has finished."""
+    # All before the first is read: beside threads that read, asking a tensor anything takes ten times as long.
+    destinations = {name: model.destination(name) for name in names}
+    for name in names:
+        if isinstance(tree[name], (TensorStub, Assembly)):
+            _assign(model, name, tree[name], destinations[name], delivery)
+            continue
+        # Extra state: a module may look at its parameters when it is given that, and may replace them.
+        delivery.finish()
+        model.assign(name, map_tensors(tree[name], delivery, (TensorStub, Assembly)))
+        destinations = {name: model.destination(name) for name in names}
+
+
+def nbytes_of(leaf: Leaf) -> int:
+    """Bytes of a tensor in memory."""
+    return math.prod(leaf.shape) * itemsize(leaf.dtype)
+
+
+def _assign(model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tensor | None, delivery: Delivery) -> None:
+    if destination is None and model.is_on_host(name):
+        model.assign(name, delivery(leaf))  # at once: it may share memory with what comes next
+    elif destination is None:
+        delivery.then(leaf, partial(model.assign, name))
+    else:
+        delivery.into(leaf, destination)

@@ -1,0 +1,244 @@
+"""A load between its phases: what it found that fits, proves, and then puts where it belongs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
+from nxd_ckpt.formats.tensors import torch_dtype
+from nxd_ckpt.runtime.agreement import Agreement
+from nxd_ckpt.runtime.load.delivery import Delivery
+from nxd_ckpt.runtime.load.downloading import download
+from nxd_ckpt.runtime.load.filter_agreement import Unmatched
+from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
+from nxd_ckpt.runtime.load.parts import demand, own_content, part_names
+from nxd_ckpt.runtime.load.renamed_tag import RenamedTag
+from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.load.source import open_source
+from nxd_ckpt.runtime.progress import is_watched, watched
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.reading import Leaf
+from nxd_ckpt.storage.cached import CachedStorage
+
+_MEASURED = 64 * 2**20
+"""Bytes that are read to learn how fast reading is."""
+
+
+class PreparedLoad:
+    """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are proved too, :meth:`apply`
+    only copies.
+
+    ``told`` says that this rank shows progress for all.
+    """
+
+    told = False
+
+    def __init__(
+        self,
+        opened: OpenTag,
+        topology: Topology,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        options: LoadOptions,
+        cache: CachedStorage | None,
+    ) -> None:
+        self.filtered = Filter(options)
+        if self.filtered.renaming:
+            opened = RenamedTag(opened, self.filtered.renaming)
+            options = self.filtered.renamed(options)
+        self._opened, self._topology, self._options, self._cache = opened, topology, options, cache
+        self._given = {"model": model, "optim": optimizer, "scheduler": scheduler}
+        if not self.filtered:
+            demand(opened, **self._wanted)
+        self._source = open_source(opened, topology, model, optimizer, options, self.filtered)
+
+    def apply_filter(self) -> Unmatched:
+        """Find out what the filter is about; what is about nothing is for all ranks to say."""
+        opened, filtered = self._opened, self.filtered
+        live = self._source.live_names()
+        given = {"scheduler": self._given["scheduler"], "rank_content": self._options.rank_content}
+        wanted = {part: value is not None for part, value in given.items()}
+        parts = part_names(opened, self._topology, filtered, **wanted)
+        names = list(dict.fromkeys([*self._source.names(), *parts]))
+        filtered.choose(names)
+        demand(opened, **self._wanted)
+        saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
+        return Unmatched(filtered, live, saved, names)
+
+    @property
+    def _wanted(self) -> dict[str, Any]:
+        """What was given and is not left out."""
+        return {part: None if self.filtered.covers(part) else value for part, value in self._given.items()}
+
+    def find(self) -> None:
+        """Find the trees to load, and what else there is to load."""
+        opened, options = self._opened, self._options
+        self._scheduler = self._wanted["scheduler"]
+        self.filtered.refuse_collisions(self._source.live_names() or ())
+        self._trees = self._source.trees()
+        if self._scheduler is not None and self._trees.is_regrouped:
+            raise OptimizerMismatch(
+                f"optimizer: its param groups are not those of {opened.where} in their order, by which the scheduler "
+                "keeps learning rates; build them as when it was saved, or load with scheduler=None"
+            )
+        self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
+        content = None if self.filtered.covers("user_content") else opened.user_content()
+        self.user_content = self.filtered.pruned("user_content", content)
+        wants_own = options.rank_content is not None and not self.filtered.covers("rank_content")
+        self._rank_content = own_content(opened, self._topology) if wants_own else None
+        self.reader = opened.reader()
+        self._delivery = Delivery(self.reader, self._read_into)
+        self._shares: Shares | None = None
+        self._broadcast: Broadcast | None = None
+
+    def share(self, agreement: Agreement) -> None:
+        """Find out what the data-parallel replicas have in common; all ranks at once."""
+        if agreement.world_size > 1:
+            shares = Shares(self._topology, list(self._trees.replicated_leaves()))
+            # What decides which leaves are proved, and in which order they are read.
+            adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
+            terms = [self._options.verify, self._options.pre_download, *adapters]
+            agreed = agree_on_shares(agreement, shares, terms)
+            # Copies on a local disk are this host's own: nobody else has proved or can read them.
+            self._shares = shares if agreed and self._cache is None else None
+
+    def verify(self) -> None:
+        """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
+
+        With ``pre_download``, the files that are needed are brought first.
+        """
+        if self._cache is not None:
+            needed = (leaf for _, leaf in self._trees.leaves())
+            download(self._cache, self._opened, needed, told=self.told, progress=self._options.progress)
+        if not self._options.verifies_first:
+            return
+        leaves = self._trees.leaves()
+        mine = [one for one in leaves if self._shares is None or self._shares.is_proved_here(one[1])]
+        try:
+            with self._watched("verify", (leaf for _, leaf in mine)), garbage_left():
+                for name, leaf in mine:
+                    self.reader.prove(leaf, name)
+                self.reader.finish()
+        except CorruptCheckpoint as error:
+            if self._cache is None:
+                raise
+            self._cache.discard()
+            raise type(error)(f"{error}. The local copies were removed: load again to download them anew") from error
+
+    @property
+    def where(self) -> str:
+        return self._opened.where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that this rank loads."""
+        return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
+
+    def _watched(self, what: str, leaves: Iterable[Leaf]) -> AbstractContextManager[None]:
+        """A bar of these leaves, on the rank that tells."""
+        if not (self.told and self._options.progress and is_watched()):
+            return nullcontext()  # without adding up all leaves
+        done = self.reader.done
+        before = done.nbytes
+        return watched(what, sum(map(nbytes_of, leaves)), lambda: done.nbytes - before, True)
+
+    def join(self, agreement: Agreement, timeout: float) -> None:
+        """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
+        if self._shares is not None:
+            wanted = self._options.share_reads
+            rate = self._read_rate(self._shares) if wanted is None else math.inf
+            self._broadcast = open_broadcast(agreement, self._shares, wanted, rate, timeout)
+
+    def _read_rate(self, shares: Shares) -> float:
+        """Bytes per second of reading what another replica proved: from the page cache, if that one is on this host."""
+        nbytes, started = 0, time.monotonic()
+        if shares.nbytes < WORTH_IT:
+            return math.inf
+        try:
+            for name, leaf in self._trees.replicated_leaves():
+                if nbytes < _MEASURED and not shares.is_proved_here(leaf):
+                    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+                    self.reader.read_into(leaf, out, name, compare=False)
+                    nbytes += out.nbytes
+            self.reader.finish()
+        except (CheckpointError, OSError):
+            return math.inf  # who reads it for good will say so
+        return nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
+
+    def apply(self) -> None:
+        """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
+        with (
+            self._broadcast or nullcontext(),
+            overwriting(self.where),
+            self._watched("load", (leaf for _, leaf in self._trees.leaves())),
+        ):
+            self._fill()
+
+    def _fill(self) -> None:
+        model, optimizer = self._trees.model, self._trees.optimizer
+        if model is not None:
+            with garbage_left():
+                fill_model(model, self._trees.names, self._trees.model_tree, self._delivery)
+            self._delivery.finish()
+        if optimizer is not None:
+            with garbage_left():
+                if self._trees.optimizer_tree:
+                    optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
+                else:
+                    optimizer.follow(self._trees.keeps)
+            self._delivery.finish()
+        if isinstance(self._scheduler, dict):
+            self._scheduler.clear()
+            self._scheduler.update(self._scheduler_state or {})
+        elif self._scheduler is not None:
+            self._scheduler.load_state_dict(self._scheduler_state)
+        if self._options.rank_content is not None and self._rank_content is not None:
+            live, saved = self._options.rank_content, self._rank_content
+            content = self.filtered.pruned("rank_content", saved) | self.filtered.kept("rank_content", live, saved)
+            live.clear()
+            live.update(content)
+        # Constants that the model made on the device are pending in a new process. Left to the first step, they would
+        # make its graph another than the uninterrupted run's: a whole step compiled for one use, and rounded otherwise.
+        torch_xla.sync()
+
+    def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
+        """Begin to fill ``out``; where replicas share the reading, all of them at once, and at once."""
+        owner = None if self._shares is None or self._broadcast is None else self._shares.owner(leaf)
+        if self._broadcast is None or owner is None:
+            self._begin(leaf, out)
+        else:
+            self._broadcast.fill(out, owner, partial(self._read_now, leaf, out))
+
+    def _read_now(self, leaf: Leaf, out: torch.Tensor) -> None:
+        self._begin(leaf, out)
+        self.reader.finish()
+
+    def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
+        compare, proved = self._options.verify is not False, self._options.verifies_first
+        self.reader.read_into(leaf, out, self._trees.name_by_leaf[id(leaf)], compare=compare, proved=proved)
+
+
+@contextmanager
+def garbage_left() -> Iterator[None]:
+    """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
+    them garbage, takes longer than making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

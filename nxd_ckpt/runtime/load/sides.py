@@ -1,0 +1,141 @@
+"""The two sides of a load: what a tag holds, and what one rank has live. Where they are alike, this rank's files are
+simply what it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.adapters.model import ModelAdapter
+from nxd_ckpt.adapters.optimizer import OptimizerAdapter
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.tag.crossing import Crossing
+from nxd_ckpt.runtime.tag.opening import OpenTag
+
+
+class Sides:
+    """A tag, and the live objects of the rank at ``topology``. ``live_names`` are the optimizer's, None if unknown."""
+
+    def __init__(
+        self,
+        opened: OpenTag,
+        topology: Topology,
+        model: ModelAdapter | None,
+        optimizer: OptimizerAdapter | None,
+        options: LoadOptions,
+        filtered: Filter,
+    ) -> None:
+        self._opened, self._topology, self._options, self._filter = opened, topology, options, filtered
+        self._model, self._optimizer = model, optimizer
+        self.live_names = _flat(options.param_names) or (None if optimizer is None else optimizer.parameter_names)
+
+    def held_names(self) -> list[str] | None:
+        """The parameters and buffers that the live objects hold; None where they take what there is."""
+        held = [] if self._model is None else self._model.names()
+        if (self._model is not None and not held) or (self._optimizer is not None and self.live_names is None):
+            return None
+        return list(dict.fromkeys([*held, *(self.live_names or ())]))
+
+    def saved_names(self) -> list[str] | None:
+        """The optimizer's parameters on this rank's stage (the first where stages are others), as the caller or the tag
+        tells."""
+        saved, live, given = self._opened.topology, self._topology, self._options.saved_param_names
+        stage = live.pp_rank if saved.pp == live.pp else 0
+        if given is not None and len(given) == saved.pp:
+            return _flat(given[stage])
+        return self._opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
+
+    def same_sizes(self, part: str) -> bool:
+        """Whether this rank's files are simply those of its coordinates."""
+        saved, live = self._opened.topology, self._topology
+        sharded = part == "optimizer" and self._opened.parts.optimizer != "plain"
+        # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
+        same_dp = saved.dp == live.dp or not sharded
+        same = (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep)
+        return same and same_dp and not self.is_restaged
+
+    @cached_property
+    def is_restaged(self) -> bool:
+        """Whether there are as many pipeline stages as before, but this one holds what another one held.
+
+        What no stage held is new, and says nothing of the stages.
+        """
+        saved, live = self._opened.topology, self._topology
+        if saved.pp == 1 or saved.pp != live.pp or self._model is None or not self._opened.parts.model:
+            return False
+        near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
+        held = self._opened.model_tree(near).keys()
+        wanted = ({name, *self._model.aliases(name)} for name in self._model.names() if self._is_wanted(name))
+        missing = {name for names in wanted if not held & names for name in names}
+        others = (replace(near, pp_rank=stage) for stage in range(saved.pp) if missing and stage != live.pp_rank)
+        return any(missing & self._opened.model_tree(at).keys() for at in others)
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether the parameter or its state is to be loaded."""
+        left_out = self._filter.ignores_model(name)
+        return not (left_out and (self._optimizer is None or self._filter.covers(f"optim/{name}")))
+
+    @cached_property
+    def is_recut(self) -> bool:
+        """Whether a parameter was saved as cut in one known way, and is cut in another one of the same whole.
+
+        With another whole the attributes of one side are wrong, and this rank's own files are right.
+        """
+        for name, spec in self.specs.items():
+            recorded, live = self.crossing.recorded.get(name), self.crossing.live_spec(name, spec)
+            if recorded is None or recorded.partition == live.partition:
+                continue
+            sides = [side for side in (recorded, live) if side.partition.known]
+            wholes = {side.partition.global_shape(side.shape, self._topology.ep) for side in sides}
+            cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
+            if len(cuts) == 2 and len(wholes) == 1:
+                return True
+        return False
+
+    def is_reordered(self, optimizer: OptimizerAdapter) -> bool:
+        """Whether both sides know their parameters' names, and list them in another order."""
+        saved, live = self.saved_names(), optimizer.parameter_names
+        if saved is None or live is None or any(name.startswith("#") for name in [*saved, *live]):
+            return False
+        aliases = self.crossing.names
+        return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
+
+    def is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
+        """Whether names on both sides could match parameters that are in other param groups than they were."""
+        saved = self._opened.optimizer_names(self._topology.coordinates)
+        if saved is None or optimizer.parameter_names is None:
+            return False
+        try:
+            form = optimizer.form()
+        except OptimizerMismatch:
+            return False
+        # Of another kind: validating it says so.
+        if form is None or (form.kind == "plain") == ("base_state" in tree):
+            return False
+        return [len(group["params"]) for group in tree["param_groups"]] != list(form.groups)
+
+    @cached_property
+    def crossing(self) -> Crossing:
+        manifest = self._opened.manifest
+        return Crossing(
+            self._opened,
+            self._topology,
+            partitions=self._options.partitions or {},
+            recorded={} if manifest is None else manifest.parameters,
+            aliases={} if self._model is None else {name: self._model.aliases(name) for name in self.specs},
+            every_stage=self.is_restaged,
+        )
+
+    @cached_property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        return {} if self._model is None else self._model.parameters(self._topology.tp)
+
+
+def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:
+    return None if param_names is None else [name for group in param_names for name in group]

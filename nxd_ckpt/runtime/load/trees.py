@@ -1,0 +1,63 @@
+"""What a load puts where: the live objects, and the saved trees that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.adapters.model import ModelAdapter
+from nxd_ckpt.adapters.optimizer import OptimizerAdapter
+from nxd_ckpt.adapters.optimizer_state import Keeps, keeps_nothing
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
+from nxd_ckpt.runtime.tag.reading import Leaf
+
+
+@dataclass
+class LoadTrees:
+    """Live objects, with the trees that they are to be loaded from and fit; empty where not wanted.
+
+    ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
+    the saved ones in their order, ``keeps`` what of the optimizer stays as it is.
+    """
+
+    model: ModelAdapter | None = None
+    optimizer: OptimizerAdapter | None = None
+    model_tree: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_tree: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    is_regrouped: bool = False
+    keeps: Keeps = keeps_nothing
+
+    def leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """Everything that will be read, by its global name."""
+        for name in self.names:
+            value = self.model_tree[name]
+            if isinstance(value, (TensorStub, Assembly)):
+                yield f"model/{name}", value
+                continue
+            for path, leaf in iter_tensors(value):  # extra state may hold tensors inside
+                yield "/".join(map(str, ("model", name, *path))), leaf
+        for path, leaf in iter_tensors(self.optimizer_tree):
+            yield self._optimizer_name(path), leaf
+
+    def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """Those that all data-parallel replicas of this rank read: of the model, and of a plain optimizer."""
+        plain = self.optimizer is not None and self.optimizer.kind == "plain"
+        return ((name, leaf) for name, leaf in self.leaves() if plain or name.startswith("model/"))
+
+    @cached_property
+    def name_by_leaf(self) -> Mapping[int, str]:
+        """The global name of each leaf, by its id."""
+        return {id(leaf): name for name, leaf in self.leaves()}
+
+    def _optimizer_name(self, path: Path) -> str:
+        names = None if self.optimizer is None else self.optimizer.parameter_names
+        owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)
+        # With experts apart, their indices count from an offset of their own.
+        if names is None or not owned or EXPERT_KEYS[0] in self.optimizer_tree or path[1] >= len(names):
+            return "optim/" + ".".join(map(str, path))
+        return "/".join(map(str, ("optim", names[path[1]], *(path[2:] or (MASTER_WEIGHTS,)))))

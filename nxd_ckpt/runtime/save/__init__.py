@@ -1,0 +1,1 @@
+"""A save: what this rank writes, staged, written, voted on and made visible."""

@@ -1,0 +1,169 @@
+"""From the objects a caller passes to the state that is saved. Reads no tensor data and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.optimizer import open_optimizer
+from nxd_ckpt.adapters.state import ModelState, State, StateTensor
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.resharding import check_partitions
+from nxd_ckpt.core.retention import validate_num_kept
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.runtime.save.plan import SaveState
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
+
+    Attributes:
+        num_workers: ranks of a host that write at the same time (plain files; xser spreads the work itself).
+        use_xser: a file per tensor, shared out among data-parallel replicas.
+        num_kept_ckpts: complete tags to keep; None or -1 keeps all.
+        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
+        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
+        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for.
+        param_names: optimizer's parameter names, per group in order, where they cannot be known from a live model.
+        partitions: how parameters are cut, where their attributes were lost.
+        trust_pickle: allow user content that only an unsafe load can read back.
+        overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
+            successor is complete; not on object stores, where True removes it before the first byte is written.
+        weights_only: save the model and nothing else, whatever else is given.
+    """
+
+    num_workers: int | None = 8
+    use_xser: bool = False
+    num_kept_ckpts: int | None = None
+    zero1_optimizer: bool = False
+    use_zero1_dcp: bool = False
+    avoid_saving_lower_precision_weights: bool = False
+    param_names: Sequence[Sequence[str]] | None = None
+    partitions: Mapping[str, Partition] | None = None
+    trust_pickle: bool = False
+    overwrite: bool | None = None
+    weights_only: bool = False
+
+    def validate(self) -> None:
+        """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
+        validate_num_kept(self.num_kept_ckpts)
+        if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
+            raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
+        if self.overwrite not in (None, True, False):
+            raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
+        if self.avoid_saving_lower_precision_weights and not self.use_xser:
+            raise InvalidArgument("avoid_saving_lower_precision_weights=True needs use_xser=True, as in NxD")
+        if self.avoid_saving_lower_precision_weights and self.weights_only:
+            raise InvalidArgument(
+                "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"
+            )
+
+
+def capture(
+    topology: Topology,
+    options: SaveOptions,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    rank_content: Any = None,
+) -> SaveState:
+    """What this rank is asked to save, with tensors still live.
+
+    Raises:
+        UnsupportedState: SPMD or DTensor state.
+        InvalidArgument: ``weights_only`` without a model.
+        UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
+    """
+    if options.weights_only:
+        if model is None:
+            raise InvalidArgument("weights_only=True saves the model and nothing else: pass model=")
+        optimizer = scheduler = user_content = rank_content = None
+    model_adapter = None if model is None else open_model(model)
+    model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
+    if model_state is not None and options.partitions:
+        model_state = _with_partitions(model_state, options.partitions, topology)
+    optimizer_state, kind, names = None, None, None
+    if optimizer is not None:
+        adapter = open_optimizer(
+            optimizer,
+            model=model_adapter,
+            param_names=options.param_names,
+            zero1_optimizer=options.zero1_optimizer,
+            topology=topology,
+        )
+        optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
+        if options.use_zero1_dcp:
+            kind = _as_dcp(kind)
+        if options.partitions:
+            optimizer_state = _repartitioned(optimizer_state, options.partitions)
+    contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
+    for what, content in contents.items():
+        if not options.trust_pickle:
+            check_picklable_as_data(content, what)
+    return SaveState(
+        model=model_state,
+        optimizer=optimizer_state,
+        optimizer_kind=kind,
+        optimizer_names=None if names is None else tuple(names),
+        use_xser=options.use_xser,
+        lower_precision_weights=not options.avoid_saving_lower_precision_weights,
+        **contents,
+    )
+
+
+def _as_dcp(kind: str) -> str:
+    """The kind of an optimizer of that ``kind`` with ``use_zero1_dcp``."""
+    if kind != "zero1":
+        raise UnsupportedState(
+            "use_zero1_dcp=True is for ZeRO-1 optimizers, and for their state dicts with zero1_optimizer=True; this "
+            "one's state is the same on all data-parallel ranks: leave it out"
+        )
+    return "zero1_dcp"
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
+
+
+def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:
+    given = _repartitioned(state, partitions)
+
+    def describe() -> dict[Path, StateTensor]:
+        check_partitions(partitions, state.parameters, topology)
+        return given.describe()
+
+    def specify() -> dict[str, ParameterSpec]:
+        return {
+            name: replace(spec, partition=partitions.get(name, spec.partition))
+            for name, spec in state.parameters.items()
+        }
+
+    return replace(given, describe=describe, specify=specify)
+
+
+_StateT = TypeVar("_StateT", bound=State)
+
+
+def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _StateT:
+    """The state with the partitions of the parameters that its tensors belong to, where they are given."""
+
+    def repartitioned(about: StateTensor) -> StateTensor:
+        partition = partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"
+        if partition is None:
+            return about
+        spec = None if about.spec is None else replace(about.spec, partition=partition)
+        return replace(about, spec=spec, expert=partition.expert)
+
+    def describe() -> dict[Path, StateTensor]:
+        return {path: repartitioned(about) for path, about in state.tensors.items()}
+
+    return replace(state, describe=describe, grounds=(state.grounds, dict(partitions)))

@@ -1,0 +1,191 @@
+"""Rank 0's part of a save: judge the votes, complete the tag, make it visible, keep only so many.
+
+The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the
+manifest is durable before the publication makes the tag visible (see runtime.save.publication); that is durable before
+the verdict tells anyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from nxd_ckpt.core import votes as ballots
+from nxd_ckpt.core.manifest import (
+    Manifest,
+    ParameterSpec,
+    Parts,
+    RankIndex,
+    RankLine,
+    dump_manifest,
+    load_index,
+    load_parameters,
+)
+from nxd_ckpt.core.retention import tags_to_remove
+from nxd_ckpt.core.tags import next_order_time
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags
+from nxd_ckpt.runtime import intents, journal
+from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
+from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.session import Session
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0 knows of an attempt that is about to be decided. ``parameters`` are those of its own index."""
+
+    publication: Publication
+    parts: Parts
+    num_kept_ckpts: int | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterSpec] | None = None
+
+
+def commit(session: Session, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
+    """Make the tag visible, complete and durable; then apply retention. ``topology`` is that of the tag's ranks.
+
+    Raises:
+        DirectoryInUse: another job took the directory over.
+        SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
+    """
+    session.require()
+    ballots.judge(votes, topology)
+    storage, publication = session.storage, request.publication
+    folder = publication.folder
+    parameters = _parameters(storage, folder, topology, request.parameters)
+    parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
+    lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
+    # Whole seconds: not every file system keeps the fraction of the marker's time.
+    order_time = float(math.ceil(next_order_time(time.time(), list_tags(storage))))
+    manifest = Manifest(
+        tag=publication.tag,
+        attempt=publication.attempt,
+        order_time=order_time,
+        topology=topology,
+        parts=request.parts,
+        ranks=lines,
+        parameters=parameters,
+        timings={
+            **request.timings,
+            "write_seconds": round(max(vote.seconds for vote in votes), 6),
+            "bytes": sum(vote.nbytes for vote in votes),
+        },
+        versions=request.versions,
+    )
+    publication.put(storage, names.MANIFEST, dump_manifest(manifest))
+    publication.publish(session, order_time)
+    _retain(storage, request)
+
+
+def clean_up(session: Session, counter: int) -> None:
+    """Remove what this run's attempts left that no rank can still be writing to.
+
+    That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
+
+    Raises DirectoryInUse where another job took over a storage on which it may be writing the same tags.
+    """
+    storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
+    if not storage.renames:
+        session.require()
+    everyone_is_past = ballot.all_voted(storage, session.attempt(counter), world_size)
+    for entry in storage.list(STAGING):
+        run, _, number = entry.name.rpartition("-")
+        if run != run_id or not number.isdigit():
+            continue
+        if (everyone_is_past and int(number) < counter) or ballot.all_voted(storage, entry.name, world_size):
+            _clear(storage, staging_dir(entry.name))
+    if everyone_is_past:
+        # Not those of ``counter`` itself: the other ranks read its verdict yet.
+        for entry in storage.list(VOTES):
+            run, _, number = entry.name.rpartition("-")
+            if run == run_id and number.isdigit() and int(number) < counter:
+                _clear(storage, votes_dir(entry.name))
+    journal.discard_trash(storage)
+
+
+def _clear(storage: Storage, key: str) -> None:
+    try:
+        intents.clear(storage, key)
+    except OSError as error:
+        logger.warning("could not remove %s/%s: %s", storage.url, key, error)
+
+
+def _leaders(topology: Topology) -> list[Coordinates]:
+    """One rank of each pipeline stage and expert group: together they hold every parameter."""
+    return [Coordinates(pp_rank, ep_rank, 0) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep)]
+
+
+def _parameters(
+    storage: Storage, folder: str, topology: Topology, own: Mapping[str, ParameterSpec] | None
+) -> dict[str, ParameterSpec]:
+    """Every parameter. What rank 0 has just written itself it need not read."""
+    found: dict[str, ParameterSpec] = {}
+    for at in _leaders(topology):
+        mine = at == topology.coordinates_of(0)
+        found.update(own if mine and own is not None else load_parameters(*_read(storage, folder, at)))
+    return found
+
+
+def _unknown_where_replicas_differ(
+    storage: Storage,
+    folder: str,
+    topology: Topology,
+    votes: Sequence[Vote],
+    parameters: Mapping[str, ParameterSpec],
+) -> dict[str, ParameterSpec]:
+    """Parameters believed replicated over tp whose content differs: their partition attributes were lost."""
+    unknown: dict[str, ParameterSpec] = {}
+    for ranks in ballots.tp_groups_that_differ(votes, topology):
+        content: dict[str, set[tuple[int, ...]]] = {}
+        for rank in ranks:
+            for entry in _index(storage, folder, topology.coordinates_of(rank)).tensors:
+                name = entry.name.removeprefix("model/")
+                spec = parameters.get(name) if entry.name.startswith("model/") else None
+                if spec is not None and spec.partition.replicated_over_tp:
+                    content.setdefault(name, set()).add(entry.crc32)
+        for name in (name for name, digests in content.items() if len(digests) > 1):
+            spec = parameters[name]
+            unknown[name] = replace(spec, partition=replace(spec.partition, known=False))
+    if unknown:
+        logger.warning(
+            "these parameters carry no tensor-parallel attributes, but differ between tp ranks: %s. They load on the "
+            "same topology only, until partitions= says how they are cut (attributes are lost when .to(device) "
+            "replaces a parameter: set them again after it)",
+            ", ".join(sorted(unknown)),
+        )
+    return unknown
+
+
+def _index(storage: Storage, folder: str, at: Coordinates) -> RankIndex:
+    return load_index(*_read(storage, folder, at))
+
+
+def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
+    """The bytes of a rank's index file, and its name for errors."""
+    key = f"{folder}/{names.index_file(at)}"
+    return storage.read(key), f"{storage.url}/{key}"
+
+
+def _retain(storage: Storage, request: Commit) -> None:
+    """Rename the tags that are too many out of sight. Never fails the save: the new tag is already safe."""
+    if request.num_kept_ckpts is None:
+        return
+    try:
+        tags = [info for info in list_tags(storage) if is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+        for tag in tags_to_remove(tags, request.num_kept_ckpts):
+            if tag != request.publication.tag:
+                request.publication.retire(storage, tag)
+    except (OSError, CheckpointError) as error:
+        logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

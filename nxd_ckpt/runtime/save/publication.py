@@ -1,0 +1,247 @@
+"""How an attempt becomes a tag: where its files are written, what comes before the first and what makes them visible.
+
+Where directories can be renamed, an attempt is *staged*: written out of sight, and renamed when it is complete. Where
+they cannot (object stores, and some ways to mount them), it is written *in place*, and the tag is there from ``done``
+on, which comes last when a tag is made and goes first when it is removed.
+
+A publication is plain data, so that processes that only write files (a conversion's workers) can have it too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
+from nxd_ckpt.layout.directory import may_be_replaced
+from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.runtime import intents, journal
+from nxd_ckpt.runtime.paths import staging_dir, trash_file
+from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save.session import Session
+from nxd_ckpt.storage.base import Storage
+
+
+class Publication(Protocol):
+    """One attempt's way to its tag.
+
+    ``overwrite`` says whether a complete tag may be replaced; None means where it stays until its successor is
+    complete.
+    """
+
+    in_place: ClassVar[bool]
+    """Whether no rank may write before rank 0 has begun: what is there is not the attempt's own until then."""
+
+    @property
+    def attempt(self) -> str: ...
+
+    @property
+    def tag(self) -> str: ...
+
+    @property
+    def folder(self) -> str:
+        """Where the attempt's files are written."""
+
+    def begin(self, session: Session) -> None:
+        """Rank 0, before anything is written: make room. Raises SaveFailed where the tag must not be saved."""
+
+    def put(self, storage: Storage, name: str, data: bytes) -> None:
+        """Write a small file into the folder; never over that of another job."""
+
+    def publish(self, session: Session, order_time: float) -> None:
+        """Rank 0, when all else is complete and durable: make the tag visible, and that durable.
+
+        Raises, with nothing visible but what was before:
+            SaveFailed, OSError: it cannot be done.
+        Raises, where the tag may be visible:
+            OutcomeUnknown: the storage does not say.
+        """
+
+    def retire(self, storage: Storage, tag: str) -> None:
+        """Make another tag invisible at once; journal.discard_trash deletes it."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """For file systems: one rename makes it visible, and an old tag stays until then (see runtime.journal)."""
+
+    attempt: str
+    tag: str
+    overwrite: bool | None = None
+    in_place: ClassVar[bool] = False
+
+    @property
+    def folder(self) -> str:
+        return staging_dir(self.attempt)
+
+    def begin(self, session: Session) -> None:
+        if self.overwrite is False:
+            _refuse_existing(session.storage, self.tag)
+
+    def put(self, storage: Storage, name: str, data: bytes) -> None:
+        storage.write(f"{self.folder}/{name}", data)
+
+    def publish(self, session: Session, order_time: float) -> None:
+        storage = session.storage
+        if self.overwrite is False:
+            _refuse_existing(storage, self.tag)
+        _refuse_what_is_no_checkpoint(storage, self.tag)
+        self.put(storage, MARKER, b"1")
+        self.put(storage, DONE, b"1")
+        storage.set_time(f"{self.folder}/{DONE}", order_time)
+        storage.sync_dir(self.folder)
+        journal.publish(storage, self.attempt, self.tag)
+
+    def retire(self, storage: Storage, tag: str) -> None:
+        journal.remove_tag(storage, tag, self.attempt)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """For stores without renames: keys are claimed by creating them, never written over, and ``done`` is the commit.
+
+    ``done`` holds the tag's order time, because its own cannot be set there, and the attempt, which tells whose it is.
+    """
+
+    attempt: str
+    tag: str
+    overwrite: bool | None = None
+    in_place: ClassVar[bool] = True
+
+    @property
+    def folder(self) -> str:
+        return self.tag
+
+    def begin(self, session: Session) -> None:
+        storage = session.storage
+        session.require()
+        if not self.overwrite:
+            _refuse_existing(storage, self.tag)
+        earlier = intents.saves_of(storage, self.tag)
+        if not earlier:
+            _refuse_what_is_no_checkpoint(storage, self.tag)
+        self._await_writers(session, earlier)
+        intents.declare(storage, staging_dir(self.attempt), self.tag)
+        if earlier or storage.is_dir(self.tag):
+            session.require()  # again: this cannot be taken back, and waiting may have taken long
+            _empty(storage, self.tag)
+        for attempt in earlier:
+            storage.remove(staging_dir(attempt))
+        if not storage.link_new(f"{self.tag}/{MARKER}", b"1"):
+            raise self._another_job(session)
+
+    def put(self, storage: Storage, name: str, data: bytes) -> None:
+        key = f"{self.folder}/{name}"
+        # What is there may be what an earlier try of the storage's wrote, whose reply was lost.
+        if not storage.link_new(key, data) and storage.read(key) != data:
+            raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
+
+    def publish(self, session: Session, order_time: float) -> None:
+        storage, done, mark = session.storage, f"{self.tag}/{DONE}", f"{order_time:.0f} {self.attempt}".encode()
+        storage.sync_dir(self.tag)
+        session.require()
+        try:
+            created = storage.link_new(done, mark)
+        except OSError as error:
+            if not self._is_there(storage, error):
+                raise
+            created = False  # the reply was lost, or somebody else's is there
+        if not created and storage.read(done) != mark:
+            raise self._another_job(session)
+        try:
+            storage.sync_dir(self.tag)
+        except OSError:
+            self._withdraw(storage, mark)
+            raise
+        self._withdraw_if_swept(session, mark)
+
+    def retire(self, storage: Storage, tag: str) -> None:
+        intents.declare(storage, trash_file(self.attempt, tag), tag)
+        storage.remove(f"{tag}/{DONE}")
+
+    def _await_writers(self, session: Session, attempts: list[str]) -> None:
+        """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
+        storage, ranks = session.storage, session.topology.world_size
+
+        def report() -> None:
+            ballot.report_progress(storage, self.attempt, 0, time.monotonic_ns())
+
+        report()
+        for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
+            if not ballot.await_votes(storage, attempt, ranks, session.timeout, report, session.is_leaving):
+                raise SaveFailed(
+                    f"{storage.url}/{self.tag}: an earlier save of this tag failed, and not all ranks have left it "
+                    f"after {session.timeout:.0f} s without progress; save under another tag"
+                )
+
+    def _is_there(self, storage: Storage, error: OSError) -> bool:
+        """Whether ``done`` is, after an ``error`` that may be about the reply only."""
+        done = f"{self.tag}/{DONE}"
+        try:
+            return storage.is_file(done)
+        except OSError:
+            raise OutcomeUnknown(
+                f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"
+            ) from error
+
+    def _withdraw(self, storage: Storage, mark: bytes) -> None:
+        """Remove ``done``, unless it is that of another job by now."""
+        done = f"{self.tag}/{DONE}"
+        if storage.is_file(done) and storage.read(done) == mark:
+            storage.remove(done)
+
+    def _withdraw_if_swept(self, session: Session, mark: bytes) -> None:
+        """Whoever took over the directory before ``done`` was there removed what it would have completed."""
+        try:
+            session.require()
+        except OSError:
+            return  # a lease that cannot be read says nothing against a tag that is complete
+        except DirectoryInUse:
+            if not self._is_ours(session.storage):
+                self._withdraw(session.storage, mark)
+                raise
+
+    def _is_ours(self, storage: Storage) -> bool:
+        key = f"{self.tag}/{MANIFEST}"
+        try:
+            return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == self.attempt
+        except FileNotFoundError:
+            return False
+
+    def _another_job(self, session: Session) -> SaveFailed:
+        return SaveFailed(
+            f"{session.storage.url}/{self.tag} is being written by another job at the same time; its files are left "
+            "alone. Stop one of the two jobs"
+        )
+
+
+def publication_of(session: Session, counter: int, tag: str, overwrite: bool | None) -> Publication:
+    """That of this run's attempt ``counter``, as the session's storage allows it."""
+    kind = Staged if session.storage.renames else InPlace
+    return kind(session.attempt(counter), tag, overwrite)
+
+
+def _empty(storage: Storage, tag: str) -> None:
+    """Remove all there is of a tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
+    storage.remove(f"{tag}/{DONE}")
+    storage.remove(tag)
+    storage.discard_unfinished(tag)
+    storage.make_dir(tag)
+
+
+def _refuse_existing(storage: Storage, tag: str) -> None:
+    if storage.is_file(f"{tag}/{DONE}"):
+        raise SaveFailed(
+            f"{storage.url}/{tag} exists: it is left as it is. Save under another tag, or pass overwrite=True"
+            + ("" if storage.renames else ", which removes it before the new one is complete")
+        )
+
+
+def _refuse_what_is_no_checkpoint(storage: Storage, tag: str) -> None:
+    if storage.is_file(tag) or not may_be_replaced(storage, tag):
+        raise SaveFailed(
+            f"{storage.url}/{tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
+            "move that directory away"
+        )

@@ -1,0 +1,303 @@
+"""One save on one rank, from staged memory to the verdict: everything that the background thread does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+
+from nxd_ckpt.core.manifest import FileEntry, RankLine
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, SaveFailed, from_wire, in_words, to_wire
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.dcp_metadata import dump_metadata
+from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
+from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
+from nxd_ckpt.runtime.save.plan import SavePlan
+from nxd_ckpt.runtime.save.publication import publication_of
+from nxd_ckpt.runtime.save.session import Session
+from nxd_ckpt.runtime.save.slots import writing_slot
+from nxd_ckpt.runtime.save.staging import Wave
+from nxd_ckpt.runtime.save.writing import FileWriter, write_index, write_small
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class Saving:
+    """The effects of one attempt, in order, on the background thread; a failure becomes this rank's vote."""
+
+    def __init__(
+        self,
+        session: Session,
+        counter: int,
+        tag: str,
+        plan: SavePlan | None = None,
+        *,
+        num_workers: int | None = None,
+        num_kept_ckpts: int | None = None,
+        overwrite: bool | None = None,
+        error: BaseException | None = None,
+        threads: Executor,
+    ) -> None:
+        self.session, self.counter, self.tag, self.plan, self._threads = session, counter, tag, plan, threads
+        self.attempt = session.attempt(counter)
+        self.publication = publication_of(session, counter, tag, overwrite)
+        self._patience = 1.5 * session.timeout + 5.0  # with rank 0, which is shorter with the others
+        self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
+        self.error = error
+        self.timings: dict[str, float] = {}
+        self.versions: dict[str, str] = {}
+        self.saved_nbytes = 0
+        """Of all ranks; known to rank 0, once the tag is visible."""
+        self._own: Vote | None = None
+        self._others: list[Vote] | None = None
+        """Those of the other ranks, where rank 0 needed them before it could vote."""
+        self._failed_elsewhere: SaveFailed | None = None
+        """What came of it in place of votes."""
+        self._slot = ExitStack()
+        self._holds_slot = False
+        self._moved: Callable[[], None] = lambda: None
+        self._writer = self._file_writer(plan) if plan is not None else None
+        self._reported = time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank wrote so far."""
+        return self._writer.nbytes if self._writer is not None else 0
+
+    def begin(self) -> None:
+        """Make what even a rank that fails needs to vote; then wait until the attempt's files may be written."""
+        session = self.session
+        try:
+            session.storage.make_dir(verdict_dir(self.attempt))
+            for attempt, vote in list(session.lost_votes.items()):
+                ballot.cast(session.storage, attempt, vote)
+                del session.lost_votes[attempt]
+            if session.topology.rank == 0:
+                self._open_ballot()
+            elif self.publication.in_place and self.error is None:
+                self._await_opening()
+            if self.error is None:
+                session.storage.make_dir(self.publication.folder)
+        except Exception as error:
+            self.error = self.error or error
+
+    def _open_ballot(self) -> None:
+        if self.error is None:
+            self.publication.begin(self.session)
+            if self.publication.in_place:
+                ballot.open_ballot(self.session.storage, self.attempt, self.tag)
+
+    def _await_opening(self) -> None:
+        session, patience = self.session, self._patience
+        try:
+            verdict = ballot.await_opening(session.storage, self.attempt, self.tag, patience, session.is_leaving)
+        except RanksDisagree:
+            raise
+        except SaveFailed:
+            self._patience = min(session.timeout, 5.0)  # it was silent for long enough
+            raise
+        if verdict is not None:
+            raise self._told(verdict)
+
+    def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
+        """Write one staged wave. A failure is kept for the vote and returned to no one else."""
+        if self.error is not None or self._writer is None:
+            return
+        started = time.monotonic()
+        try:
+            if not self._holds_slot:
+                # Held until all waves are written.
+                slot = writing_slot(self.session.run_id, self.num_workers, self.session.timeout)
+                self._moved = self._slot.enter_context(slot)
+                self._holds_slot = True
+            self._writer.write(wave, views)
+        except Exception as error:
+            self.error = error
+        self._count("write_seconds", started)
+
+    def conclude(self, voted: Callable[[], None]) -> None:
+        """Finish the files, vote (then call ``voted``), and wait until the attempt is decided.
+
+        Raises:
+            SaveFailed: the tag did not become visible; on the rank that failed, from its own error.
+            OutcomeUnknown: no verdict came.
+        """
+        self._finish_files()
+        index = self._finish_index()
+        started = time.monotonic()
+        try:
+            self._cast(index)
+            voted()
+            verdict = self._decide() if self.session.topology.rank == 0 else self._learn()
+        finally:
+            self._count("commit_seconds", started)
+        if verdict.error is not None and self.error is not None:
+            raise self._failed(self.error) from self.error
+        if verdict.error is not None:
+            raise self._told(verdict)
+
+    def _told(self, verdict: Verdict) -> CheckpointError:
+        """What rank 0's verdict says. It speaks for the rank that failed: its message names that one."""
+        name, message = verdict.error or ("SaveFailed", "rank 0 decided it without this rank")
+        kind = type(from_wire(name, message, 0))
+        if issubclass(kind, OutcomeUnknown):
+            return kind(f"save of {self.tag!r}: {message}")
+        return (kind if issubclass(kind, SaveFailed) else SaveFailed)(f"save of {self.tag!r} failed: {message}")
+
+    def _finish_files(self) -> None:
+        started = time.monotonic()
+        try:
+            if self.error is None and self._writer is not None:
+                self._writer.finish()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._slot.close()
+            if self.error is not None and self._writer is not None:
+                self._writer.abort()
+            self._count("write_seconds", started)
+
+    def _finish_index(self) -> RankLine | None:
+        session = self.session
+        try:
+            if self.error is None and self._writer is not None and self.plan is not None:
+                metadata = self._write_metadata() if self.plan.parts.optimizer == "zero1_dcp" else {}
+                if self._failed_elsewhere is not None:
+                    return None
+                started, at = time.monotonic(), session.topology.coordinates
+                index = self._writer.index(self.plan, at)
+                index = replace(index, files={**index.files, **metadata})
+                line = RankLine(*write_index(session.storage, self.publication, names.index_file(at), index))
+                self._count("write_seconds", started)
+                return line
+        except Exception as error:
+            self.error = error
+        return None
+
+    def _write_metadata(self) -> dict[str, FileEntry]:
+        """Rank 0: write the metadata of the torch DCP directory, once the others told what they wrote into it.
+
+        So rank 0 votes last, and its index proves the metadata as any file of its own.
+        """
+        session = self.session
+        if session.topology.rank > 0 or self._writer is None:
+            return {}
+        started = time.monotonic()
+        try:
+            world_size = session.topology.world_size
+            try:
+                self._others = ballot.collect(session.storage, self.attempt, world_size, session.timeout, first=1)
+            except SaveFailed as error:
+                self._failed_elsewhere = error
+                return {}
+            chunks = chain(self._writer.chunks(), *(vote.chunks for vote in self._others))
+            metadata = dump_metadata(chunks)
+            return {names.DCP_METADATA: write_small(session.storage, self.publication, names.DCP_METADATA, metadata)}
+        finally:
+            self._count("commit_seconds", started)
+
+    def _cast(self, index: RankLine | None) -> None:
+        try:
+            self._own = self._vote(index)
+            ballot.cast(self.session.storage, self.attempt, self._own)
+        except OSError as error:
+            # Rank 0 misses this vote, or sees it all the same: its verdict counts.
+            self.error = self.error or error
+            self.session.lost_votes[self.attempt] = self._vote(None)
+
+    def _vote(self, index: RankLine | None) -> Vote:
+        rank = self.session.topology.rank
+        error = self.error or self._failed_elsewhere
+        if error is not None or self.plan is None or self._writer is None:
+            return Vote(rank, error=to_wire(error or CheckpointError("nothing was staged")))
+        return Vote(
+            rank,
+            plan=self.plan.agreed(self.tag, self.session.topology),
+            replica=self.plan.replica,
+            index=index,
+            replicated=self._writer.replicated_digest(),
+            nbytes=self.nbytes,
+            seconds=round(self.timings.get("write_seconds", 0.0), 6),
+            chunks=self._writer.chunks() if rank > 0 else (),
+        )
+
+    def _learn(self) -> Verdict:
+        """The other ranks: await rank 0's verdict, for longer than its own patience with them."""
+        try:
+            return ballot.await_verdict(self.session.storage, self.attempt, self.tag, self._patience)
+        except OutcomeUnknown:
+            if self.error is not None:
+                return Verdict(to_wire(self.error), self.session.topology.rank)  # without its vote, no tag
+            raise
+        except OSError as error:
+            where = f"{self.session.storage.url}/{votes_dir(self.attempt)}"
+            raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
+
+    def _decide(self) -> Verdict:
+        """Rank 0: collect, commit, announce. The verdict is announced whatever happens, and holds if that fails."""
+        session = self.session
+        try:
+            if isinstance(self.error, SaveFailed):
+                raise self.error  # it refused the attempt
+            if self._failed_elsewhere is not None:
+                raise self._failed_elsewhere
+            if self.error is not None:
+                raise SaveFailed(f"rank 0 failed: {in_words(to_wire(self.error))}")
+            votes = self._votes(session)
+            parts = self.plan.parts if self.plan is not None else None
+            if parts is None:
+                raise SaveFailed("rank 0 staged nothing")
+            own = self.plan.parameters if self.plan is not None else None
+            request = Commit(self.publication, parts, self.num_kept_ckpts, self.timings, self.versions, own)
+            commit(session, session.topology, votes, request)
+            self.saved_nbytes = sum(vote.nbytes for vote in votes)
+            verdict = Verdict()
+        except (SaveFailed, OutcomeUnknown) as error:
+            verdict = Verdict(to_wire(error))
+        except Exception as error:
+            verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
+        try:
+            ballot.announce(session.storage, self.attempt, verdict)
+        except OSError as error:
+            logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
+        return verdict
+
+    def _votes(self, session: Session) -> list[Vote]:
+        if self._others is not None and self._own is not None:
+            return [self._own, *self._others]
+        return ballot.collect(session.storage, self.attempt, session.topology.world_size, session.timeout)
+
+    def tidy(self) -> None:
+        """Rank 0, once the outcome is known: delete what attempts and retention left, for which nobody has to wait."""
+        session = self.session
+        if session.topology.rank == 0:
+            try:
+                clean_up(session, self.counter)
+            except (OSError, CheckpointError) as error:
+                logger.warning("after the save of %r in %s: %s", self.tag, session.storage.url, error)
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        rank = self.session.topology.rank
+        if isinstance(error, (SaveFailed, OutcomeUnknown)):
+            return error
+        return SaveFailed(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
+
+    def _file_writer(self, plan: SavePlan) -> FileWriter:
+        return FileWriter(self.session.storage, self.publication.folder, plan.files, self._progress, self._threads)
+
+    def _progress(self, nbytes: int) -> None:
+        """Show rank 0, and who waits for the slot, that a slow write is moving."""
+        self._moved()
+        now = time.monotonic()
+        if now - self._reported > self.session.timeout / 10:
+            self._reported = now
+            ballot.report_progress(self.session.storage, self.attempt, self.session.topology.rank, nbytes)
+
+    def _count(self, name: str, started: float) -> None:
+        self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started

@@ -1,0 +1,235 @@
+"""A job's claim on one checkpoint directory, agreed by all its ranks before the first byte is written."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument
+from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.runtime import intents, journal, lease
+from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.lease import Heartbeat, Lease
+from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES
+from nxd_ckpt.runtime.save.slots import forget_slots
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_IN_PLACE = ".in_place"
+"""Ends the name of rank 0's probe where tags are written in place (see runtime.save.publication): all must know."""
+
+_SEEN_WITHIN = 30.0
+"""Seconds that a shared file system may take to show a new file to another host (NFS attribute caches: up to 30)."""
+
+_CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What mounted object stores answer to renaming a directory. (EMFILE: gcsfuse, if files are in it.)"""
+
+_PATIENCE = 6
+"""Heartbeats that may be missing before a holder on another host counts as dead."""
+
+
+@dataclass
+class Session:
+    """One run of a job in one directory. Only rank 0 holds the lease and its heartbeat."""
+
+    storage: Storage
+    topology: Topology
+    run_id: str
+    timeout: float
+    lease: Lease | None = None
+    heartbeat: Heartbeat | None = None
+    lost_votes: dict[str, Vote] = field(default_factory=dict)
+    """This rank's votes that could not be cast, by attempt: until they are, it may be writing for all that is known."""
+    leaves_at: float = math.inf
+    """When this rank, after an exception, stops waiting for the others (seconds, as time.monotonic())."""
+
+    def attempt(self, counter: int) -> str:
+        return f"{self.run_id}-{counter}"
+
+    @property
+    def probe(self) -> str:
+        """The name of the file that rank 0 leaves for the others to find."""
+        return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
+
+    def require(self) -> None:
+        """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile."""
+        if self.lease is not None:
+            lease.require(self.storage, self.lease)
+
+    def is_leaving(self) -> bool:
+        return time.monotonic() >= self.leaves_at
+
+    def close(self) -> None:
+        """Give the directory back. Called after the last save was decided."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        if self.lease is not None:
+            with suppress(OSError):
+                self.storage.remove(f"{PROBES}/{self.probe}")
+                lease.release(self.storage, self.lease)
+        forget_slots(self.run_id)
+
+
+def open_session(
+    storage: Storage, topology: Topology, agreement: Agreement | None, run_id: str | None, timeout: float
+) -> Session:
+    """Claim the directory for this job.
+
+    Raises, on every rank:
+        DirectoryInUse: another live job writes there.
+        DirectoryNotShared: a rank does not see what rank 0 wrote there.
+        InvalidArgument: several ranks without a process group and without ``run_id``, or one that was used before.
+    """
+    if run_id is not None and not _RUN_ID.fullmatch(run_id):
+        raise InvalidArgument(f"run_id {run_id!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+    session = Session(storage, topology, "", timeout)
+    try:
+        if agreement is None:
+            _open_without_group(session, run_id)
+        else:
+            _open_with_group(session, agreement, run_id)
+    except BaseException:
+        session.close()  # the others must not find a directory that is in use by nobody
+        raise
+    return session
+
+
+def _open_with_group(session: Session, agreement: Agreement, run_id: str | None) -> None:
+    def claim() -> str:
+        _claim(session, run_id or uuid.uuid4().hex[:12], first=True)
+        return session.run_id
+
+    session.run_id = decided_by_rank0(agreement, claim)
+    # Shorter than the others' patience, so that they hear of it from the rank that looks in vain.
+    within = min(_SEEN_WITHIN, session.timeout / 2)
+    on_all(agreement, lambda: _see_probe(session, within))
+
+
+def _open_without_group(session: Session, run_id: str | None) -> None:
+    if run_id is None:
+        raise InvalidArgument(
+            f"saving from {session.topology.world_size} ranks needs torch.distributed to be initialised with that "
+            "many ranks, or run_id=: a string that is the same on all ranks and new for every launch of the job"
+        )
+    session.run_id = run_id
+    if session.topology.rank == 0:
+        session.storage.make_dir(HIDDEN)
+        if not session.storage.link_new(f"{RUNS}/{run_id}", b"1"):
+            raise InvalidArgument(
+                f"run_id {run_id!r} was used in {session.storage.url} before; give every launch a new one (with the "
+                "scheduler's restart count in it), else votes of the earlier one could be taken for this one's"
+            )
+        _claim(session, run_id, first=False)
+    else:
+        _must_see(session, RUNS, [run_id], session.timeout)  # rank 0 may come as late as any rank
+        _must_be_live(session)
+        _see_probe(session, session.timeout)
+
+
+def _claim(session: Session, run_id: str, *, first: bool) -> None:
+    """Rank 0: take the lease, repair what a dead job left, and leave a file for the other ranks to find.
+
+    ``first`` says that no other rank can have begun yet.
+    """
+    storage = session.storage
+    session.run_id = run_id
+    storage.make_dir(HIDDEN)
+    interval = _beat_interval(session)
+    session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval)
+    session.heartbeat = Heartbeat(storage, session.lease, interval)
+    journal.recover(storage)
+    _sweep(storage, None if first else run_id)
+    if storage.renames and not _can_rename(storage, run_id):
+        logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
+        storage.renames = False
+    storage.write(f"{PROBES}/{session.probe}", b"1")
+
+
+def _can_rename(storage: Storage, run_id: str) -> bool:
+    """Try it, on a directory with a file: that is what some mounts of object stores refuse."""
+    source, target = f"{PROBES}/{run_id}.source", f"{PROBES}/{run_id}.target"
+    storage.write(f"{source}/file", b"1")
+    try:
+        storage.rename(source, target)
+    except OSError as error:
+        if error.errno not in _CANNOT_RENAME:
+            raise
+        return False
+    finally:
+        with suppress(OSError):  # else the next job sweeps it
+            storage.remove(source)
+            storage.remove(target)
+    return True
+
+
+def _see_probe(session: Session, within: float) -> None:
+    """All ranks: find what rank 0 left, which proves that the directory is shared, and says how tags are written."""
+    found = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
+    if found != session.run_id:
+        session.storage.renames = False
+
+
+def _must_be_live(session: Session) -> None:
+    """Raise unless rank 0 of this very run holds the directory: its mark may be that of an earlier launch."""
+    # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
+    deadline = time.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
+    first = None
+    while time.monotonic() < deadline:
+        holder = lease.read(session.storage)
+        if holder is not None and holder.run_id == session.run_id:
+            first = first or holder
+            runs = holder.holder_runs_here()
+            if runs or (runs is None and holder != first):  # on another host, its heartbeat has to change
+                return
+        time.sleep(0.05)
+    raise InvalidArgument(
+        f"run_id {session.run_id!r}: no live rank 0 holds {session.storage.url} under it. Either rank 0 is gone, or it "
+        "was refused because the run_id was used before; give every launch a new one"
+    )
+
+
+def _beat_interval(session: Session) -> float:
+    return min(10.0, session.timeout / 6)
+
+
+def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:
+    """Which of ``names`` rank 0 wrote into ``folder``."""
+    deadline = time.monotonic() + within
+    while True:
+        listed = {entry.name for entry in session.storage.list(folder)}
+        found = next((name for name in names if name in listed), None)
+        if found is not None:
+            return found
+        if time.monotonic() > deadline:
+            raise DirectoryNotShared(
+                f"rank {session.topology.rank} does not see {session.storage.url}/{folder}/{names[0]}, which rank 0 "
+                "wrote: all ranks must save to the same directory on a file system that they share"
+            )
+        time.sleep(0.05)
+
+
+def _sweep(storage: Storage, spared: str | None) -> None:
+    """Remove what dead jobs left behind. We hold the lease, so every run here but ``spared`` is dead.
+
+    What they had begun to do to tags in place is ended, see runtime.intents.
+    """
+    for folder in (STAGING, VOTES, PROBES, TRASH):
+        for entry in storage.list(folder):
+            if spared is not None and entry.name.startswith(f"{spared}-"):
+                continue  # without a process group, another rank of this run may have been faster
+            try:
+                intents.clear(storage, f"{folder}/{entry.name}")
+            except OSError as error:
+                logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)

@@ -1,0 +1,303 @@
+"""Writing staged files: digests, headers, bytes, index. Runs beside the caller's thread only.
+
+A large file is digested one stretch ahead of what is being written. Many small ones are written by several threads at
+once: what each waits for is its own sync. Nothing here holds the interpreter while bytes move.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.torch_zip_writer import Storage as Place
+from nxd_ckpt.runtime.save.plan import SavePlan
+from nxd_ckpt.runtime.save.planned_file import PlannedFile
+from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.staging import Span, Wave
+from nxd_ckpt.storage.base import Storage, Writer
+
+_CHUNK = 16 * 2**20
+"""Bytes per write call: large enough for any disk, small enough for progress to be seen."""
+
+_SMALL = 4 * 2**20
+"""Bytes below which a file takes longer to open, sync and close than to write: those go over several threads."""
+
+WRITERS = 8
+"""Threads that serve small files well: more than cores, because most of the time they wait for the disk."""
+
+Blocks = list[list[int]]
+"""The CRC-32s of the blocks of each storage of a file, in order."""
+
+
+@dataclass
+class _OpenFile:
+    """A file that is being written: its storages in order, each with the header before it once it is digested."""
+
+    planned: PlannedFile
+    writer: Writer
+    blocks: Blocks
+    crcs: list[int] = field(default_factory=list)
+    crc32: int = 0
+
+    def header(self) -> tuple[int, bytes]:
+        """(offset, bytes) of the next header; the blocks of its storage are all known."""
+        index = len(self.crcs)
+        nbytes = self.planned.image.storages[index].nbytes
+        crc = crc32.combine_blocks(self.blocks[index], nbytes)
+        offset, header = self.planned.image.header(index, crc)
+        self.crcs.append(crc)
+        self.crc32 = crc32.combine(crc32.crc32(header, self.crc32), crc, nbytes)
+        return offset, header
+
+    def tail(self) -> bytes:
+        """What follows the last storage."""
+        tail = self.planned.image.tail(self.crcs)
+        self.crc32 = crc32.crc32(tail, self.crc32)
+        return tail
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is known of a file once it is complete: the planned one with its final image, and its digests."""
+
+    planned: PlannedFile
+    blocks: Blocks
+    entry: FileEntry
+
+
+class FileWriter:
+    """Writes one rank's planned files below ``folder``, wave by wave.
+
+    ``progress`` is called with the bytes written so far after every chunk, by one of the ``threads`` at a time.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        files: Sequence[PlannedFile],
+        progress: Callable[[int], None],
+        threads: Executor,
+    ) -> None:
+        self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
+        self._threads = threads
+        self._open: dict[int, _OpenFile] = {}
+        self._written: dict[int, _Written] = {}
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
+        """Digest and write one staged wave. Files that are whole in it are finished and synced."""
+        small: list[Future[None]] = []
+        try:
+            for span, view in zip(wave, views, strict=True):
+                if span.storage is not None:
+                    self._write_part(span, view)
+                elif len(view) < _SMALL:
+                    small.append(self._threads.submit(self._write_whole, span.file, view))
+                else:
+                    self._write_whole(span.file, view, self._threads)
+            for written in small:
+                written.result()
+            for handle in self._open.values():
+                with _naming(handle.planned.key):
+                    handle.writer.settle()  # the next wave comes into the same memory
+        finally:
+            _end(small)
+
+    def _write_whole(self, number: int, view: memoryview, ahead: Executor | None = None) -> None:
+        """``view`` is the file's tensors and their headers, the latter not filled in yet."""
+        with _naming(self._files[number].key):
+            handle = self._create(number)
+            try:
+                self._write_tensors(handle, view, ahead)
+                self._complete(number, handle)
+            except BaseException:
+                handle.writer.abort()
+                raise
+
+    def _write_tensors(self, handle: _OpenFile, view: memoryview, ahead: Executor | None) -> None:
+        storages, done = handle.planned.image.storages, 0
+        with closing(_digested(view, _stretches(storages), ahead)) as stretches:
+            for stretch in stretches:
+                for crcs in stretch:
+                    handle.blocks.append(crcs)
+                    offset, header = handle.header()
+                    view[offset : offset + len(header)] = header
+                number = len(handle.blocks)
+                end = storages[number - 1].end
+                ready = end if number == len(storages) else end // _CHUNK * _CHUNK
+                if ready > done:
+                    self._put(handle.writer, done, view[done:ready])
+                    done = ready
+
+    def _write_part(self, span: Span, view: memoryview) -> None:
+        assert span.storage is not None
+        with _naming(self._files[span.file].key):
+            if span.file not in self._open:
+                self._open[span.file] = self._create(span.file)
+            handle = self._open[span.file]
+            self._open_storage(handle, span.storage)
+            handle.blocks[-1] += crc32.block_crcs(view)
+            self._put(handle.writer, span.start, view)
+
+    def _open_storage(self, handle: _OpenFile, index: int) -> None:
+        """Put the headers of the storages before number ``index``: empty ones are in no span."""
+        while len(handle.blocks) <= index:
+            if handle.blocks:
+                self._put_header(handle)
+            handle.blocks.append([])
+
+    def _put_header(self, handle: _OpenFile) -> None:
+        offset, header = handle.header()
+        self._put(handle.writer, offset, memoryview(header))
+
+    def finish(self) -> None:
+        """Complete the files that went in several waves, then make all their names durable."""
+        for number, handle in list(self._open.items()):
+            with _naming(handle.planned.key):
+                self._open_storage(handle, len(handle.planned.image.storages) - 1)
+                self._put_header(handle)
+                self._complete(number, handle)
+            del self._open[number]
+        # Parents too: the first to write below a directory created it, and its own name must last as well.
+        folders = {str(parent) for planned in self._files for parent in PurePosixPath(planned.key).parents}
+        for folder in sorted(folders, reverse=True):
+            with _naming(f"{folder}/"):
+                self._storage.sync_dir(self._folder if folder == "." else f"{self._folder}/{folder}")
+
+    def abort(self) -> None:
+        for handle in self._open.values():
+            handle.writer.abort()
+        self._open.clear()
+
+    def index(self, plan: SavePlan, at: Coordinates) -> RankIndex:
+        """What was written, as the index file of the rank at these coordinates says it."""
+        tensors = [
+            TensorEntry(
+                name=tensor.name,
+                file=written.planned.key,
+                offset=written.planned.image.storages[tensor.storage].offset,
+                nbytes=written.planned.image.storages[tensor.storage].nbytes,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                crc32=tuple(written.blocks[tensor.storage]),
+                pieces=tensor.pieces,
+            )
+            for written in self._in_order()
+            for tensor in written.planned.tensors
+        ]
+        files = {written.planned.key: written.entry for written in self._in_order()}
+        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names)
+
+    def chunks(self) -> tuple[DcpChunk, ...]:
+        """What the metadata of a torch DCP directory says of what was written, in the order of the state dict."""
+        placed = (chunk for written in self._in_order() for chunk in written.planned.placed_chunks())
+        return tuple(chunk for _, chunk in sorted(placed))
+
+    def replicated_digest(self) -> int | None:
+        """A digest of all written tensors that should be equal on every tp rank; None if there are none."""
+        lines = sorted(
+            f"{tensor.name} {written.blocks[tensor.storage]}"
+            for written in self._in_order()
+            for tensor in written.planned.tensors
+            if tensor.replicated
+        )
+        return crc32.crc32("\n".join(lines).encode()) if lines else None
+
+    def _in_order(self) -> list[_Written]:
+        """What was written, as it was planned, whatever the waves and threads."""
+        return [self._written[number] for number in range(len(self._files))]
+
+    def _create(self, number: int) -> _OpenFile:
+        planned = self._files[number] = self._files[number].settled()
+        writer = self._storage.create(f"{self._folder}/{planned.key}", planned.image.nbytes)
+        return _OpenFile(planned, writer, [])
+
+    def _complete(self, number: int, handle: _OpenFile) -> None:
+        """Put what follows the tensors, and close the file."""
+        image = handle.planned.image
+        self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
+        handle.writer.close()
+        self._written[number] = _Written(handle.planned, handle.blocks, FileEntry(image.nbytes, handle.crc32))
+
+    def _put(self, writer: Writer, offset: int, view: memoryview) -> None:
+        for start in range(0, len(view), _CHUNK):
+            part = view[start : start + _CHUNK]
+            writer.write_at(offset + start, part)
+            with self._lock:
+                self.nbytes += len(part)
+                self._progress(self.nbytes)
+
+
+_Stretches = Generator[Blocks, None, None]
+
+
+def _stretches(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
+    """Neighbouring storages of about :data:`_CHUNK` bytes together, or one that is larger."""
+    first = 0
+    for index, place in enumerate(places):
+        if place.end - places[first].offset >= _CHUNK or index == len(places) - 1:
+            yield places[first : index + 1]
+            first = index + 1
+
+
+def _digested(view: memoryview, stretches: Iterable[Sequence[Place]], ahead: Executor | None) -> _Stretches:
+    """The digests of each stretch of storages in ``view``; ``ahead`` computes the next while one is being used."""
+
+    def digest(places: Sequence[Place]) -> Blocks:
+        return [crc32.block_crcs(view[place.offset : place.end]) for place in places]
+
+    if ahead is None:
+        yield from map(digest, stretches)
+        return
+    pending: deque[Future[Blocks]] = deque()
+    try:
+        for places in stretches:
+            pending.append(ahead.submit(digest, places))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
+    finally:
+        _end(pending)
+
+
+def _end(tasks: Collection[Future[Any]]) -> None:
+    """Return once none of them is running, nor ever will: they look into memory that is used again."""
+    for task in tasks:
+        task.cancel()
+    wait(tasks)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors of the operating system, with the file that they were about: a write or a sync does not say."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"writing {key}: {type(error).__name__}: {error}") from error
+
+
+def write_index(storage: Storage, publication: Publication, key: str, index: RankIndex) -> FileEntry:
+    """Write the index durably; its size in bytes and CRC-32, for the vote."""
+    return write_small(storage, publication, key, dump_index(index))
+
+
+def write_small(storage: Storage, publication: Publication, key: str, data: bytes) -> FileEntry:
+    """Write a small file of the attempt durably."""
+    with _naming(key):
+        publication.put(storage, key, data)
+        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))
+    return FileEntry(len(data), crc32.crc32(data))

@@ -1,0 +1,368 @@
+"""Opening one complete tag: which one, whose it is, and whether its files are those that its manifest names."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
+from nxd_ckpt.core.tags import latest, validate_tag
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import describe_incomplete, list_tags, recorded_order_time
+from nxd_ckpt.layout.tag import TagLayout, open_tag
+from nxd_ckpt.runtime import journal, lease
+from nxd_ckpt.runtime.paths import JOURNAL
+from nxd_ckpt.runtime.tag.proof import Entries, Written, changed_tensors, prove_tensors, refuse_missing
+from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_SWAP_TAKES = 10.0
+"""Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
+
+
+def choose_tag(storage: Storage, tag: str | None) -> str:
+    """The tag to load: the one asked for if it is complete, else the latest complete one.
+
+    Raises:
+        CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
+    """
+    if tag is not None:
+        tag = validate_tag(tag)
+    if not storage.is_dir(""):
+        raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
+    settle_swap(storage)
+    tags = list_tags(storage)
+    if tag is None:
+        newest = latest(tags)
+        if newest is None:
+            raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+        return newest.tag
+    found = next((info for info in tags if info.tag == tag), None)
+    if found is None:
+        raise CheckpointNotFound(f"{storage.url}: no tag {tag!r}; {describe_incomplete(storage)}")
+    if not found.complete:
+        raise CheckpointNotFound(
+            f"{storage.url}/{tag} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
+            f"{describe_incomplete(storage)}"
+        )
+    return tag
+
+
+def settle_swap(storage: Storage) -> None:
+    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's."""
+    if not storage.is_file(JOURNAL):
+        return
+    deadline = time.monotonic() + _SWAP_TAKES
+    while storage.is_file(JOURNAL) and time.monotonic() < deadline:
+        holder = lease.read(storage)
+        if holder is None or holder.holder_runs_here() is False:
+            break
+        time.sleep(0.05)
+    if storage.is_file(JOURNAL) and not lease.job_lives(storage, patience=_SWAP_TAKES):
+        try:
+            journal.recover(storage)
+        except OSError as error:  # a read-only view shows what is there
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+
+
+def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
+    """Open a tag that :func:`choose_tag` chose.
+
+    Raises:
+        MalformedFile: its manifest is damaged, or a file has another size than when it was written.
+        CheckpointNotFound: it was removed since it was chosen, perhaps to be saved anew.
+    """
+    key = f"{tag}/{names.MANIFEST}" if tag else names.MANIFEST
+    manifest = None
+    if storage.is_file(key):
+        manifest = load_manifest(storage.read(key), f"{storage.url}/{key}")
+        if _written_over(storage, tag, manifest):
+            logger.warning(
+                "%s/%s: the files are not those of its manifest and its %r marker is newer: another program saved "
+                "over it. Reading it as a plain neuronx_distributed checkpoint, without its index",
+                storage.url,
+                tag,
+                names.DONE,
+            )
+            manifest = None
+    elif tag and not storage.renames and _is_in_flux(storage, tag):
+        # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
+        raise CheckpointNotFound(f"{storage.url}/{tag} was removed, or is being replaced, since it was looked up")
+    elif storage.is_dir(f"{tag}/{names.INDEX_DIR}"):
+        logger.warning(
+            "%s/%s: %s is missing, though there are indexes: the tag lost files. Reading it as a plain "
+            "neuronx_distributed checkpoint, proved only by the digests inside its files",
+            storage.url,
+            tag,
+            names.MANIFEST,
+        )
+    topology = None if manifest is None else manifest.topology
+    return OpenTag(storage, tag, open_tag(storage, tag, topology=topology, trust_pickle=trust_pickle), manifest)
+
+
+class OpenTag:
+    """One complete tag: its layout, with the manifest's knowledge where it has one.
+
+    ``opens_all`` says that nothing will prove what is loaded before it is: then every file that trees refer to is
+    opened, to show that it is of this save, though its index tells what it holds.
+    """
+
+    opens_all = False
+
+    def __init__(self, storage: Storage, tag: str, layout: TagLayout, manifest: Manifest | None) -> None:
+        self.storage, self.tag, self.manifest = storage, tag, manifest
+        self._layout = layout
+        self._indexes: dict[Coordinates, RankIndex] = {}
+        self._proved: set[str] = set()
+        self._entries: Entries = {}
+
+    @property
+    def where(self) -> str:
+        """The tag, as errors name it."""
+        return f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
+
+    @cached_property
+    def topology(self) -> Topology:
+        return self._layout.topology()
+
+    @cached_property
+    def parts(self) -> Parts:
+        return self._layout.parts() if self.manifest is None else self.manifest.parts
+
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        """The model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor."""
+        self._prove_state(names.model_file(self.topology, at), self.topology.writer_of(at))
+        left_out = not self.parts.lower_precision_weights
+        read = partial(self._layout.model_tree, at)
+        return self._proved_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The optimizer's state dict at these coordinates, a TensorStub for each tensor.
+
+        ``param_names``, in order of their index, are needed only by layouts that keep names instead.
+        """
+        kind = self.parts.optimizer
+        if kind == "zero1_dcp" and self.manifest is not None:
+            return self._dcp_tree(at)
+        own = kind == "zero1"
+        if kind in ("plain", "zero1", "zero1_full"):
+            file = names.optimizer_file(self.topology, at, kind)
+            self._prove_state(file, at if own else self.topology.writer_of(at))
+        read = partial(self._layout.optimizer_tree, at, param_names)
+        indexes = map(self.index, [at]) if own else self._shared_indexes(at)
+        tree = self._proved_tree(read, Written(names.OPTIMIZER_DIR, indexes))
+        refuse_missing(self.where, tree)
+        return tree
+
+    def _dcp_tree(self, at: Coordinates) -> dict[str, Any]:
+        """The same of a torch DCP directory of ours: what ranks share is in files of the first one of each stage."""
+        first, leader = self.topology.coordinates_of(0), Coordinates(at.pp_rank)
+        self._prove(names.DCP_METADATA, first)
+        shared = dict.fromkeys((Coordinates(), leader))
+        for place in shared:
+            self._prove(names.dcp_file(self.topology.rank_of(place), 0), place)
+        read = partial(self._layout.optimizer_tree, at, self.optimizer_names(at))
+        writers = dict.fromkeys((at, *shared))
+        return self._proved_tree(read, Written(names.OPTIMIZER_DIR, map(self.index, writers)))
+
+    def _proved_tree(
+        self, read: Callable[[], dict[str, Any]], written: Written, left_out: bool = False
+    ) -> dict[str, Any]:
+        if self.manifest is None:
+            return read()
+
+        prove_size = self._prove_size if self.storage.renames else _unproved
+        with self._layout.files.knowing(_Known(written, None if self.opens_all else prove_size)):
+            tree = read()
+        prove_tensors(self.where, tree, written, left_out=left_out)
+        self._entries |= written.entries
+        return tree
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        """The parameter behind each index of the optimizer's state, or None where the tag does not tell."""
+        if self.manifest is None:
+            return self._layout.optimizer_names(at)
+        found = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
+        return None if found is None else list(found)
+
+    def scheduler(self) -> Any:
+        self._prove(names.SCHEDULER, self.topology.coordinates_of(0))
+        return self._layout.scheduler()
+
+    def user_content(self) -> Any:
+        """The user content, or None where none was saved."""
+        if not self.parts.user_content:
+            return None
+        self._prove(names.USER_CONTENT, self.topology.coordinates_of(0))
+        return self._layout.user_content()
+
+    def rank_content(self, rank: int) -> Any:
+        """What the global ``rank`` saved for itself. Raises PartNotFound where it saved nothing."""
+        self._prove(names.rank_content_file(rank), self.topology.coordinates_of(rank))
+        return self._layout.files.object(names.rank_content_file(rank))
+
+    def index(self, at: Coordinates) -> RankIndex:
+        """The index of the rank at these coordinates, proved against the manifest. Ours only."""
+        if at not in self._indexes:
+            self._indexes[at] = self._load_index(at)
+        return self._indexes[at]
+
+    def _load_index(self, at: Coordinates) -> RankIndex:
+        if self.manifest is None:
+            raise PartNotFound(f"{self.where} has no index: it was not written by nxd_ckpt")
+        line = self.manifest.ranks[self.topology.rank_of(at)]
+        key = f"{self.tag}/{names.index_file(at)}"
+        where = f"{self.storage.url}/{key}"
+        try:
+            data = self.storage.read(key)
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+        check_bytes(data, FileEntry(line.nbytes, line.crc32), where)
+        return load_index(data, where)
+
+    def read(self, leaf: TensorStub) -> torch.Tensor:
+        return self._layout.files.read(leaf)
+
+    def read_run(self, leaf: Assembly, start: int, stop: int, out: memoryview) -> None:
+        """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor; proves nothing."""
+        self._layout.files.read_run(leaf, start, stop, out)
+
+    def reader(self) -> LeafReader:
+        """Reads and proves the leaves of this tag's trees, as far as those have been made by now."""
+        return LeafReader(self._layout.files, self._entries)
+
+    def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:
+        """The indexes of the ranks that share the writing of the state at these coordinates, one at a time."""
+        # With xser, ep rank 0's hold what is not an expert's.
+        for place in dict.fromkeys((self.topology.writer_of(at), replace(at, dp_rank=0))):
+            for rank in self.topology.replicas(place, expert=self.topology.ep > 1):
+                member = self.topology.coordinates_of(rank)
+                # Not kept but for the first, which is asked again: with xser there may be one for each dp rank.
+                yield self.index(member) if member == place else self._load_index(member)
+
+    def _prove_state(self, file: str, writer: Coordinates) -> None:
+        self._prove(file, writer)
+        if self.parts.use_xser:
+            self._prove(names.info_file(file), writer)
+
+    def _prove(self, file: str, writer: Coordinates) -> None:
+        """Check a file that is about to be read against its writer's index: its size, and small ones in full."""
+        if self.manifest is None or file in self._proved:
+            return
+        entry = self.index(writer).files.get(file)
+        if entry is None:
+            held = _shown(self.index(writer).files)
+            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {held}")
+        self._prove_size(file, entry.nbytes)
+        if entry.nbytes <= _SMALL:
+            data = self.storage.read(f"{self.tag}/{file}")
+            try:
+                check_bytes(data, entry, f"{self.where}/{file}")
+            except DigestMismatch as error:
+                changed = changed_tensors(data, (one for one in self.index(writer).tensors if one.file == file))
+                raise DigestMismatch(f"{error}{': ' if changed else ''}{_shown(changed)}") from error
+        self._proved.add(file)
+
+    def _prove_size(self, file: str, expected: int) -> None:
+        where = f"{self.where}/{file}"
+        try:
+            found = self.storage.size(f"{self.tag}/{file}")
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+        if found != expected:
+            raise MalformedFile(f"{where} has {found} bytes, expected {expected}: truncated or replaced")
+
+
+_SMALL = 4 * 2**20
+
+
+def _unproved(file: str, expected: int) -> None:
+    """Where asking for a size is a request. Of another size, its bytes are not those of the index either."""
+
+
+class _Known:
+    """What indexes say of files, told to who would read it from them.
+
+    Without ``prove_size`` every file is opened all the same; one of another size is not what the indexes speak of.
+    """
+
+    def __init__(self, written: Written, prove_size: Callable[[str, int], None] | None) -> None:
+        self._written, self._prove_size = written, prove_size
+
+    def tensor(self, file: str) -> TensorStub | None:
+        found = None if self._prove_size is None else self._written.tensor(file)
+        if found is None or self._prove_size is None:
+            return None
+        stub, nbytes = found
+        self._prove_size(file, nbytes)
+        return stub
+
+    def begins(self, file: str) -> Sequence[int]:
+        return self._written.begins(file)
+
+
+def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
+    """Raise unless ``data`` has the size and CRC-32 that were written."""
+    if len(data) != expected.nbytes:
+        raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
+    found = crc32.crc32(data)
+    if found != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
+
+
+def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
+    """Whether another program saved over a tag of ours: its marker is of another time, and files have other sizes.
+
+    Both, because copying a tag changes times, and damage changes sizes. In a store the marker of ours holds the time.
+    """
+    if recorded_order_time(storage, tag) == manifest.order_time:
+        return False
+    if storage.time(f"{tag}/{names.DONE}") == manifest.order_time:
+        return False
+    topology = manifest.topology
+    probe = OpenTag(storage, tag, open_tag(storage, tag, topology=topology), manifest)
+    first = topology.coordinates_of(0)
+    kind = manifest.parts.optimizer or "plain"
+    optimizer = names.DCP_METADATA if kind == "zero1_dcp" else names.optimizer_file(topology, first, kind)
+    files = [names.model_file(topology, first), optimizer]
+    try:
+        entries = probe.index(first).files
+    except (PartNotFound, MalformedFile, DigestMismatch):
+        return False  # damage is reported where it is met
+    known = [(file, entries[file]) for file in files if file in entries]
+    return any(_size(storage, f"{tag}/{file}") not in (None, entry.nbytes) for file, entry in known)
+
+
+def _is_in_flux(storage: Storage, tag: str) -> bool:
+    """Whether a tag in a store is being emptied or written: ``done``, which begins the one and ends the other, is gone.
+
+    Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
+    """
+    found = {entry.name for entry in storage.list(tag)}
+    return names.DONE not in found and (not found or bool(found & {names.MARKER, names.INDEX_DIR}))
+
+
+def _size(storage: Storage, key: str) -> int | None:
+    try:
+        return storage.size(key)
+    except FileNotFoundError:
+        return None
+
+
+def _shown(files: Iterable[str]) -> str:
+    listed = sorted(files)
+    return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")

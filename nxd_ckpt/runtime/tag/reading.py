@@ -1,0 +1,327 @@
+"""Reading the tensors of a tag's trees, proved: whole ones by the digest in their file, parts by their blocks' digests.
+
+An index has a digest for every block of a tensor's bytes, so that a part is proved by the blocks that it lies in. A tag
+without indexes has one digest a tensor: there the whole tensor is read once to prove any part of it.
+
+What is asked for is done by the time of :meth:`LeafReader.finish`: cut and collected into pieces that several threads
+read, whose digests are compared while their bytes are still in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
+from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.formats import crc32, torch_zip
+from nxd_ckpt.formats.assembly import (
+    Run,
+    as_stored,
+    blocks_of,
+    clear_padding,
+    cut_out,
+    direct_run,
+    parts_in,
+    read_part,
+    run_of_block,
+    slabs_of,
+)
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.open_files import OpenFiles
+from nxd_ckpt.runtime.progress import Counter
+from nxd_ckpt.runtime.tag.proof import Digest, mismatch, naming
+from nxd_ckpt.runtime.tag.read_pool import PIECE, ReadPool
+
+Leaf = TensorStub | Assembly
+
+_TOGETHER = 500
+"""Ranges of a piece, at most: those of tiny tensors."""
+
+
+class LeafReader:
+    """Reads and proves leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
+
+    Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
+    closed, or used as a context manager. ``done`` counts what was read.
+    """
+
+    def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
+        self._files, self._entries = files, entries
+        self.done = Counter()
+        self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
+        self._proved: set[tuple[str, int]] = set()
+        self._proved_blocks: set[tuple[str, int, int]] = set()
+        self._file, self._ranges, self._nbytes = "", list[_Range](), 0
+
+    def prove(self, leaf: Leaf, name: str) -> None:
+        """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
+
+        Raises:
+            DigestMismatch: bytes changed; names the tensor ``name``.
+        """
+        with naming(name):
+            for stub, blocks in _sources(leaf):
+                self._prove(stub, blocks, name)
+
+    def read_into(self, leaf: Leaf, out: torch.Tensor, name: str, *, compare: bool, proved: bool = True) -> None:
+        """Fill a contiguous CPU tensor of the leaf's dtype and shape.
+
+        With ``compare`` the digests of what is read as a whole, tensor or block, are compared. Unless all of it was
+        ``proved``, the rest is then as well, and for that the blocks are read that parts lie in; else nothing but the
+        leaf's own bytes.
+
+        Raises:
+            DigestMismatch: bytes changed; names the tensor ``name``.
+        """
+        with naming(name):
+            if isinstance(leaf, TensorStub):
+                self._read_stub(leaf, out, name, compare)
+                return
+            clear_padding(leaf, out)
+            for part in leaf.parts:
+                if compare and not proved and self._entry(part.stub) is None:
+                    self._prove(part.stub, None, name)
+                if part.source.numel:
+                    self._read_part(part, out, name, compare, proved)
+
+    @property
+    def asked(self) -> int:
+        """What :meth:`finish` takes to wait for all that was asked for until now."""
+        return self._pool.submitted + bool(self._ranges)
+
+    def finish(self, asked: int | None = None) -> None:
+        """Return when what was asked for has been read, all or the earlier of it. Raises what reading it met."""
+        if asked is None or asked > self._pool.submitted:
+            self._flush()
+        self._pool.wait_for(self._pool.submitted if asked is None else asked)
+
+    def close(self) -> None:
+        """Stop reading and close the files. Returns when no thread reads any more."""
+        self._pool.close()
+        self._open.close()
+
+    def __enter__(self) -> LeafReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _entry(self, stub: TensorStub) -> TensorEntry | None:
+        return self._entries.get((stub.file, stub.storage.offset))
+
+    def _prove(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
+        """Prove these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
+        place, entry = (stub.file, stub.storage.offset), self._entry(stub)
+        if place in self._proved:
+            return
+        if blocks is None or entry is None:
+            self._proved.add(place)
+            self._read_record(stub, None, name)
+            return
+        for block in blocks:
+            if self._is_new(stub, block):
+                offset, nbytes = _span(entry, block)
+                self._add(stub.file, _Range(offset, nbytes, None, name, entry.crc32[block]))
+
+    def _is_new(self, stub: TensorStub, block: int) -> bool:
+        """Whether nobody asked yet for this block to be proved, who asks now."""
+        place = stub.file, stub.storage.offset
+        if place in self._proved or (*place, block) in self._proved_blocks:
+            return False
+        self._proved_blocks.add((*place, block))
+        return True
+
+    def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
+        if not stub.is_contiguous:
+            self._call(name, partial(torch_zip.read_into, self._pread_into(stub.file), stub, out, compare))
+            return
+        memory = byte_view(out)
+        if len(memory) != stub.nbytes:
+            raise InvalidArgument(f"{out.dtype} {tuple(out.shape)} for a tensor {stub.dtype} {stub.shape}")
+        whole = stub.nbytes == stub.storage.nbytes
+        if compare and (whole or (stub.file, stub.storage.offset) not in self._proved):
+            self._proved.add((stub.file, stub.storage.offset))
+            self._read_record(stub, memory, name)
+        else:
+            self._read_plain(stub.file, stub.offset, memory, name)
+
+    def _read_record(self, stub: TensorStub, memory: memoryview | None, name: str) -> None:
+        """Read the record that the stub is a view of, its own bytes into ``memory`` if any, and compare the digest.
+
+        One without a digest proves nothing, but must be there.
+        """
+        storage = stub.storage
+        # That 0 means "not recorded" is said of files that no index vouches for.
+        expected = storage.crc32 if self._entry(stub) is None else storage.crc32 or 0
+        if storage.nbytes <= PIECE and (memory is None or len(memory) == storage.nbytes):
+            self._add(stub.file, _Range(storage.offset, storage.nbytes, memory, name, expected))
+            return
+        segments = list(_segments(storage.offset, storage.offset + storage.nbytes, stub.offset, memory))
+        digest = None
+        if expected is not None:
+            digest = Digest(f"{self._files.where(stub.file)}, record {storage.record!r}", expected, len(segments))
+        for number, (offset, nbytes, target) in enumerate(segments):
+            self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
+
+    def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, proved: bool) -> None:
+        part, out = as_stored(part, out)
+        entry, run = self._entry(part.stub), direct_run(part, out)
+        if run is not None:
+            if entry is None or not compare:
+                self._read_plain(part.stub.file, *run, name)
+            else:
+                self._read_run(entry, part, out, run, name, proved)
+        elif compare and not proved and entry is not None and part.stub.is_contiguous:
+            self._read_cuts(entry, part, out, name)
+        else:
+            if compare and not proved:
+                self._prove(part.stub, blocks_of(part), name)
+            self._read_slabs(part, out, name)
+
+    def _read_run(
+        self, entry: TensorEntry, part: Part, out: torch.Tensor, run: Run, name: str, proved: bool
+    ) -> None:
+        """Read a part that is a run; whole blocks of it are compared where they arrive."""
+        offset, memory = run
+        for block in blocks_of(part):
+            begin, nbytes = _span(entry, block)
+            first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
+            whole = last - first == nbytes
+            if whole or proved or not self._is_new(part.stub, block):
+                target, expected = memory[first - offset : last - offset], entry.crc32[block] if whole else None
+                self._add(entry.file, _Range(first, last - first, target, name, expected))
+            else:
+                self._read_cut(entry, part, out, block, name)
+
+    def _read_cuts(self, entry: TensorEntry, part: Part, out: torch.Tensor, name: str) -> None:
+        """Read the blocks of a part that is no run; of those that are proved already, nothing but the part."""
+        for block in blocks_of(part):
+            if self._is_new(part.stub, block):
+                self._read_cut(entry, part, out, block, name)
+            else:
+                for piece in parts_in(part, *run_of_block(part.stub, block)):
+                    self._read_slabs(piece, out, name)
+
+    def _read_cut(self, entry: TensorEntry, part: Part, out: torch.Tensor, block: int, name: str) -> None:
+        """Read and compare a whole block, and cut the part out of it."""
+        deliver = partial(cut_out, part, out, block)
+        self._add(entry.file, _Range(*_span(entry, block), None, name, entry.crc32[block], deliver=deliver))
+
+    def _read_slabs(self, part: Part, out: torch.Tensor, name: str) -> None:
+        for slab in slabs_of(part):
+            self._call(name, partial(read_part, slab, out, self._open.read_ranges))
+
+    def _read_plain(self, file: str, offset: int, memory: memoryview, name: str) -> None:
+        for at in range(0, len(memory), PIECE):
+            target = memory[at : at + PIECE]
+            self._add(file, _Range(offset + at, len(target), target, name))
+
+    def _pread_into(self, file: str) -> torch_zip.PreadInto:
+        return lambda offset, memory: self._open.read_ranges(file, [(offset, memory)])
+
+    def _add(self, file: str, one: _Range) -> None:
+        if file != self._file or self._nbytes + one.nbytes > PIECE or len(self._ranges) >= _TOGETHER:
+            self._flush()
+        self._file = file
+        self._nbytes += _aligned(one.nbytes)
+        self._ranges.append(one)
+
+    def _call(self, name: str, read: partial[None]) -> None:
+        def task(scratch: memoryview) -> None:
+            with naming(name):
+                read()
+
+        self._flush()
+        self._pool.submit(task)
+
+    def _flush(self) -> None:
+        if self._ranges:
+            ranges, self._ranges, self._nbytes = self._ranges, [], 0
+            self._pool.submit(partial(self._read, self._file, ranges))
+
+    def _read(self, file: str, ranges: Sequence[_Range], scratch: memoryview) -> None:
+        """Read the ranges at once, and compare their digests."""
+        memories, at = [], 0
+        for one in ranges:
+            memories.append(scratch[at : at + one.nbytes] if one.memory is None else one.memory)
+            at += _aligned(one.nbytes)
+        try:
+            self._open.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
+        except MalformedFile:  # the file ends before one of them does
+            for one, memory in zip(ranges, memories, strict=True):
+                with naming(one.name):
+                    self._open.read_ranges(file, [(one.offset, memory)])
+            raise
+        self.done.add(sum(one.nbytes for one in ranges))
+        for one, memory in zip(ranges, memories, strict=True):
+            if one.expected is None and one.digest is None:
+                continue
+            found = crc32.crc32(memory)
+            with naming(one.name):
+                if one.digest is not None:
+                    one.digest.take(one.segment, found, one.nbytes)
+                elif found != one.expected:
+                    where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
+                    raise mismatch(where, one.expected or 0, found)
+            if one.deliver is not None:
+                one.deliver(memory)
+
+
+class _Range(NamedTuple):
+    """Bytes to be read into ``memory``, or nowhere.
+
+    ``expected`` is their CRC-32, if they have one of their own; else they may be the ``segment``-th that ``digest`` is
+    of. ``deliver`` is called with the bytes once these are right.
+    """
+
+    offset: int
+    nbytes: int
+    memory: memoryview | None
+    name: str
+    expected: int | None = None
+    digest: Digest | None = None
+    segment: int = 0
+    deliver: Callable[[memoryview], None] | None = None
+
+
+def _aligned(nbytes: int) -> int:
+    """Where in scratch memory the next range may begin: as any dtype wants it."""
+    return -(-nbytes // 16) * 16
+
+
+def _sources(leaf: Leaf) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
+    """What ``leaf`` is read from, with the blocks of it that it lies in; None for a whole tensor."""
+    if isinstance(leaf, TensorStub):
+        yield leaf, None
+    else:
+        yield from ((part.stub, blocks_of(part)) for part in leaf.parts)
+
+
+def _span(entry: TensorEntry, block: int) -> tuple[int, int]:
+    """Where the block begins in its file, and its bytes."""
+    begin = block * CRC_BLOCK
+    return entry.offset + begin, min(CRC_BLOCK, entry.nbytes - begin)
+
+
+def _segments(
+    begin: int, end: int, middle: int, memory: memoryview | None
+) -> Iterator[tuple[int, int, memoryview | None]]:
+    """(offset, length, memory) of pieces that cover [begin, end) of a file: from ``middle`` on ``memory``, if any."""
+    if memory is None:
+        middle, memory = begin, memoryview(b"")
+    after = middle + len(memory)
+    for offset in range(begin, middle, PIECE):
+        yield offset, min(PIECE, middle - offset), None
+    for at in range(0, len(memory), PIECE):
+        target = memory[at : at + PIECE]
+        yield middle + at, len(target), target
+    for offset in range(after, end, PIECE):
+        yield offset, min(PIECE, end - offset), None
