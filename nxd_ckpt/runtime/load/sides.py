@@ -20,7 +20,9 @@ from nxd_ckpt.runtime.tag.opening import OpenTag
 
 
 class Sides:
-    """A tag, and the live objects of the rank at ``topology``. ``live_names`` are the optimizer's, None if unknown."""
+    """A tag, and the live objects of the rank at ``topology``, which are loaded by ``options``, but for what ``filter``
+    leaves out. ``live_names`` are the optimizer's, None if unknown.
+    """
 
     def __init__(
         self,
@@ -31,30 +33,30 @@ class Sides:
         options: LoadOptions,
         filtered: Filter,
     ) -> None:
-        self._opened, self._topology, self._options, self._filter = opened, topology, options, filtered
-        self._model, self._optimizer = model, optimizer
+        self.opened, self.topology, self.options, self.filter = opened, topology, options, filtered
+        self.model, self.optimizer = model, optimizer
         self.live_names = _flat(options.param_names) or (None if optimizer is None else optimizer.parameter_names)
 
     def held_names(self) -> list[str] | None:
         """The parameters and buffers that the live objects hold; None where they take what there is."""
-        held = [] if self._model is None else self._model.names()
-        if (self._model is not None and not held) or (self._optimizer is not None and self.live_names is None):
+        held = [] if self.model is None else self.model.names()
+        if (self.model is not None and not held) or (self.optimizer is not None and self.live_names is None):
             return None
         return list(dict.fromkeys([*held, *(self.live_names or ())]))
 
     def saved_names(self) -> list[str] | None:
         """The optimizer's parameters on this rank's stage (the first where stages are others), as the caller or the tag
         tells."""
-        saved, live, given = self._opened.topology, self._topology, self._options.saved_param_names
+        saved, live, given = self.opened.topology, self.topology, self.options.saved_param_names
         stage = live.pp_rank if saved.pp == live.pp else 0
         if given is not None and len(given) == saved.pp:
             return _flat(given[stage])
-        return self._opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
+        return self.opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
 
     def same_sizes(self, part: str) -> bool:
         """Whether this rank's files are simply those of its coordinates."""
-        saved, live = self._opened.topology, self._topology
-        sharded = part == "optimizer" and self._opened.parts.optimizer != "plain"
+        saved, live = self.opened.topology, self.topology
+        sharded = part == "optimizer" and self.opened.parts.optimizer != "plain"
         # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
         same_dp = saved.dp == live.dp or not sharded
         same = (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep)
@@ -66,20 +68,20 @@ class Sides:
 
         What no stage held is new, and says nothing of the stages.
         """
-        saved, live = self._opened.topology, self._topology
-        if saved.pp == 1 or saved.pp != live.pp or self._model is None or not self._opened.parts.model:
+        saved, live = self.opened.topology, self.topology
+        if saved.pp == 1 or saved.pp != live.pp or self.model is None or not self.opened.parts.model:
             return False
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
-        held = self._opened.model_tree(near).keys()
-        wanted = ({name, *self._model.aliases(name)} for name in self._model.names() if self._is_wanted(name))
+        held = self.opened.model_tree(near).keys()
+        wanted = ({name, *self.model.aliases(name)} for name in self.model.names() if self._is_wanted(name))
         missing = {name for names in wanted if not held & names for name in names}
         others = (replace(near, pp_rank=stage) for stage in range(saved.pp) if missing and stage != live.pp_rank)
-        return any(missing & self._opened.model_tree(at).keys() for at in others)
+        return any(missing & self.opened.model_tree(at).keys() for at in others)
 
     def _is_wanted(self, name: str) -> bool:
         """Whether the parameter or its state is to be loaded."""
-        left_out = self._filter.ignores_model(name)
-        return not (left_out and (self._optimizer is None or self._filter.covers(f"optim/{name}")))
+        left_out = self.filter.ignores_model(name)
+        return not (left_out and (self.optimizer is None or self.filter.covers(f"optim/{name}")))
 
     @cached_property
     def is_recut(self) -> bool:
@@ -92,7 +94,7 @@ class Sides:
             if recorded is None or recorded.partition == live.partition:
                 continue
             sides = [side for side in (recorded, live) if side.partition.known]
-            wholes = {side.partition.global_shape(side.shape, self._topology.ep) for side in sides}
+            wholes = {side.partition.global_shape(side.shape, self.topology.ep) for side in sides}
             cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
             if len(cuts) == 2 and len(wholes) == 1:
                 return True
@@ -108,7 +110,7 @@ class Sides:
 
     def is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
         """Whether names on both sides could match parameters that are in other param groups than they were."""
-        saved = self._opened.optimizer_names(self._topology.coordinates)
+        saved = self.opened.optimizer_names(self.topology.coordinates)
         if saved is None or optimizer.parameter_names is None:
             return False
         try:
@@ -122,19 +124,19 @@ class Sides:
 
     @cached_property
     def crossing(self) -> Crossing:
-        manifest = self._opened.manifest
+        manifest = self.opened.manifest
         return Crossing(
-            self._opened,
-            self._topology,
-            partitions=self._options.partitions or {},
+            self.opened,
+            self.topology,
+            partitions=self.options.partitions or {},
             recorded={} if manifest is None else manifest.parameters,
-            aliases={} if self._model is None else {name: self._model.aliases(name) for name in self.specs},
+            aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
             every_stage=self.is_restaged,
         )
 
     @cached_property
     def specs(self) -> Mapping[str, ParameterSpec]:
-        return {} if self._model is None else self._model.parameters(self._topology.tp)
+        return {} if self.model is None else self.model.parameters(self.topology.tp)
 
 
 def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:

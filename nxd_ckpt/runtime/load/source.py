@@ -59,24 +59,18 @@ def open_source(
     filtered.know_ties(live)
     if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
         filtered.know_shards()
-    return Source(opened, topology, live, adapter, options, filtered)
+    return Source(Sides(opened, topology, live, adapter, options, filtered))
 
 
 class Source:
     """One tag for the live objects of one rank."""
 
-    def __init__(
-        self,
-        opened: OpenTag,
-        topology: Topology,
-        model: ModelAdapter | None,
-        optimizer: OptimizerAdapter | None,
-        options: LoadOptions,
-        filtered: Filter,
-    ) -> None:
-        self._opened, self._topology, self._options, self._filter = opened, topology, options, filtered
-        self._model, self._optimizer = model, optimizer
-        self._sides = Sides(opened, topology, model, optimizer, options, filtered)
+    def __init__(self, sides: Sides) -> None:
+        self._sides = sides
+        self._opened, self._topology, self._options, self._filter = (
+            sides.opened, sides.topology, sides.options, sides.filter
+        )
+        self._model, self._optimizer = sides.model, sides.optimizer
         self.is_regrouped = False
 
     def live_names(self) -> list[str] | None:
