@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from nxd_ckpt.convert.filling import Filling
-from nxd_ckpt.convert.inputs import Proved
+from nxd_ckpt.convert.torch_writer import write_torch_files
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.runtime.save.writing import WRITERS, FileWriter
 from nxd_ckpt.runtime.tag.dcp_state import DcpState
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage.base import Storage
@@ -76,15 +73,7 @@ class DcpWriter:
         def progress(nbytes: int) -> None:
             self.written = before + nbytes
 
-        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads:
-            writer = FileWriter(self._storage, self._folder, files, progress, threads)
-            try:
-                for wave, views in Filling(Proved(self._opened)).waves(files):
-                    writer.write(wave, views)
-                writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
+        write_torch_files(self._opened, files, self._storage, self._folder, progress)
 
     def _write_small(self) -> None:
         together = io.BytesIO()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from nxd_ckpt.convert.ahead import Ahead
-from nxd_ckpt.convert.inputs import Fill, Fillable
+from nxd_ckpt.convert.inputs import Fill, Input
 from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.arena import Arena
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
@@ -19,7 +19,7 @@ WAVE = 32 * 2**20
 class Filling:
     """Fills planned files whose leaves stand for tensors of ``source``. Its two buffers are reused."""
 
-    def __init__(self, source: Fillable) -> None:
+    def __init__(self, source: Input) -> None:
         self._source = source
         self._ahead = Ahead(WAVE)
 

@@ -34,18 +34,14 @@ Fill = Callable[[Assembly, int, int, memoryview, str], None]
 row-major tensor, proved as far as that is possible."""
 
 
-class Fillable(Protocol):
-    """What tensors on disk can be read from."""
-
-    def filler(self) -> AbstractContextManager[Fill]:
-        """Fills memory with leaves that stand for them."""
-
-
-class Input(Fillable, Protocol):
+class Input(Protocol):
     """What the ranks of the result hold, and what is taken over as it is."""
 
     def state(self, topology: Topology) -> SaveState:
         """What the rank that ``topology`` is seen from would save, with leaves that stand for tensors on disk."""
+
+    def filler(self) -> AbstractContextManager[Fill]:
+        """Fills memory with those leaves."""
 
     def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
         """Take over what belongs to the rank, below ``folder``; see :class:`~nxd_ckpt.convert.carrying.Carrying`."""
@@ -76,7 +72,7 @@ def open_dcp(place: Place, names: DcpNames) -> OpenTag:
     return OpenTag(storage, place.name, DcpDirectory(storage, place.name, names), None)
 
 
-class Proved:
+class _Proved:
     """The tensors of a tag."""
 
     def __init__(self, opened: OpenTag) -> None:
@@ -88,7 +84,7 @@ class Proved:
             yield partial(_fill_proved, self._opened, prover)
 
 
-class _Tag(Proved):
+class _Tag(_Proved):
     def __init__(self, job: Job, target: Target, storage: Storage) -> None:
         super().__init__(open_complete_tag(job.source.open(), job.source.name))
         self._target = target
@@ -98,7 +94,7 @@ class _Tag(Proved):
         return target_state(self._opened, replace(self._target, topology=topology))
 
 
-class _Dcp(Proved):
+class _Dcp(_Proved):
     """Scheduler and user content are entries among others there, and written anew."""
 
     def __init__(self, opened: OpenTag, target: DcpTarget) -> None:
