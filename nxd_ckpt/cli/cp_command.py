@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.means import means_of
+from nxd_ckpt.cli.storage_options import add_storage_options
 from nxd_ckpt.core.units import size
 
 NAME = "cp"
@@ -42,13 +43,9 @@ def run(args: argparse.Namespace) -> int:
     done = copy_checkpoint(
         args.source,
         args.target,
-        overwrite=args.overwrite,
         hard_links=args.hard_links,
-        num_workers=args.num_workers,
         dry_run=args.dry_run,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
+        **means_of(args),
     )
     document = {**asdict(done), "dry_run": args.dry_run}
     if args.json or not args.quiet:

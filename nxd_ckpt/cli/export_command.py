@@ -8,9 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
-from nxd_ckpt.cli.reshard import nested_lists
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.means import output_of
+from nxd_ckpt.cli.storage_options import add_storage_options
 from nxd_ckpt.core.units import size
 
 NAME = "export"
@@ -67,11 +68,8 @@ def run(args: argparse.Namespace) -> int:
         master_weights=args.master_weights,
         optimizer=args.optimizer,
         param_names=nested_lists(args.param_names, depth=3),
-        overwrite=args.overwrite,
         dry_run=args.dry_run,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
+        **output_of(args),
     )
     document = {**asdict(done), "nbytes": done.nbytes, "dry_run": args.dry_run}
     if args.json or not args.quiet:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from nxd_ckpt.cli.dcp_options import add_keys, keys_of
+from nxd_ckpt.cli.json_files import nested_lists, partitions_in
 from nxd_ckpt.cli.means import add_means, means_of
-from nxd_ckpt.cli.reshard import nested_lists, partitions_in
 
 NAME = "from-dcp"
 SUMMARY = "make a checkpoint of a torch DCP directory"

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
 from nxd_ckpt.cli.means import add_means, means_of
-from nxd_ckpt.cli.reshard import nested_lists
 
 NAME = "import"
 SUMMARY = "make a checkpoint of a Hugging Face directory"

@@ -11,6 +11,11 @@ from nxd_ckpt.cli.storage_options import add_storage_options, nested
 def add_means(parser: argparse.ArgumentParser) -> None:
     """The options that all conversions have."""
     parser.add_argument("--num_workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
+    add_output(parser)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Those of them that say where and how the output is made."""
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing output, once the conversion has succeeded"
     )
@@ -20,8 +25,12 @@ def add_means(parser: argparse.ArgumentParser) -> None:
 
 def means_of(args: argparse.Namespace) -> dict[str, Any]:
     """The same as keyword arguments of the conversions' functions."""
+    return {"num_workers": args.num_workers, **output_of(args)}
+
+
+def output_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`add_output` added, likewise."""
     return {
-        "num_workers": args.num_workers,
         "overwrite": args.overwrite,
         "storage_options": nested(args.storage_option),
         "output_options": nested(args.output_option),

@@ -6,7 +6,8 @@ import argparse
 from dataclasses import asdict
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.means import output_of
+from nxd_ckpt.cli.storage_options import add_storage_options
 from nxd_ckpt.core.units import size
 
 NAME = "pack"
@@ -34,10 +35,7 @@ def run(args: argparse.Namespace) -> int:
     done = pack_checkpoint(
         args.tag,
         args.out,
-        overwrite=args.overwrite,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
+        **output_of(args),
     )
     document = asdict(done)
     if args.json or not args.quiet:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from nxd_ckpt.cli.dcp_options import add_keys, keys_of
-from nxd_ckpt.cli.reshard import nested_lists, partitions_in
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.json_files import nested_lists, partitions_in
+from nxd_ckpt.cli.means import add_output, output_of
 
 NAME = "to-dcp"
 SUMMARY = "make a torch DCP directory of a checkpoint"
@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON: the optimizer's parameter names, for each stage of the tag a list of names for each param group",
     )
     add_keys(parser)
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing output, once the conversion has succeeded"
-    )
-    add_storage_options(parser, output=True)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +48,7 @@ def run(args: argparse.Namespace) -> int:
         flatten_optimizer_state=args.flatten_optimizer_state,
         partitions=partitions_in(args.partitions),
         saved_param_names=nested_lists(args.param_names, depth=3),
-        overwrite=args.overwrite,
-        storage_options=nested(args.storage_option),
-        output_options=nested(args.output_option),
-        progress=not args.quiet,
         **keys_of(args),
+        **output_of(args),
     )
     return 0
