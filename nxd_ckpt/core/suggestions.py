@@ -16,6 +16,11 @@ def listed(names: Iterable[str], others: Collection[str]) -> str:
     return ", ".join(shown) + more
 
 
+def closest(name: str, others: Collection[str]) -> str | None:
+    """The one of ``others`` that is most like the name, if one is."""
+    return next(iter(difflib.get_close_matches(name, others, n=1)), None)
+
+
 def _with_suggestion(name: str, others: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, others, n=1)
-    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
+    close = closest(name, others)
+    return repr(name) if close is None else f"{name!r} (did you mean {close!r}?)"

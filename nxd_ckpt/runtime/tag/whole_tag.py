@@ -6,7 +6,6 @@ tensors are cut, or whose the entries of their optimizer are.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
@@ -162,9 +162,9 @@ class WholeTag:
         if name in self._general_leaves:
             return self._general_leaves[name]
         names = [*self._model_places, *self._entry_places]
-        close = difflib.get_close_matches(name, names, n=1)
+        close = closest(name, names)
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
-        meant = f"did you mean {close[0]!r}?" if close else others
+        meant = others if close is None else f"did you mean {close!r}?"
         raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {meant}")
 
     def model_state(self) -> dict[str, Any]:
