@@ -15,6 +15,7 @@ from typing import Any, Union
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer, default_topology
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
@@ -30,7 +31,7 @@ Directory = Union[str, "os.PathLike[str]"]
 
 def save_checkpoint(
     checkpoint_dir_str: Directory | None = None,
-    tag: str | None = None,
+    tag: Tag | None = None,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -62,13 +63,42 @@ def save_checkpoint(
 ) -> None:
     """Save a checkpoint; every rank calls this with the same arguments.
 
-    Positional parameters are neuronx_distributed's. ``path`` is another name for the first: a directory, or the URL of
-    one in a store (``s3://bucket/run``); ``save_overwrite``, as OLMo-core has it, one for ``overwrite``. ``tag_values``
-    fill a tag such as ``"ep{epoch}-ba{batch}"``. See :class:`~nxd_ckpt.runtime.save.capture.SaveOptions` for what the
-    options mean, and :class:`~nxd_ckpt.checkpointer.Checkpointer` for ``topology``, ``run_id``, ``durable``,
-    ``timeout``, ``memory_cap``, ``storage_options`` and ``progress``, which count at a directory's first save. With
-    ``async_save=True`` this returns once the state is copied to host memory; the tag becomes visible by itself, and
-    :func:`finalize_checkpoint` waits for it.
+    Positional parameters are neuronx_distributed's. With ``async_save=True`` this returns once the state is copied to
+    host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it.
+
+    Args:
+        checkpoint_dir_str: the directory, created by the first save; or the URL of one in a store (``s3://bucket/run``).
+        tag: the checkpoint's name, one directory name such as "step_300"; an int is taken as its digits.
+        model: a module, an NxD model (local part), or a state dict; None saves none.
+        optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
+        scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
+        user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of them.
+        num_workers: ranks of a host that write at the same time; without effect with ``use_xser``.
+        use_xser: a file per tensor, shared out among data-parallel replicas.
+        num_kept_ckpts: complete tags to keep, at least 1; older ones are removed. None or -1 keeps all.
+        async_save: return once the state is copied, and write in the background.
+        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
+        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory.
+        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for.
+        path: another name for ``checkpoint_dir_str``.
+        rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank.
+        topology: this rank's place, in place of NxD's parallel state.
+        run_id: joins ranks without a process group: the same on all, new for every launch.
+        param_names: the optimizer's parameter names, per param group, where no live model tells them.
+        partitions: how parameters are cut over ranks, by name, where their attributes were lost.
+        trust_pickle: allow content that only an unsafe load can read back.
+        durable: fsync everything before the tag becomes visible.
+        timeout: seconds without any progress after which a rank counts as lost.
+        memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
+        overwrite: whether a tag of this name may be replaced; None does on file systems, and refuses on stores.
+        save_overwrite: another name for ``overwrite``, OLMo-core's.
+        storage_options: what a URL is opened with, as fsspec and s3fs call it; neither logged nor saved.
+        progress: show a bar on rank 0's terminal for what takes longer than two seconds.
+        weights_only: save the model and nothing else, whatever else is given.
+        tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
+
+    ``topology``, ``run_id``, ``durable``, ``timeout``, ``memory_cap``, ``storage_options`` and ``progress`` count at a
+    directory's first save in a process.
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
@@ -113,7 +143,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: Directory | None = None,
-    tag: str | None = None,
+    tag: Tag | None = None,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -144,12 +174,47 @@ def load_checkpoint(
     load_weights_only: bool = False,
     strict_model_weights: bool | None = None,
 ) -> Any:
-    """Load a checkpoint into live objects and return its user content, or None.
+    """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
 
-    Positional parameters are neuronx_distributed's: ``tag=None`` takes the latest complete tag; only what is not None
-    is loaded; empty dicts are filled. See :class:`~nxd_ckpt.runtime.load.options.LoadOptions` for the others. With
-    ``topology``, one process without a process group loads what that rank would. ``path`` may be a Hugging Face
-    directory, from which live models load: see :meth:`Checkpointer.load`.
+    Positional parameters are neuronx_distributed's. Only what is not None is loaded, and empty dicts are filled.
+    :class:`~nxd_ckpt.runtime.load.options.LoadOptions` says more of the options.
+
+    Args:
+        path: the directory or URL; also one of Hugging Face's, from which live models load (``Checkpointer.load``).
+        tag: the checkpoint's name, a string or an int; None takes the latest complete one.
+        model: a module or NxD model, of any sizes; or a dict.
+        optimizer: an optimizer of the same parameters; or a dict.
+        scheduler: anything with ``load_state_dict()``; or a dict.
+        num_workers: accepted for the sake of existing scripts, without effect.
+        strict: names that are missing or unexpected in the model are an error, else skipped with a warning.
+        use_zero1_dcp: accepted likewise; the format is detected.
+        checkpoint_dir_str: another name for ``path``.
+        rank_content: an empty dict, filled with what this rank saved for itself; not on other sizes.
+        topology: this rank's place, in place of NxD's parallel state. With it one process without a process group
+            loads what that rank would.
+        param_names: the optimizer's parameter names, per param group, where no live model tells them.
+        saved_param_names: the same as when it was saved, per pipeline stage, for tags that do not say it (NxD's).
+        partitions: how live parameters are cut over ranks, by name, where their attributes were lost.
+        verify: True proves all digests before anything changes, "reading" as the bytes arrive, False none; None is
+            True on file systems and "reading" on stores.
+        share_reads: of data-parallel replicas one reads each tensor and broadcasts it; None measures which is faster.
+        pre_download: first download the files that this rank needs to a local disk, and load from there.
+        work_dir: the local directory for that.
+        trust_pickle: unpickle objects of any class: only for checkpoints that you trust like your own code.
+        timeout: seconds without any progress after which a rank counts as lost.
+        storage_options: what a URL is opened with, as fsspec and s3fs call it.
+        progress: show a bar on rank 0's terminal for what takes longer than two seconds.
+        mapping: of a Hugging Face directory: a shipped mapping's name, a JSON file or document; None chooses.
+        kv_size_multiplier: how often the live model keeps each key-value head, of a Hugging Face directory.
+        hardware: "trn1" or "trn2": the order of those copies.
+        key_mapping: live names to names in the checkpoint.
+        prefix: what other live names have before them in the checkpoint.
+        ignore_keys: globs over names, or a function of all names: what keeps its live value.
+        load_weights_only: the model and nothing else, also where the others are given.
+        strict_model_weights: ``strict`` for the model's names alone; None is as ``strict``.
+
+    Returns:
+        The user content as it was saved, plain data of any type (hence ``Any``), or None if none was.
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not

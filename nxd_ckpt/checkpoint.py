@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from types import MappingProxyType
@@ -18,29 +19,52 @@ import torch
 from nxd_ckpt.core.box import Box, box_of
 from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
-from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
 SavedNames = Sequence[Sequence[Sequence[str]]]
 """The optimizer's parameter names as saved: for each pipeline stage, for each param group, in order."""
 
 
-class Checkpoint:
-    """A complete tag. Made by :func:`open_checkpoint`; reads on demand and holds no file open."""
+@dataclass(frozen=True)
+class _Given:
+    """What :func:`open_checkpoint` was given, but for the tag. A URL and its options may hold secrets: no repr."""
 
-    def __init__(
-        self,
-        opened: OpenTag,
-        *,
-        partitions: Mapping[str, Partition] | None = None,
-        saved_param_names: SavedNames | None = None,
-    ) -> None:
-        self._opened, self._partitions, self._saved_names = opened, partitions, saved_param_names
+    path: str = field(repr=False)
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    trust_pickle: bool
+    storage_options: Mapping[str, Any] | None = field(repr=False)
+
+    def open(self, tag: Tag | None) -> Checkpoint:
+        storage = open_storage(self.path, storage_options=self.storage_options)
+        return Checkpoint(open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=self.trust_pickle), self)
+
+
+class Checkpoint:
+    """A complete tag. Made by :func:`open_checkpoint`; reads on demand and holds no file open.
+
+    It can be pickled, and so sent to other processes, which open the same save; CheckpointNotFound there, if it was
+    replaced or removed since. What it was opened with (``storage_options`` too) is part of the pickle.
+    """
+
+    def __init__(self, opened: OpenTag, given: _Given) -> None:
+        self._opened, self._given = opened, given
+
+    def __repr__(self) -> str:
+        if self.manifest is None:  # its sizes are in its files, and no repr should read these
+            return f"<Checkpoint {self._opened.where}, by neuronx_distributed>"
+        sizes = " ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
+        return f"<Checkpoint {self._opened.where}, {sizes}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_again, (self._given, self.tag, None if self.manifest is None else self.manifest.attempt)
 
     @property
     def tag(self) -> str:
@@ -69,7 +93,9 @@ class Checkpoint:
     @cached_property
     def whole(self) -> WholeTag:
         """The tag as global tensors, for tools."""
-        return WholeTag(self._opened, partitions=self._partitions, saved_param_names=self._saved_names)
+        return WholeTag(
+            self._opened, partitions=self._given.partitions, saved_param_names=self._given.saved_param_names
+        )
 
     @cached_property
     def metadata(self) -> Mapping[str, GlobalTensor]:
@@ -162,7 +188,7 @@ class Checkpoint:
 
 def open_checkpoint(
     path: str | os.PathLike[str],
-    tag: str | None = None,
+    tag: Tag | None = None,
     *,
     partitions: Mapping[str, Partition] | None = None,
     saved_param_names: SavedNames | None = None,
@@ -181,20 +207,28 @@ def open_checkpoint(
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one.
     """
-    storage = open_storage(path, storage_options=storage_options)
-    opened = open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=trust_pickle)
-    return Checkpoint(opened, partitions=partitions, saved_param_names=saved_param_names)
+    where = os.fspath(path) if is_url(path) or not os.fspath(path) else os.path.abspath(local_path(path))
+    return _Given(where, partitions, saved_param_names, trust_pickle, storage_options).open(tag)
+
+
+def _open_again(given: _Given, tag: str, attempt: str | None) -> Checkpoint:
+    """In the process that unpickles it."""
+    checkpoint = given.open(tag or None)
+    found = None if checkpoint.manifest is None else checkpoint.manifest.attempt
+    if found != attempt:
+        raise CheckpointNotFound(f"{checkpoint.opened.where} was replaced since it was opened: open it again")
+    return checkpoint
 
 
 def get_checkpoint_metadata(
-    path: str | os.PathLike[str], tag: str | None = None, **options: Any
+    path: str | os.PathLike[str], tag: Tag | None = None, **options: Any
 ) -> Mapping[str, GlobalTensor]:
     """:attr:`Checkpoint.metadata` of that tag; arguments as for :func:`open_checkpoint`."""
     return open_checkpoint(path, tag, **options).metadata
 
 
 def load_keys(
-    path: str | os.PathLike[str], keys: Iterable[str], tag: str | None = None, **options: Any
+    path: str | os.PathLike[str], keys: Iterable[str], tag: Tag | None = None, **options: Any
 ) -> Iterator[Any]:
     """What has these names in a tag, in their order: tensors, on the CPU and proved, or what stands there instead.
 

@@ -16,7 +16,7 @@ import torch
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.neuronx_distributed import live_topology
-from nxd_ckpt.core.tags import filled_tag, validate_tag
+from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, agreement_for, decided_by_rank0, on_all
@@ -25,7 +25,7 @@ from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.save.background import Helpers, PendingSave, Worker
+from nxd_ckpt.runtime.save.background import Helpers, PendingSave, SaveProgress, Worker
 from nxd_ckpt.runtime.save.capture import SaveOptions, capture
 from nxd_ckpt.runtime.save.commit import clean_up
 from nxd_ckpt.runtime.save.plan import SavePlan
@@ -106,13 +106,13 @@ class Checkpointer:
         self._helpers: Helpers | None = None
         self._planner = Planner(self.topology)
         self._stager: Stager | None = None
-        self._pending: list[PendingSave] = []
+        self._pending: list[SaveProgress] = []
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
 
     def save(
         self,
-        tag: str,
+        tag: Tag,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -142,7 +142,7 @@ class Checkpointer:
         started = time.monotonic()
         self._await_arena()
         name, refused = _named(tag, tag_values)
-        pending = PendingSave(name)
+        pending = SaveProgress(name)
         planned: _Planned | None = None
         error: BaseException | None = None
 
@@ -177,7 +177,7 @@ class Checkpointer:
         if planned is not None:
             error = self._stage(saving, planned)
         saving.timings["stage_seconds"] = time.monotonic() - started
-        pending.mark_staged()
+        pending.staged.set()
         # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
         # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
         interrupted = error is not None and not isinstance(error, Exception)
@@ -190,11 +190,11 @@ class Checkpointer:
             raise error
         if not async_save:
             self._wait_for(saving, pending)
-        return pending
+        return PendingSave(pending)
 
     def load(
         self,
-        tag: str | None = None,
+        tag: Tag | None = None,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -225,20 +225,20 @@ class Checkpointer:
                 self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._timeout
             )
 
-    def _wait_for(self, saving: Saving, pending: PendingSave) -> None:
+    def _wait_for(self, saving: Saving, pending: SaveProgress) -> None:
         """Until it is decided, with a bar of what this rank writes; raises what failed."""
         plan = saving.plan
         total = 0 if plan is None else sum(planned.image.nbytes for planned in plan.files)
         with watched("save", total, lambda: saving.nbytes, self._progress and self.topology.rank == 0):
-            pending.wait_decided()
-        pending.wait()
+            pending.decided.wait()
+        PendingSave(pending).wait()
 
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""
         with self._lock:
             pending = list(self._pending)
         for save in pending:
-            save.wait_decided()
+            save.decided.wait()
         self._raise_unreported()
 
     def close(self) -> None:
@@ -358,13 +358,13 @@ class Checkpointer:
         with self._lock:
             pending = list(self._pending)
         for save in pending:
-            save.wait_decided()
+            save.decided.wait()
         with self._lock:
-            self._pending = [save for save in pending if save.error is not None and not save.reported]
+            self._pending = [save for save in pending if save.unreported]
 
     def _raise_unreported(self) -> None:
         with self._lock:
-            failed = [save for save in self._pending if save.error is not None and not save.reported]
+            failed = [save for save in self._pending if save.unreported]
             self._pending = []
         for save in failed:
             save.reported = True
@@ -378,11 +378,11 @@ class Checkpointer:
             if self._session is not None:
                 self._session.leaves_at = time.monotonic() + grace
             for save in pending:
-                save.wait_voted()
+                save.voted.wait()
         deadline = None if grace is None else time.monotonic() + grace
         for save in pending:
-            save.wait_decided(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        undecided = [save for save in pending if not save.done]
+            save.decided.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        undecided = [save for save in pending if not save.decided.is_set()]
         if self._worker is not None and not undecided:
             self._worker.stop()
             self._worker = None
@@ -438,10 +438,10 @@ def _named(tag: object, values: Mapping[str, Any] | None) -> tuple[str, Checkpoi
         return str(tag), error
 
 
-def _conclude(saving: Saving, pending: PendingSave, started: float) -> None:
+def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
     try:
-        saving.conclude(pending.mark_voted)
+        saving.conclude(pending.voted.set)
     except CheckpointError as problem:
         error = problem
     except Exception as problem:  # a defect of ours must not leave a waiter hanging

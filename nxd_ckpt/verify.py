@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
@@ -53,7 +54,7 @@ class Verification:
 
 def verify_checkpoint(
     path: str | os.PathLike[str],
-    tag: str | None = None,
+    tag: Tag | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, TypeAlias
 
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
+
+Tag: TypeAlias = str | int
+"""A tag as callers name it: 300 is "300"."""
 
 
 def validate_tag(tag: object) -> str:
@@ -23,7 +26,7 @@ def validate_tag(tag: object) -> str:
     """
     name = str(tag) if isinstance(tag, (str, int)) and not isinstance(tag, bool) else ""
     if not name:
-        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', found {tag!r}")
+        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int, found {tag!r}")
     if "/" in name or "\\" in name or "\0" in name:
         raise InvalidTag(f"tag {name!r} must be one directory name, without '/', '\\' or NUL; it is not a path")
     if name.startswith("."):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, load_checkpoint
+from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.states import visible_tags
@@ -140,9 +141,8 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), hook))
     saver.save("a", {"weight": torch.tensor([1])}, num_kept_ckpts=1)
     pending = saver.save("b", {"weight": torch.tensor([2])}, num_kept_ckpts=1, async_save=True)
-    pending.wait_decided()
-    assert "Input/output error" in str(pending.error)
-    pending.reported = True
+    with pytest.raises(SaveFailed, match="Input/output error"):
+        pending.wait()
     saver.close()
     assert ["a"] == visible_tags(tmp_path)
     assert 1 == value_of(tmp_path)

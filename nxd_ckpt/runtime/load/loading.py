@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
+from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointNotFound, RanksDisagree
 from nxd_ckpt.layout.hugging_face import is_hugging_face
@@ -34,7 +35,7 @@ def load(
     storage: Storage,
     topology: Topology,
     agreement: Agreement | None,
-    tag: str | None,
+    tag: Tag | None,
     model: Any,
     optimizer: Any,
     scheduler: Any,
@@ -80,7 +81,7 @@ def load(
     return prepared.user_content
 
 
-def _tag_at(storage: Storage, tag: str | None) -> str | None:
+def _tag_at(storage: Storage, tag: Tag | None) -> str | None:
     """The tag to load; None where there is none, but a Hugging Face directory. Raises as :func:`choose_tag`."""
     try:
         return choose_tag(storage, tag)
@@ -90,7 +91,7 @@ def _tag_at(storage: Storage, tag: str | None) -> str | None:
         raise
 
 
-def _same_on_all(asked: Sequence[Sequence[Any]]) -> str | None:
+def _same_on_all(asked: Sequence[Sequence[Any]]) -> Tag | None:
     """The tag that every rank asked for, with the same filters. Raises RanksDisagree."""
     first, filters = asked[0]
     for rank, (tag, others) in enumerate(asked):
@@ -102,4 +103,4 @@ def _same_on_all(asked: Sequence[Sequence[Any]]) -> str | None:
                     f"rank 0 loads with {name}={filters.get(name)}, rank {rank} with {name}={others.get(name)}; all "
                     "ranks must filter alike"
                 )
-    return cast("str | None", first)
+    return cast("Tag | None", first)

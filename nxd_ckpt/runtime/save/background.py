@@ -89,11 +89,14 @@ def _complete(future: Future[Any], call: Callable[[], Any]) -> None:
             future.set_exception(error)
 
 
-class PendingSave:
-    """A save under way, as its caller sees it.
+class SaveProgress:
+    """How far a save is, as those tell who do it; its caller sees it as a :class:`PendingSave`.
 
-    ``timings`` holds seconds per phase (``stage_seconds``, ``write_seconds``, ``commit_seconds``); ``nbytes`` counts
-    what this rank wrote. Both are complete once the save is :attr:`done`.
+    Attributes:
+        staged: the snapshot is complete.
+        voted: this rank has done its part: its own bytes are durable, or it failed.
+        decided: the tag is visible, or the save failed.
+        reported: its failure was raised, or is not to be.
     """
 
     def __init__(self, tag: str) -> None:
@@ -101,27 +104,64 @@ class PendingSave:
         self.timings: Mapping[str, float] = {}
         self.nbytes = 0
         self.reported = False
-        self._staged = threading.Event()
-        self._voted = threading.Event()
-        self._decided = threading.Event()
-        self._error: BaseException | None = None
+        self.staged, self.voted, self.decided = threading.Event(), threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def unreported(self) -> bool:
+        """Whether it failed, and nobody was told yet."""
+        return self.error is not None and not self.reported
+
+    def settle(self, error: BaseException | None) -> None:
+        """Decide it."""
+        self.error = error
+        for event in (self.staged, self.voted, self.decided):
+            event.set()
+        if self.unreported:
+            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
+
+
+class PendingSave:
+    """A save under way, as its caller sees it. Made by ``Checkpointer.save``."""
+
+    def __init__(self, progress: SaveProgress) -> None:
+        self._progress = progress
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done else "failed" if self.error is not None else "done"
+        return f"<PendingSave {self.tag!r}: {state}>"
+
+    @property
+    def tag(self) -> str:
+        """What is being saved."""
+        return self._progress.tag
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds per phase (``stage_seconds``, ``write_seconds``, ``commit_seconds``), complete once it is done."""
+        return self._progress.timings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank wrote, complete once it is done."""
+        return self._progress.nbytes
 
     def staged(self, timeout: float | None = None) -> bool:
         """Whether the snapshot is complete, waiting up to ``timeout`` seconds (None: until it is).
 
         From then on the live state may change without being seen. ``save`` returns only staged saves.
         """
-        return self._staged.wait(timeout)
+        return self._progress.staged.wait(timeout)
 
     @property
     def done(self) -> bool:
         """Whether it is decided: visible, or failed."""
-        return self._decided.is_set()
+        return self._progress.decided.is_set()
 
     @property
     def error(self) -> BaseException | None:
         """Why it failed; None while undecided and after success."""
-        return self._error
+        return self._progress.error
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once the tag is visible and durable.
@@ -130,30 +170,12 @@ class PendingSave:
             SaveFailed, OutcomeUnknown: it failed; see :mod:`nxd_ckpt.errors`.
             TimeoutError: undecided after ``timeout`` seconds; it goes on.
         """
-        if not self._decided.wait(timeout):
+        if not self._progress.decided.wait(timeout):
             raise TimeoutError(f"save of {self.tag!r} is still under way after {timeout} s")
-        if self._error is not None:
-            self.reported = True
-            raise self._error
+        if self._progress.error is not None:
+            self._progress.reported = True
+            raise self._progress.error
 
     def wait_decided(self, timeout: float | None = None) -> bool:
         """Like :meth:`wait`, but never raises: whether it is decided after ``timeout`` seconds."""
-        return self._decided.wait(timeout)
-
-    def wait_voted(self) -> None:
-        """Return once this rank has done its part: its own bytes are durable, or it failed."""
-        self._voted.wait()
-
-    def mark_staged(self) -> None:
-        self._staged.set()
-
-    def mark_voted(self) -> None:
-        self._voted.set()
-
-    def settle(self, error: BaseException | None) -> None:
-        self._error = error
-        self._staged.set()
-        self._voted.set()
-        self._decided.set()
-        if error is not None and not self.reported:
-            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
+        return self._progress.decided.wait(timeout)

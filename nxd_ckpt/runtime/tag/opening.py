@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
-from nxd_ckpt.core.tags import latest, validate_tag
+from nxd_ckpt.core.tags import Tag, latest, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
@@ -33,32 +33,31 @@ _SWAP_TAKES = 10.0
 """Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
 
 
-def choose_tag(storage: Storage, tag: str | None) -> str:
+def choose_tag(storage: Storage, tag: Tag | None) -> str:
     """The tag to load: the one asked for if it is complete, else the latest complete one.
 
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
     """
-    if tag is not None:
-        tag = validate_tag(tag)
+    wanted = None if tag is None else validate_tag(tag)
     if not storage.is_dir(""):
         raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
     settle_swap(storage)
     tags = list_tags(storage)
-    if tag is None:
+    if wanted is None:
         newest = latest(tags)
         if newest is None:
             raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
         return newest.tag
-    found = next((info for info in tags if info.tag == tag), None)
+    found = next((info for info in tags if info.tag == wanted), None)
     if found is None:
-        raise CheckpointNotFound(f"{storage.url}: no tag {tag!r}; {describe_incomplete(storage)}")
+        raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
     if not found.complete:
         raise CheckpointNotFound(
-            f"{storage.url}/{tag} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
+            f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
             f"{describe_incomplete(storage)}"
         )
-    return tag
+    return wanted
 
 
 def settle_swap(storage: Storage) -> None:

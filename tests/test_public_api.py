@@ -1,0 +1,101 @@
+"""What the package's functions and objects are like to use: documented, typed, small, and fit to be passed around."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import (
+    Checkpoint,
+    Checkpointer,
+    PendingSave,
+    has_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.errors import CheckpointNotFound, InvalidTag
+from nxd_ckpt.verify import verify_checkpoint
+from tests.golden.checkpoints import CONFIGURATIONS, saved
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.mark.parametrize("function", [save_checkpoint, load_checkpoint], ids=lambda one: one.__name__)
+def test_every_argument_is_described(function: Callable[..., Any]) -> None:
+    """Under Args of the docstring, in the order of the signature: that is what an editor shows."""
+    arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    described = re.findall(r"^    (\w+): ", arguments, re.MULTILINE)
+    assert list(inspect.signature(function).parameters) == described
+
+
+def test_a_pending_save_shows_its_caller_what_is_the_callers() -> None:
+    """Waiting, and how it went; nothing with which one could decide it."""
+    public = {name for name in dir(PendingSave) if not name.startswith("_")}
+    assert {"done", "error", "nbytes", "staged", "tag", "timings", "wait", "wait_decided"} == public
+
+
+def test_a_pending_save_says_how_it_stands(tmp_path: Path) -> None:
+    """In its repr."""
+    with Checkpointer(tmp_path) as saver:
+        pending = saver.save("t", {"w": torch.ones(1)})
+    assert "<PendingSave 't': done>" == repr(pending)
+
+
+def test_a_number_is_a_tag(tmp_path: Path) -> None:
+    """An int names the same tag as its digits, wherever a tag is named."""
+    save_checkpoint(tmp_path, 300, {"w": torch.tensor([3.0])})
+    state: dict[str, torch.Tensor] = {}
+    load_checkpoint(tmp_path, 300, state)
+    assert {"w": torch.tensor([3.0])} == state
+    assert ("300", "300") == (open_checkpoint(tmp_path, 300).tag, verify_checkpoint(tmp_path, 300).tag)
+
+
+@pytest.mark.parametrize("tag", [3.0, True, b"step", ["step"]], ids=repr)
+def test_what_is_no_tag_is_refused(tmp_path: Path, tag: Any) -> None:
+    """By save and load alike, with what was expected."""
+    for call in (lambda: save_checkpoint(tmp_path, tag, {"w": torch.ones(1)}), lambda: open_checkpoint(tmp_path, tag)):
+        with pytest.raises(InvalidTag, match="non-empty string such as 'step_300', or an int"):
+            call()
+    assert not has_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_goes_to_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickled it opens the same tag, from any working directory, though there is a newer one."""
+    save_checkpoint(tmp_path / "run", "first", {"w": torch.tensor([1.0])})
+    monkeypatch.chdir(tmp_path)
+    data = pickle.dumps(open_checkpoint("run"))
+    save_checkpoint(tmp_path / "run", "second", {"w": torch.tensor([2.0])})
+    monkeypatch.chdir("/")
+
+    checkpoint = pickle.loads(data)
+
+    assert isinstance(checkpoint, Checkpoint)
+    assert ("first", [1.0]) == (checkpoint.tag, checkpoint.read("model/w").tolist())
+
+
+def test_a_checkpoint_that_was_replaced_is_not_another_one(tmp_path: Path) -> None:
+    """What is unpickled is the save that was pickled, or an error."""
+    save_checkpoint(tmp_path, "t", {"w": torch.tensor([1.0])})
+    data = pickle.dumps(open_checkpoint(tmp_path))
+    save_checkpoint(tmp_path, "t", {"w": torch.tensor([2.0])})
+    with pytest.raises(CheckpointNotFound, match="was replaced"):
+        pickle.loads(data)
+
+
+def test_a_checkpoint_says_where_it_is(tmp_path: Path, golden: Path) -> None:
+    """Its repr names the tag and the sizes, and reads no file: it works when these are gone."""
+    save_checkpoint(tmp_path / "run", "t", {"w": torch.ones(1)})
+    ours = open_checkpoint(tmp_path / "run")
+    theirs = open_checkpoint(saved(golden, CONFIGURATIONS[0]).directory)
+    shutil.rmtree(tmp_path / "run" / "t")
+    assert f"<Checkpoint {tmp_path}/run/t, dp=1 tp=1 pp=1 ep=1>" == repr(ours)
+    assert repr(theirs).endswith(", by neuronx_distributed>")
