@@ -13,7 +13,7 @@ DESCRIPTION = (
     "ranks. Model, scheduler and user content are hard-linked where that works and is safe, else copied. The input is "
     "only read, and the output appears once all of it is durable. "
     "Takes the flags of neuronx-distributed's nxd_convert_zero_checkpoints. For a checkpoint that is too large for one "
-    "machine, start it on several with torchrun (-m nxd_ckpt.cli convert-zero1 ...): each writes a share."
+    "machine, start it on several with torchrun (-m nxd_ckpt.cli convert-zero1 --all-ranks ...): each writes a share."
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.means import means_of
+from nxd_ckpt.cli.means import output_of
 from nxd_ckpt.cli.storage_options import add_storage_options
 from nxd_ckpt.core.units import size
 
@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
         args.source,
         args.target,
         hard_links=args.hard_links,
+        num_workers=args.num_workers,
         dry_run=args.dry_run,
-        **means_of(args),
+        **output_of(args),
     )
     document = {**asdict(done), "dry_run": args.dry_run}
     if args.json or not args.quiet:

@@ -10,7 +10,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
-from nxd_ckpt.cli.means import output_of
+from nxd_ckpt.cli.means import add_all_ranks, output_of
 from nxd_ckpt.cli.storage_options import add_storage_options
 from nxd_ckpt.core.units import size
 
@@ -21,8 +21,8 @@ DESCRIPTION = (
     "on any sizes: safetensors files with their index, config.json and the tokenizer's files. Names and shapes are "
     "translated by a mapping, shipped for Llama, Mistral, Mixtral and GPT-NeoX, or a file of your own. The input is "
     "only read, its digests are proved, and the output appears once all of it is written. "
-    "For a model that is too large for one machine, start it on several with torchrun (-m nxd_ckpt.cli export ...): "
-    "each writes a share of the files."
+    "For a model that is too large for one machine, start it on several with torchrun "
+    "(-m nxd_ckpt.cli export --all-ranks ...): each writes a share of the files."
 )
 
 
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing Hugging Face directory at OUT")
     parser.add_argument("--dry-run", action="store_true", help="show what maps to what and what does not")
+    add_all_ranks(parser)
     add_storage_options(parser, output=True)
     text.add_quiet(parser)
     text.add_json(parser)
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer=args.optimizer,
         param_names=nested_lists(args.param_names, depth=3),
         dry_run=args.dry_run,
+        all_ranks=args.all_ranks,
         **output_of(args),
     )
     document = {**asdict(done), "nbytes": done.nbytes, "dry_run": args.dry_run}

@@ -15,7 +15,7 @@ DESCRIPTION = (
     "the given sizes would have saved it: model, optimizer with param groups and steps, scheduler, and everything else "
     "as user content. The input is only read, as data, and the output appears once all of it is durable. "
     "For a checkpoint that is too large for one machine, start it on several with torchrun "
-    "(-m nxd_ckpt.cli from-dcp ...): each writes a share."
+    "(-m nxd_ckpt.cli from-dcp --all-ranks ...): each writes a share."
 )
 _SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 

@@ -19,8 +19,8 @@ DESCRIPTION = (
     "neuronx-distributed loads it, and nxd_ckpt on any sizes. Names and shapes are translated by a mapping, shipped "
     "for Llama, Mistral, Mixtral and GPT-NeoX, or a file of your own. The input is only read, rank by rank in bounded "
     "memory, and the output appears once all of it is durable. "
-    "For a model that is too large for one machine, start it on several with torchrun (-m nxd_ckpt.cli import ...): "
-    "each writes a share."
+    "For a model that is too large for one machine, start it on several with torchrun "
+    "(-m nxd_ckpt.cli import --all-ranks ...): each writes a share."
 )
 _SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 _VARIANTS = {

@@ -15,7 +15,7 @@ DESCRIPTION = (
     "Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the optimizer: with "
     "another tensor-parallel size they need --partitions, and wherever more than --dp changes --param_names. "
     "For a checkpoint that is too large for one machine, start it on several with torchrun "
-    "(-m nxd_ckpt.cli reshard ...): each writes a share."
+    "(-m nxd_ckpt.cli reshard --all-ranks ...): each writes a share."
 )
 _SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 

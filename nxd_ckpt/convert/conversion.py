@@ -40,10 +40,12 @@ logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class Means:
-    """With what to convert: ``num_workers`` processes on each host, ``timeout`` seconds without progress until another
-    host counts as lost, ``progress`` for a bar on process 0's standard error."""
+    """With what to convert: ``num_workers`` processes on each host, ``all_ranks`` to share the work with the job's
+    other ranks, ``timeout`` seconds without progress until one of those counts as lost, ``progress`` for a bar on rank
+    0's standard error."""
 
     num_workers: int = 1
+    all_ranks: bool = False
     timeout: float = DEFAULT_TIMEOUT
     progress: bool = False
 
@@ -54,12 +56,12 @@ class Means:
 
 
 def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
-    """Do the job that ``prepare(process, processes)`` describes, together with torchrun's other processes, if any.
+    """Do the job that ``prepare(process, processes)`` describes: alone, or with ``means.all_ranks`` together.
 
     Raises CheckpointError, on every process, and then nothing is left but what was there before.
     """
     started = time.monotonic()
-    with joined(means.timeout) as agreement:
+    with joined(means.all_ranks, means.timeout) as agreement:
         job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
         words = agreement.gather(repr((job.what, job.parts)))
         decided_by_rank0(agreement, lambda: _must_agree(words))

@@ -1,4 +1,4 @@
-"""The workers of a conversion on this host, and the hosts that torchrun joined."""
+"""The workers of a conversion on this host, and the job's other ranks that share in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.sink import Sink
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import CheckpointError, to_wire
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
 from nxd_ckpt.runtime.agreement import Agreement, Alone, agreement_for
 from nxd_ckpt.runtime.save.publication import Publication
 
@@ -149,28 +149,43 @@ def _count(written: Any, stop: Any, nbytes: int) -> None:
 
 
 @contextmanager
-def joined(timeout: float) -> Iterator[Agreement]:
-    """The agreement of all processes that torchrun started (WORLD_SIZE in the environment); alone without it.
+def joined(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
+    """The agreement of this process alone; with ``all_ranks`` of all ranks of the job, each of which must call this.
 
-    A process group is made for them with gloo, unless there is one.
+    They are those of the process group, or, where there is none yet, those that torchrun started. For these a group is
+    made with gloo, and closed again.
+
+    Raises InvalidArgument where the environment describes no job, PeerTimeout where a rank does not come.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if not all_ranks:
         yield Alone()
         return
     import torch.distributed as dist
 
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        _start_group(timeout)
     try:
-        agreement = agreement_for(dist.get_rank(), size, timeout)
-        if agreement is None:
-            raise CheckpointError(
-                f"WORLD_SIZE is {size}, but the process group has {dist.get_world_size()} ranks: under torchrun every "
-                "process must convert, and elsewhere WORLD_SIZE must not be set"
-            )
+        agreement = agreement_for(dist.get_rank(), dist.get_world_size(), timeout)
+        assert agreement is not None  # there is a group of just that size
         yield agreement
     finally:
         if own:
             dist.destroy_process_group()
+
+
+def _start_group(timeout: float) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except ValueError as error:
+        raise InvalidArgument(
+            "--all-ranks (all_ranks=True) is for a job whose ranks all make this call: start it with torchrun, or join "
+            f"the ranks in a process group first; found neither ({str(error).splitlines()[0]})"
+        ) from error
+    except RuntimeError as error:  # torch's DistError among others
+        raise PeerTimeout(
+            "--all-ranks (all_ranks=True): the ranks did not all come together; each must make the same call (found "
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')}; {str(error).splitlines()[0]})"
+        ) from error

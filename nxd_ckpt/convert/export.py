@@ -89,6 +89,7 @@ def export_checkpoint(
     param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    all_ranks: bool = False,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Options | None = None,
@@ -98,8 +99,7 @@ def export_checkpoint(
     """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
 
     Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are proved on the way; the
-    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model. Under
-    torchrun every process calls this and writes its share of the files.
+    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model.
 
     Args:
         tag: a tag's directory or URL.
@@ -120,7 +120,7 @@ def export_checkpoint(
             tag does not say (NxD's do not) and master weights or its state are needed.
         overwrite: replace an existing Hugging Face directory.
         dry_run: write nothing, and raise nothing for names that are not mapped.
-        durable, timeout, storage_options, output_options, progress: as for ``reshard``.
+        all_ranks, durable, timeout, storage_options, output_options, progress: as for ``reshard``.
 
     Raises:
         KeyMismatch: names that no rule maps, with the closest rules; or tensors that the tag lacks.
@@ -150,7 +150,7 @@ def export_checkpoint(
         mapped_optimizer = MappedOptimizer(opened, mapped) if optimizer else None
         return _Job(source, target, opened, chosen, mapped, mapped_optimizer, files, size, dtype)
 
-    with joined(timeout) as agreement:
+    with joined(all_ranks, timeout) as agreement:
         job = on_all(agreement, prepare)
         if dry_run:
             return on_all(agreement, job.summary)

@@ -34,6 +34,7 @@ def from_dcp(
     model_key: str = "model",
     optim_key: str = "optim",
     num_workers: int = 1,
+    all_ranks: bool = False,
     overwrite: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
@@ -57,7 +58,8 @@ def from_dcp(
         stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
         use_xser: write xser files.
         model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
-        num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``reshard``.
+        num_workers, all_ranks, overwrite, storage_options, output_options, durable, timeout, progress: as for
+            ``reshard``.
 
     Raises:
         CheckpointNotFound: no ``.metadata`` there.
@@ -67,7 +69,7 @@ def from_dcp(
         PartNotFound: neither model nor optimizer is under these keys.
         InvalidArgument, TopologyMismatch: as for ``reshard``.
     """
-    means, names = Means(num_workers, timeout, progress), DcpNames(model_key, optim_key)
+    means, names = Means(num_workers, all_ranks, timeout, progress), DcpNames(model_key, optim_key)
     if optimizer not in OPTIMIZERS:
         raise InvalidArgument(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
 

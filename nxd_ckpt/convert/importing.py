@@ -44,6 +44,7 @@ def import_checkpoint(
     stages: Sequence[Sequence[str]] | None = None,
     model_key: str = "model",
     num_workers: int = 1,
+    all_ranks: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     storage_options: Options | None = None,
@@ -55,7 +56,7 @@ def import_checkpoint(
     """Make ``tag`` of the model in ``hf_directory``, as a job of the given sizes would have saved it.
 
     The tag holds the model alone. It is written as any conversion's: rank by rank in bounded memory, about 100 MiB for
-    each worker, and visible when it is complete. Under torchrun every process calls this and writes its share.
+    each worker, and visible when it is complete.
 
     Args:
         hf_directory: a directory or URL with safetensors files, or one file with the whole model: safetensors, or a
@@ -76,7 +77,8 @@ def import_checkpoint(
         stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
         model_key: where a file that torch.save wrote has the state dict, if it holds more.
         dry_run: write nothing, and raise nothing for names that are unknown or missing.
-        num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``reshard``.
+        num_workers, all_ranks, overwrite, storage_options, output_options, durable, timeout, progress: as for
+            ``reshard``.
 
     Raises:
         KeyMismatch: names that no rule maps, with the closest rules; or tensors that the directory lacks.
@@ -85,7 +87,7 @@ def import_checkpoint(
         InvalidArgument: arguments that cannot be, or a ``tag`` that must not be touched.
         CheckpointNotFound, PartNotFound, MalformedFile, UnsupportedState: no directory, or not one that can be read.
     """
-    means = Means(num_workers, timeout, progress)
+    means = Means(num_workers, all_ranks, timeout, progress)
     variants = _variants(qkv_linear, fuse_qkv, coalesce_qkv, split_gate_up)
 
     plans: list[Import] = []
@@ -111,7 +113,7 @@ def import_checkpoint(
         return Job(source, target, what, parts, durable=durable, overwrite=overwrite)
 
     if dry_run:
-        with joined(timeout) as agreement:
+        with joined(all_ranks, timeout) as agreement:
             on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
     else:
         convert(prepare, means)

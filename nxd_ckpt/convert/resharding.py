@@ -31,6 +31,7 @@ def reshard(
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     use_xser: bool | None = None,
     num_workers: int = 1,
+    all_ranks: bool = False,
     overwrite: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
@@ -53,7 +54,8 @@ def reshard(
         saved_param_names: the optimizer's parameter names, for each stage of the input, for each param group, in
             order, where it does not say (NxD's tags do not; needed where more than dp changes).
         use_xser: whether to write xser files; None as the input's.
-        num_workers, overwrite, storage_options, output_options, durable, timeout, progress: as for ``convert_zero1``.
+        num_workers, all_ranks, overwrite, storage_options, output_options, durable, timeout, progress: as for
+            ``convert_zero1``.
 
     Raises:
         InvalidArgument: sizes that contradict each other, or an ``output_dir`` that must not be touched.
@@ -61,7 +63,7 @@ def reshard(
         OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
         CheckpointNotFound, CorruptCheckpoint, DirectoryInUse: as for ``convert_zero1``.
     """
-    means = Means(num_workers, timeout, progress)
+    means = Means(num_workers, all_ranks, timeout, progress)
     sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
 
     def prepare(process: int, processes: int) -> Job:

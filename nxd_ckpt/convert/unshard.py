@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from nxd_ckpt.convert.unsharded import (
     split,
 )
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.runtime.progress import Counter, report, watched
@@ -121,8 +120,6 @@ def unshard_checkpoint(
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
     """
     started = time.monotonic()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InvalidArgument("unshard_checkpoint is for one process; start it without torchrun")
     strategy = _strategy(unshard_strategy, chunk_size)
     source = locate_input(tag_dir, storage_options)
     target = place_of(output_dir, "output", written_with(storage_options, output_options))

@@ -27,6 +27,7 @@ def convert_zero1(
     convert_to_full: bool = False,
     convert_to_sharded: bool = False,
     num_workers: int = 1,
+    all_ranks: bool = False,
     optim_only: bool = False,
     overwrite: bool = False,
     storage_options: Options | None = None,
@@ -41,7 +42,7 @@ def convert_zero1(
     the model's files, scheduler and user content are hard-linked where that works and is safe, else copied. The
     input, a tag of nxd_ckpt's or NxD's or what NxD's converter wrote, is only read. The result appears at once, when
     all of it is durable; a conversion that fails or is killed leaves no half one. Extra memory: about 100 MiB for each
-    worker, whatever the size of the checkpoint. Under torchrun every process calls this and writes its share.
+    worker, whatever the size of the checkpoint.
 
     Args:
         input_dir: a tag's directory or URL.
@@ -51,12 +52,15 @@ def convert_zero1(
         convert_to_sharded: one file for each rank, from full files or from shards of another ``dp_size``.
         num_workers: processes on this host. More than one import the caller's main module again: call below
             ``if __name__ == "__main__":``.
+        all_ranks: share the work among all ranks of the job: every rank makes this call, and writes its share. They
+            are those of the process group, or else those that torchrun started. Without it a conversion is this
+            process's own business, on one rank of a running job too.
         optim_only: leave out everything but the optimizer.
         overwrite: replace an existing checkpoint at ``output_dir``, after the conversion has succeeded.
         storage_options: what URLs are opened with; secrets stay in memory.
         output_options: the same for ``output_dir``, if it needs others.
         durable: fsync everything before the result becomes visible.
-        timeout: seconds without progress until another host's process counts as lost.
+        timeout: seconds without progress until another rank counts as lost.
         progress: show a bar on standard error, if that is a terminal.
 
     Raises:
@@ -65,8 +69,9 @@ def convert_zero1(
         OptimizerMismatch: there is no ZeRO-1 optimizer in it.
         CorruptCheckpoint: its files are damaged, or of two saves.
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
+        PeerTimeout: with ``all_ranks``, a rank did not come, or was lost.
     """
-    means = Means(num_workers, timeout, progress)
+    means = Means(num_workers, all_ranks, timeout, progress)
 
     def prepare(process: int, processes: int) -> Job:
         means.validate()

@@ -1,4 +1,4 @@
-"""Several workers on a host, and several hosts under torchrun: one of them writes each rank of the result."""
+"""Who works on a conversion: its caller alone, workers on its host, or all ranks of a job that ask for it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import convert_zero1
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout
 from tests.convert.tags import optimizers, plainly, remains, save_example, sharded, whole
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import save_job, write_config
 from tests.layout.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -26,10 +30,25 @@ from nxd_ckpt.convert import convert_zero1
 from nxd_ckpt.errors import CheckpointError
 
 try:
-    convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=int(sys.argv[3]), timeout=30)
+    source, target, dp_size = sys.argv[1:]
+    convert_zero1(source, target, convert_to_sharded=True, dp_size=int(dp_size), all_ranks=True, timeout=30)
 except CheckpointError as error:
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
+"""
+
+JOB = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from nxd_ckpt.convert import convert_zero1
+
+everyone, source, *targets = sys.argv[1:]
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+if everyone == "yes" or dist.get_rank() == 0:
+    for target in targets:
+        convert_zero1(source, target, convert_to_sharded=True, dp_size=3, all_ranks=everyone == "yes", timeout=30)
+dist.barrier()
 """
 
 GROWTH = """
@@ -45,20 +64,25 @@ print(peak() - before)
 """
 
 
-def torchrun(source: Path, target: Path, *dp_sizes: int) -> list[tuple[int, str]]:
-    """Exit code and output of each of two processes, started as torchrun would."""
+def environment_of_a_job() -> dict[str, str]:
+    """What torchrun tells all of two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def torchrun(script: str, *arguments: Sequence[object]) -> list[tuple[int, str]]:
+    """Exit code and output of each of two processes, started as torchrun would, each with its arguments."""
+    common = {**os.environ, **environment_of_a_job(), "PYTHONPATH": str(ROOT)}
     members = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMBER, str(source), str(target), str(dp_size)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-c", script, *map(str, own)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, dp_size in enumerate(dp_sizes)
+        for rank, own in enumerate(arguments)
     ]
     outputs = [member.communicate(timeout=100)[0] for member in members]
     return [(member.returncode, output) for member, output in zip(members, outputs, strict=True)]
@@ -90,7 +114,7 @@ def test_two_processes_of_torchrun_make_one_tag(tmp_path: Path) -> None:
     """Each writes a share; the first commits."""
     source = save_example(tmp_path / "input", 2)
 
-    ended = torchrun(source, tmp_path / "output" / "dp3", 3, 3)
+    ended = torchrun(MEMBER, *[[source, tmp_path / "output" / "dp3", 3]] * 2)
 
     assert [0, 0] == [code for code, _ in ended]
     cut = [sharded(whole(), 3, rank) for rank in range(3)]
@@ -102,10 +126,67 @@ def test_processes_that_mean_different_results_are_refused(tmp_path: Path) -> No
     """On both, before anything is written."""
     source = save_example(tmp_path / "input", 2)
 
-    ended = torchrun(source, tmp_path / "output" / "dp3", 3, 4)
+    ended = torchrun(MEMBER, *[[source, tmp_path / "output" / "dp3", dp] for dp in (3, 4)])
 
     assert [1, 1] == [code for code, _ in ended]
     assert all("RanksDisagree" in output for _, output in ended)
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("everyone", ["yes", "no"])
+def test_ranks_of_a_running_job(tmp_path: Path, everyone: str) -> None:
+    """One of them converts by itself while the others do something else; or all do together, as often as they like."""
+    source = save_example(tmp_path / "input", 2)
+    targets = [tmp_path / "output" / name for name in ("first", "second")]
+
+    ended = torchrun(JOB, *[[everyone, source, *targets]] * 2)
+
+    assert [0, 0] == [code for code, _ in ended]
+    cut = [sharded(whole(), 3, rank) for rank in range(3)]
+    assert all(difference(plainly(cut), plainly(optimizers(target))) is None for target in targets)
+
+
+@pytest.mark.parametrize("known", [["WORLD_SIZE"], ["WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"]], ids=len)
+def test_every_command_is_local(tmp_path: Path, known: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says of a job: no command waits for other processes."""
+    job = Job(Model(heads=4))
+    config = write_config(tmp_path / "config", job.model.config)
+    tag = save_job(tmp_path / "run", job, job.model.state())
+    trained = save_example(tmp_path / "trained", 2)
+    environment = environment_of_a_job() | {"RANK": "0"}
+    for name in known:
+        monkeypatch.setenv(name, environment[name])
+
+    def run(*arguments: object) -> None:
+        assert 0 == main([*map(str, arguments), "--quiet"]), arguments
+
+    out = tmp_path / "out"
+    run("reshard", tag, out / "resharded", "--dp", 2)
+    run("convert-zero1", "--input_dir", trained, "--output_dir", out / "full", "--convert_to_full")
+    run("export", tag, tmp_path / "hf", "--config", config)
+    run("import", tmp_path / "hf", out / "imported")
+    run("cp", tag, out / "copied")
+    run("pack", tag, tmp_path / "tag.tar")
+    run("unshard", tag, tmp_path / "unsharded")
+    run("to-dcp", tag, tmp_path / "dcp")
+    run("from-dcp", tmp_path / "dcp", out / "from_dcp")
+
+
+def test_all_ranks_need_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the environment tells of none, the refusal says how to start one."""
+    source = save_example(tmp_path / "input", 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgument, match="start it with torchrun"):
+        convert_zero1(source, tmp_path / "output" / "full", convert_to_full=True, all_ranks=True)
+
+
+def test_a_rank_that_does_not_come_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the timeout, as PeerTimeout; nothing is written."""
+    source = save_example(tmp_path / "input", 2)
+    for name, value in (environment_of_a_job() | {"RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PeerTimeout, match="did not all come together"):
+        convert_zero1(source, tmp_path / "output" / "full", convert_to_full=True, all_ranks=True, timeout=1)
     assert not (tmp_path / "output").exists()
 
 

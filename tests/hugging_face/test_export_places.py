@@ -35,7 +35,8 @@ import sys
 from nxd_ckpt.convert import export_checkpoint
 
 done = export_checkpoint(
-    sys.argv[1], sys.argv[2], config=sys.argv[3], kv_size_multiplier=2, size_per_shard="1kB", timeout=30
+    sys.argv[1], sys.argv[2], config=sys.argv[3], kv_size_multiplier=2, size_per_shard="1kB", all_ranks=True,
+    timeout=30,
 )
 print(len(done.files))
 """
@@ -110,7 +111,7 @@ def _recording(storage: Storage, log: list[Operation]) -> Storage:
 
 
 def test_processes_share_the_files(tmp_path: Path) -> None:
-    """Under torchrun each writes some; the result is that of one."""
+    """With all_ranks each writes some; the result is that of one."""
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     with socket.socket() as free:
