@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ settings.load_profile("no deadline")
 
 BUCKET = "bucket"
 
-GOLDEN_TAR = REPOSITORY.parent / "shared" / "golden" / "nxd-0.18-public.tar"
+GOLDEN = REPOSITORY / "tests" / "golden"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,16 +37,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of checkpoints that neuronx-distributed 0.18 wrote, one sub-directory a configuration.
 
-    Shared by the session: a test that changes something copies it first. ``NXD_CKPT_GOLDEN`` names another
-    tar.
+    Shared by the session: a test that changes something copies it first.
     """
-    chosen = os.environ.get("NXD_CKPT_GOLDEN")
-    if chosen is None and not GOLDEN_TAR.is_file():
-        pytest.skip(f"no golden checkpoints at {GOLDEN_TAR}: set NXD_CKPT_GOLDEN to the path of their tar")
+    return _unpacked("nxd-0.18.tar.xz", tmp_path_factory) / "public"
+
+
+@pytest.fixture(scope="session")
+def golden_of_ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of checkpoints that nxd_ckpt 0.1 wrote, one sub-directory a configuration; shared as ``golden`` is."""
+    return _unpacked("nxd_ckpt-0.1.tar.xz", tmp_path_factory) / "ours"
+
+
+def _unpacked(tar_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpacked = tmp_path_factory.mktemp("golden")
-    with tarfile.open(chosen or GOLDEN_TAR) as tar:
+    with tarfile.open(GOLDEN / tar_name) as tar:
         tar.extractall(unpacked, filter="data")
-    return unpacked / "public"
+    return unpacked
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from tests.cli.conftest import Run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-pytest.importorskip("fsspec")
 
 SECRET = "hunter2"
 

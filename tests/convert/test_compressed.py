@@ -19,6 +19,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import zstandard
 
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.convert import pack_checkpoint
@@ -27,8 +28,6 @@ from nxd_ckpt.storage import compression, unpacking
 from nxd_ckpt.storage.urls import open_storage
 from tests.convert.tags import model, save_example
 from tests.layout.equality import difference
-
-zstandard = pytest.importorskip("zstandard")
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

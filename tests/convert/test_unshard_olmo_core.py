@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxd_ckpt import save_checkpoint
@@ -14,7 +13,8 @@ from tests.layout.equality import difference
 
 def test_files_are_those_of_olmo_core(tmp_path: Path) -> None:
     """Of the same model and optimizer: the same names, and in each file the same, by its own strategies too."""
-    olmo_core = pytest.importorskip("olmo_core.distributed.checkpoint")
+    import olmo_core.distributed.checkpoint as olmo_core
+
     trained = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
     trained(torch.ones(2, 3)).sum().backward()

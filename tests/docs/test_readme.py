@@ -55,7 +55,6 @@ def test_every_python_block_runs_and_prints_what_its_comments_say(
     page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pasted one after the other into one process, on plain CPU torch."""
-    pytest.importorskip("transformers")
     blocks = code_blocks(page, "python")
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks:

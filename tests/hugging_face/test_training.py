@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.storage.urls import open_storage
@@ -18,8 +19,6 @@ from tests.conftest import BUCKET
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, local_state, weights
 from tests.hugging_face.training import ADAMW, STEPS, Outcome, Run, tokens_of, train_on
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
 

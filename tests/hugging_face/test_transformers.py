@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nxd_ckpt.convert import export_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

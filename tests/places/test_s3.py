@@ -24,13 +24,10 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import convert_zero1, copy_checkpoint, pack_checkpoint, reshard
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.verify import verify_checkpoint
 from tests.convert.tags import contents, optimizers, plainly, save_example, sharded, whole
 from tests.layout.equality import difference
-
-pytest.importorskip("boto3")
-pytest.importorskip("moto")
-from nxd_ckpt.testing.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -11,8 +11,6 @@ from nxd_ckpt.convert import from_dcp, reshard, to_dcp
 from nxd_ckpt.verify import verify_checkpoint
 from tests.torch_dcp import ranks
 
-pytest.importorskip("olmo_core", reason="needs ai2-olmo-core, of the extra bench")
-
 pytestmark = pytest.mark.plain
 
 STAGES = [["up.weight", "up.bias"], ["down.weight", "scale", "steps_seen"]]
