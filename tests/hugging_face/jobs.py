@@ -10,7 +10,7 @@ from tests.hugging_face.reference import Job, Model
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     """Any family, number of heads, way to keep q, k and v, number of copies, and tensor- and expert-parallel size."""
-    family = draw(st.sampled_from(["llama", "mixtral", "gpt_neox"]))
+    family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "mixtral", "gpt_neox"]))
     tp = draw(st.sampled_from([1, 2, 3, 4]))
     ep = draw(st.sampled_from([1, 2])) if family == "mixtral" else 1
     copies, kv_heads = 1, tp * draw(st.integers(1, 2))
@@ -32,7 +32,8 @@ def jobs(draw: st.DrawFn) -> Job:
         intermediate=tp * draw(st.integers(1, 2)),
         vocab=vocab - draw(st.integers(0, min(tp, vocab) - 1)),
         experts=ep * draw(st.integers(1, 2)),
-        bias=family == "llama" and draw(st.booleans()),
+        bias=family == "qwen2" or (family in ("llama", "qwen3") and draw(st.booleans())),
+        mlp_bias=family == "llama" and draw(st.booleans()),
     )
     hardware = draw(st.sampled_from(["trn1", "trn2"]))
     return Job(model, tp, 1, ep, qkv, draw(st.booleans()), copies, hardware, padded_vocab=vocab)

@@ -16,7 +16,8 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a Hugging Face model, ``family`` being "llama" (Mistral is one too), "mixtral" or "gpt_neox"."""
+    """The sizes of a Hugging Face model, ``family`` being "llama" (Mistral is one too), "qwen2", "qwen3", "mixtral" or
+    "gpt_neox". ``bias`` is that of attention, ``mlp_bias`` that of a Llama's MLP."""
 
     family: str = "llama"
     layers: int = 2
@@ -27,6 +28,7 @@ class Model:
     vocab: int = 24
     experts: int = 4
     bias: bool = False
+    mlp_bias: bool = False
 
     @property
     def hidden(self) -> int:
@@ -69,6 +71,10 @@ class Model:
             if self.bias:
                 shapes |= {f"{at}.self_attn.{name}.bias": (size,) for name, size in rows.items()}
             shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, query)
+            if self.bias and self.family != "qwen2":
+                shapes[f"{at}.self_attn.o_proj.bias"] = (hidden,)
+            if self.family == "qwen3":
+                shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (self.head_dim,)
             if self.family == "mixtral":
                 shapes[f"{at}.block_sparse_moe.gate.weight"] = (self.experts, hidden)
                 for expert in range(self.experts):
@@ -78,6 +84,9 @@ class Model:
             else:
                 shapes[f"{at}.mlp.gate_proj.weight"] = shapes[f"{at}.mlp.up_proj.weight"] = (wide, hidden)
                 shapes[f"{at}.mlp.down_proj.weight"] = (hidden, wide)
+                if self.mlp_bias:
+                    shapes[f"{at}.mlp.gate_proj.bias"] = shapes[f"{at}.mlp.up_proj.bias"] = (wide,)
+                    shapes[f"{at}.mlp.down_proj.bias"] = (hidden,)
             shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (hidden,)
         return {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (self.vocab, hidden)}
 
@@ -168,17 +177,19 @@ class Job:
             held[f"{at}.self_attn.o_proj.weight"] = self._cut(columns, 1, tp_rank)
             mlp = self._experts if self.model.family == "mixtral" else self._dense
             held |= mlp(state, at, tp_rank, ep_rank)
-            for name in (f"{at}.input_layernorm.weight", f"{at}.post_attention_layernorm.weight"):
-                held[name] = state[name]
+            held |= {name: tensor for name, tensor in state.items() if name.startswith(f"{at}.") and _is_whole(name)}
         head = self._vocabulary(state["lm_head.weight"], tp_rank)
         return {**held, "model.norm.weight": state["model.norm.weight"], "lm_head.weight": head}
 
     def _dense(self, state: State, at: str, tp_rank: int, ep_rank: int) -> State:
-        gate, up = (self._cut(state[f"{at}.mlp.{name}.weight"], 0, tp_rank) for name in ("gate_proj", "up_proj"))
-        down = {f"{at}.mlp.down_proj.weight": self._cut(state[f"{at}.mlp.down_proj.weight"], 1, tp_rank)}
-        if self.fused_mlp:
-            return {f"{at}.mlp.gate_up_proj.weight": torch.cat([gate, up]), **down}
-        return {f"{at}.mlp.gate_proj.weight": gate, f"{at}.mlp.up_proj.weight": up, **down}
+        held = {f"{at}.mlp.down_proj.weight": self._cut(state[f"{at}.mlp.down_proj.weight"], 1, tp_rank)}
+        for kind in ("weight", "bias") if self.model.mlp_bias else ("weight",):
+            gate, up = (self._cut(state[f"{at}.mlp.{name}.{kind}"], 0, tp_rank) for name in ("gate_proj", "up_proj"))
+            if self.fused_mlp:
+                held[f"{at}.mlp.gate_up_proj.{kind}"] = torch.cat([gate, up])
+            else:
+                held |= {f"{at}.mlp.gate_proj.{kind}": gate, f"{at}.mlp.up_proj.{kind}": up}
+        return held
 
     def _experts(self, state: State, at: str, tp_rank: int, ep_rank: int) -> State:
         count = self.model.experts // self.ep
@@ -209,3 +220,8 @@ class Job:
             else:
                 held[name] = tensor
         return held
+
+
+def _is_whole(name: str) -> bool:
+    """Whether every rank holds all of a tensor of a layer: norms, and biases that are added to a sum over ranks."""
+    return name.endswith(("norm.weight", "o_proj.bias", "down_proj.bias"))

@@ -48,6 +48,20 @@ def local_state(job: Job, state: State, at: Topology) -> State:
     return {name: tensor for name, tensor in held.items() if job.stage(name) == at.pp_rank}
 
 
+def live(state: State, device: str = "cpu", dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """A module with parameters of these names, shapes and dtypes, whose values are others."""
+    root = torch.nn.Module()
+    for name, tensor in state.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, torch.nn.Parameter(torch.full_like(tensor, -1, device=device, dtype=dtype)))
+    return root
+
+
 def write_config(path: Path, config: Mapping[str, Any]) -> Path:
     """A config.json."""
     path.mkdir(parents=True, exist_ok=True)

@@ -30,26 +30,12 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.testing.workers import WorkerError, WorkerPool
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, local_state, weights, write_config
+from tests.hugging_face.saved import differences, live, local_state, weights, write_config
 from tests.hugging_face.test_directory import write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
-
-
-def live(state: State, device: str = "cpu", dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A module with parameters of these names, shapes and dtypes, whose values are others."""
-    root = torch.nn.Module()
-    for name, tensor in state.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in dict(module.named_children()):
-                module.add_module(part, torch.nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, torch.nn.Parameter(torch.full_like(tensor, -1, device=device, dtype=dtype)))
-    return root
 
 
 def held(model: torch.nn.Module) -> State:

@@ -29,13 +29,13 @@ def with_rule(**changes: Any) -> dict[str, Any]:
 
 def test_config_json_chooses_among_the_shipped_ones() -> None:
     """By its model_type; Mistral is mapped as Llama."""
-    expected = {"llama": "llama", "mistral": "llama", "mixtral": "mixtral", "gpt_neox": "gpt_neox"}
+    expected = {kind: kind for kind in ("llama", "qwen2", "qwen3", "mixtral", "gpt_neox")} | {"mistral": "llama"}
     assert expected == {kind: find_mapping(None, {"model_type": kind}).name for kind in expected}
 
 
 def test_a_model_without_a_mapping_is_named() -> None:
     """With what there are mappings for."""
-    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, mistral, mixtral.*mapping="):
+    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, mistral, mixtral, qwen2, qwen3.*mapping="):
         find_mapping(None, {"model_type": "bert"})
 
 
@@ -54,7 +54,7 @@ def test_a_users_file_is_a_mapping(tmp_path: Path) -> None:
 
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
     """The error lists the shipped ones, or says that a file is no JSON."""
-    with pytest.raises(InvalidArgument, match="neither one of gpt_neox, llama, megatron_llama, mixtral nor the path"):
+    with pytest.raises(InvalidArgument, match=r"neither one of gpt_neox, llama, .*, qwen3 nor the path"):
         find_mapping("lama", {})
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(InvalidArgument, match=r"broken\.json: not JSON"):

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
+from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
-from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import save_job
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import differences, live, save_job
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -24,19 +25,66 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 
+BIASES = {"bias": "attention_bias", "mlp_bias": "mlp_bias"}
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 8}, {"tp": 2, "qkv": "coalesced"}),
     "llama-gqa": ("LlamaConfig", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "linear", "copies": 2, "pp": 2}),
     "llama-gqa-fused": (
         "LlamaConfig", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "fused", "copies": 2, "hardware": "trn2"}
     ),
+    "llama-biases": (
+        "LlamaConfig", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, {"tp": 2, "pp": 2}
+    ),
     "llama-tied": ("LlamaConfig", {"num_key_value_heads": 2, "tie_word_embeddings": True}, {"tp": 2}),
     "mistral": ("MistralConfig", {"num_key_value_heads": 4, "sliding_window": 8}, {"tp": 2, "qkv": "linear"}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "linear", "copies": 2, "pp": 2}),
+    "qwen2-tied": ("Qwen2Config", {"num_key_value_heads": 4, "tie_word_embeddings": True}, {"tp": 2}),
+    "qwen3": (
+        "Qwen3Config", {"num_key_value_heads": 2, "head_dim": 8},
+        {"tp": 4, "qkv": "fused", "copies": 2, "hardware": "trn2"},
+    ),
+    "qwen3-biases": ("Qwen3Config", {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True}, {"tp": 2}),
     "mixtral": (
         "MixtralConfig", {"num_key_value_heads": 4, "num_local_experts": 4}, {"tp": 2, "ep": 2, "qkv": "linear"}
     ),
     "gpt-neox": ("GPTNeoXConfig", {}, {"tp": 2, "pp": 2}),
 }
+
+
+def random_model(name: str) -> Any:
+    """Of a case's config, every parameter random: also biases and norms, which start as zeros and ones."""
+    kind, changes, _ = CASES[name]
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def as_transformers_5_names_them(state: State) -> State:
+    """The names that transformers 5 gives the experts of its own Mixtral: files keep the older ones."""
+    found = {name: tensor for name, tensor in state.items() if "block_sparse_moe" not in name}
+    for layer in range(2):
+        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        gate, down, up = (
+            torch.stack([state[f"{theirs}.experts.{expert}.w{part}.weight"] for expert in range(4)])
+            for part in (1, 2, 3)
+        )
+        found[f"{ours}.gate.weight"] = state[f"{theirs}.gate.weight"]
+        found[f"{ours}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        found[f"{ours}.experts.down_proj"] = down
+    return found
+
+
+def exported(tag: Path, out: Path, **options: Any) -> Any:
+    """The model that transformers loads from an export, which must have every tensor and no other."""
+    export_checkpoint(tag, out, config=tag.parents[1] / "config", size_per_shard="20KB", **options)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    expected: dict[str, list[str]] = {key: [] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    assert expected == {key: sorted(report[key]) for key in expected}
+    return loaded
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -49,26 +97,41 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_the_same_logits_with_an_export(tmp_path: Path, name: str) -> None:
     """A random model, sharded and saved as NxD does, and exported: nothing missing, logits to the last bit."""
-    kind, changes, how = CASES[name]
-    config = getattr(transformers, kind)(**SIZES, **changes)
-    torch.manual_seed(7)
-    original = transformers.AutoModelForCausalLM.from_config(config)
+    _, changes, how = CASES[name]
+    original = random_model(name)
     original.config.save_pretrained(tmp_path / "config")
-    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    job = Job(Model(family, 2, 8, changes.get("num_key_value_heads", 8), 4, 48, 64, 4), **how)
+    family = {"mistral": "llama"}.get(original.config.model_type, original.config.model_type)
+    biases = {key: changes.get(option, family == "qwen2" and key == "bias") for key, option in BIASES.items()}
+    job = Job(Model(family, 2, 8, changes.get("num_key_value_heads", 8), 4, 48, 64, 4, **biases), **how)
     tag = save_job(tmp_path / "run", job, dict(original.state_dict()))
 
-    export_checkpoint(
-        tag,
-        tmp_path / "out",
-        config=tmp_path / "config",
-        kv_size_multiplier=job.copies,
-        hardware=job.hardware,
-        size_per_shard="20KB",
-    )
+    loaded = exported(tag, tmp_path / "out", kv_size_multiplier=job.copies, hardware=job.hardware)
 
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []} == {
-        key: sorted(report[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
     assert torch.equal(logits(original), logits(loaded))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_live_model_of_transformers_is_saved_exported_and_loaded(tmp_path: Path, name: str) -> None:
+    """On one rank, under its own names: what it saves is exported, and the export loads into a fresh one."""
+    original = random_model(name)
+    original.config.save_pretrained(tmp_path / "config")
+    save_checkpoint(tmp_path / "run", "step_1", original)
+    assert torch.equal(logits(original), logits(exported(tmp_path / "run" / "step_1", tmp_path / "out")))
+
+    fresh = transformers.AutoModelForCausalLM.from_config(original.config)
+    load_checkpoint(tmp_path / "out", model=fresh)
+    assert torch.equal(logits(original), logits(fresh))
+
+
+def test_mixtral_of_transformers_5_is_saved_exported_and_loaded(tmp_path: Path) -> None:
+    """Its module has the experts of a layer in two tensors, and its files do not."""
+    original = random_model("mixtral")
+    original.config.save_pretrained(tmp_path / "config")
+    state = as_transformers_5_names_them(dict(original.state_dict()))
+    save_checkpoint(tmp_path / "run", "step_1", dict(state))
+    assert torch.equal(logits(original), logits(exported(tmp_path / "run" / "step_1", tmp_path / "out")))
+
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    model = live(fresh)
+    load_checkpoint(tmp_path / "out", model=model)
+    assert [] == differences(state, dict(model.state_dict()))
