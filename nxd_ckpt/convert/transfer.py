@@ -13,7 +13,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage, Writer
-from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.local import LocalStorage, open_regular
 
 _PIECE = 8 * 2**20
 Progress = Callable[[int], None]
@@ -103,7 +103,7 @@ def sync(storage: Storage, key: str) -> None:
     """Make the bytes of a file durable that another process may have left in the page cache."""
     if not isinstance(storage, LocalStorage) or not storage.durable:
         return
-    fd = os.open(storage.path(key), os.O_RDONLY | os.O_CLOEXEC)
+    fd, _ = open_regular(storage.path(key))
     try:
         os.fsync(fd)
     finally:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nxd_ckpt.core.limits import DCP_METADATA
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.inert import GLOBALS
 from nxd_ckpt.formats.tensors import dtype_name
@@ -66,7 +67,7 @@ def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
         MalformedFile: not such metadata, or one that points outside the directory or to a missing file.
     """
     where = _inside(directory, METADATA)
-    root = _unpickle(files.storage.read(files.key(where)), f"{files.storage.url}/{files.key(where)}")
+    root = _unpickle(files.storage.read(files.key(where), DCP_METADATA), f"{files.storage.url}/{files.key(where)}")
     try:
         return _metadata(root, directory, files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn, Protocol
 
+from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.archive_list import Member, is_header_of
 from nxd_ckpt.storage.archive_members import find_members
-from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer, checked_length
 
 SUFFIX = ".tar"
 
@@ -101,8 +102,8 @@ class ArchiveStorage:
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "no such member", f"{self.url}/{key}") from None
 
-    def read(self, key: str) -> bytes:
-        data = bytearray(self._member(key).nbytes)
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        data = bytearray(checked_length(self._member(key).nbytes, limit, f"{self.url}/{key}"))
         self.read_into(key, 0, memoryview(data))
         return bytes(data)
 

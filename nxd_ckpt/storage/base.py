@@ -7,9 +7,13 @@ retries, latency and faults are wrappers around it. What a caller may rely on:
    on the disk. The *name* is only durable after :meth:`Storage.sync_dir` of the directory that holds it.
 2. :meth:`Storage.write` replaces at once: a reader sees the old bytes or the new ones, never a mixture.
 3. Where :attr:`Storage.renames` is true, :meth:`Storage.rename` is atomic and moves a whole directory.
-4. A missing key raises FileNotFoundError; reading past the end raises EOFError; every other failure is an OSError that
-   names the url and the key, never credentials.
-5. A :class:`Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile;
+4. A missing key raises FileNotFoundError; reading past the end raises EOFError. What is there, but cannot be what was
+   asked for, raises MalformedFile at once, and never blocks: a directory, FIFO, device or link that leads nowhere in
+   place of a file, a file in place of a directory, more bytes than :meth:`Storage.read` is to take, a key that leaves
+   the root. Every other failure is an OSError. All name the url and the key, never credentials.
+5. Nothing is written, moved or removed through a link below the root, so nothing outside of it. Links are followed to
+   read: a tag, or its files, may lie elsewhere.
+6. A :class:`Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile;
    where that cannot be, it raises OSError and never mixes two files.
 
 An object store (``renames`` is false) has keys and nothing else. There ``make_dir``, ``sync_dir`` and ``set_time`` do
@@ -20,6 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.errors import MalformedFile
 
 
 class Entry(NamedTuple):
@@ -68,7 +75,8 @@ class Storage(Protocol):
     concurrency: int
     """Reads at once that serve it well: one for each core of a local disk, more where each waits for a network."""
 
-    def read(self, key: str) -> bytes: ...
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        """All of a file that has at most ``limit`` bytes; raises MalformedFile for a longer one."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``offset`` on."""
@@ -118,3 +126,17 @@ class Storage(Protocol):
     def time(self, key: str) -> float: ...
 
     def set_time(self, key: str, seconds: float) -> None: ...
+
+
+def checked_length(nbytes: int, limit: int, where: str) -> int:
+    """``nbytes``, if it is at most ``limit``. Raises MalformedFile, naming the file ``where``."""
+    if nbytes > limit:
+        raise MalformedFile(f"{where} has {nbytes} bytes, such a file at most {limit}: it is not what its name says")
+    return nbytes
+
+
+def checked_key(key: str, where: str) -> str:
+    """``key``, if it is that of something below the root (or "", the root). Raises MalformedFile, naming ``where``."""
+    if key and ("\0" in key or any(part in ("", ".", "..") for part in key.split("/"))):
+        raise MalformedFile(f"{where}: the name {key!r:.200} leaves the directory; it is refused")
+    return key

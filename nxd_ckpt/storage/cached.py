@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
+from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.work_dir import default_work_dir, locked, opened
@@ -100,8 +101,8 @@ class CachedStorage:
     def _at(self, key: str) -> Storage:
         return self._copies if key in self._fetched else self.inner
 
-    def read(self, key: str) -> bytes:
-        return self._at(key).read(key)
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return self._at(key).read(key, limit)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self._at(key).read_into(key, offset, buffer)

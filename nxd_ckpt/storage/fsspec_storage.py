@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
+from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer, checked_key, checked_length
 from nxd_ckpt.storage.fsspec_files import FsspecReader, StreamWriter, WholeWriter
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Limits, Throttle
@@ -82,9 +83,10 @@ class FsspecStorage:
         self._serial: Any = _memory if self._in_memory else contextlib.nullcontext()
 
     def path(self, key: str) -> str:
-        return f"{self.root}/{key}" if key else self.root
+        return f"{self.root}/{checked_key(key, self.url)}" if key else self.root
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        checked_length(self.size(key), limit, f"{self.url}/{key}")
         with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key)))
 
@@ -130,7 +132,7 @@ class FsspecStorage:
                 return []
             own = self.path(key).strip("/")
             if any(info["name"].strip("/") == own and info["type"] != "directory" for info in found):
-                raise NotADirectoryError(f"{self.url}/{key}: a file, where a directory is expected")
+                raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
             below = ((info["name"].rstrip("/"), info["type"] == "directory") for info in found)
             # Some stores list the directory's own marker as well.
             return sorted(Entry(name.rpartition("/")[2], is_dir) for name, is_dir in below if name.strip("/") != own)
@@ -213,7 +215,7 @@ class FsspecStorage:
                 yield
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.url}/{key}: not found") from error
-        except NotADirectoryError:
+        except CheckpointError:
             raise
         except Exception as error:
             raise _as_os_error(error, f"{self.url}/{key}") from error

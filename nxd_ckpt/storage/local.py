@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from nxd_ckpt.storage.base import Entry, Reader, Writer
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.storage.base import Entry, Reader, Writer, checked_key, checked_length
 
 
 class LocalStorage:
@@ -28,10 +30,10 @@ class LocalStorage:
         self.concurrency = min(_cores(), 8)
 
     def path(self, key: str) -> Path:
-        return self.root / key if key else self.root
+        return self.root / checked_key(key, self.url) if key else self.root
 
-    def read(self, key: str) -> bytes:
-        return self.path(key).read_bytes()
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return _read(self.path(key), limit)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with closing(self.open(key)) as reader:
@@ -41,7 +43,7 @@ class LocalStorage:
         return _LocalReader(self.path(key))
 
     def size(self, key: str) -> int:
-        return self.path(key).stat().st_size
+        return _stat(self.path(key), stat.S_IFREG).st_size
 
     def is_dir(self, key: str) -> bool:
         return self.path(key).is_dir()
@@ -50,11 +52,16 @@ class LocalStorage:
         return self.path(key).is_file()
 
     def list(self, key: str = "") -> list[Entry]:
+        path = self.path(key)
         try:
-            with os.scandir(self.path(key)) as entries:
-                return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
+            with os.scandir(path) as entries:
+                return sorted(Entry(entry.name, _is_dir(entry)) for entry in entries)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise MalformedFile(f"{path} is a file, or a link that leads nowhere, expected a directory") from error
+            raise
 
     def write(self, key: str, data: bytes) -> None:
         temporary = self._write_aside(key, data)
@@ -81,26 +88,27 @@ class LocalStorage:
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         # Taken aside, by one of those who try; if it is not what was expected after all, it goes back.
-        path = self.path(key)
+        path = self._own(key)
         aside = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         try:
             os.rename(path, aside)
         except FileNotFoundError:
             return False
         try:
-            found = aside.read_bytes()
+            found = _read(aside, DOCUMENT)
         finally:
             aside.unlink(missing_ok=True)
         as_expected = found == expected
         return self.link_new(key, data if as_expected else found) and as_expected
 
     def create(self, key: str, nbytes: int) -> Writer:
-        path = self.path(key)
+        path = self._own(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         return _LocalWriter(path, nbytes, self.durable)
 
     def make_dir(self, key: str) -> None:
-        path = self.path(key)
+        path = self._own(key)
+        _refuse_links([path] if key else [])
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for folder in missing:
@@ -111,13 +119,14 @@ class LocalStorage:
 
     def rename(self, source: str, target: str) -> None:
         # rename(2) replaces an empty directory or a file silently; this contract does not.
-        if self.path(target).exists():
-            raise FileExistsError(f"cannot rename {self.path(source)} to {self.path(target)}: it exists")
-        self.path(target).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(self.path(source), self.path(target))
+        old, new = self._own(source), self._own(target)
+        if os.path.lexists(new):
+            raise FileExistsError(f"cannot rename {old} to {new}: it exists")
+        new.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(old, new)
 
     def remove(self, key: str) -> None:
-        path = self.path(key)
+        path = self._own(key)
         try:
             is_dir = stat.S_ISDIR(path.lstat().st_mode)
         except FileNotFoundError:
@@ -131,10 +140,16 @@ class LocalStorage:
         """Nothing: what is unfinished lies among the files, and goes with them."""
 
     def time(self, key: str) -> float:
-        return self.path(key).stat().st_mtime
+        return _stat(self.path(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
 
     def set_time(self, key: str, seconds: float) -> None:
-        os.utime(self.path(key), (seconds, seconds))
+        os.utime(self._own(key), (seconds, seconds), follow_symlinks=False)
+
+    def _own(self, key: str) -> Path:
+        """The path of a key that is about to change: it lies below the root itself, and not behind a link."""
+        path = self.path(key)
+        _refuse_links(path.parents[: key.count("/")])
+        return path
 
     def _sync(self, folder: Path) -> None:
         if not self.durable:
@@ -160,7 +175,7 @@ class LocalStorage:
 
     def _write_aside(self, key: str, data: bytes) -> Path:
         """``data`` in a file of its own beside ``key``: written, its length checked, synced."""
-        path = self.path(key)
+        path = self._own(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         writer = _LocalWriter(temporary, len(data), self.durable)
@@ -177,12 +192,89 @@ _NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EX
 """What file systems without hard links (FAT, mounted object stores) answer to link(2)."""
 
 
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """A descriptor to read a file from, and its size in bytes. Opening a FIFO would block: this never does.
+
+    Raises:
+        MalformedFile: it is no regular file, nor a link to one.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise _of_path(error, path) from error
+    try:
+        return fd, _checked(os.fstat(fd), path, stat.S_IFREG).st_size
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _read(path: Path, limit: int) -> bytes:
+    fd, nbytes = open_regular(path)
+    with open(fd, "rb", buffering=0) as file:
+        checked_length(nbytes, limit, str(path))
+        return file.readall()
+
+
+def _stat(path: Path, *kinds: int) -> os.stat_result:
+    """What stat(2) says. Raises MalformedFile for what is of none of these kinds."""
+    try:
+        return _checked(path.stat(), path, *kinds)
+    except OSError as error:
+        raise _of_path(error, path) from error
+
+
+def _checked(found: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind not in kinds:
+        raise MalformedFile(f"{path} is {_KINDS.get(kind, 'something else')}, expected {_KINDS[kinds[0]]}")
+    return found
+
+
+def _of_path(error: OSError, path: Path) -> Exception:
+    """What is to be raised for an error of opening a file."""
+    if error.errno == errno.ENOTDIR:  # a file stands where one of its directories should
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOENT and path.is_symlink()):
+        what = "a socket" if error.errno == errno.ENXIO else f"a link that leads nowhere ({error.strerror})"
+        return MalformedFile(f"{path} is {what}, expected a file")
+    return error
+
+
+def _refuse_links(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if folder.is_symlink():
+            raise OSError(
+                errno.ELOOP,
+                "is a link: nothing is written, moved or removed through one, as it may lead out of the directory; put "
+                "what it leads to in its place, or remove it",
+                str(folder),
+            )
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or into a directory that is not ours to look into
+        return False
+
+
 class _LocalReader:
     """Neighbouring ranges share a system call, what lies between them (headers of small records) is read along."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd, _ = open_regular(path)
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         for offset, buffers in _runs(ranges):

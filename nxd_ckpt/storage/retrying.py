@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 
 TRANSIENT = (ConnectionError, TimeoutError, BlockingIOError)
@@ -25,8 +26,8 @@ class RetryingStorage:
         self.inner, self._retries, self._sleep = inner, retries, sleep
         self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
 
-    def read(self, key: str) -> bytes:
-        return self.repeated(lambda: self.inner.read(key))
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return self.repeated(lambda: self.inner.read(key, limit))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.repeated(lambda: self.inner.read_into(key, offset, buffer))

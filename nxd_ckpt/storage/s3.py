@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import Entry, Reader, Writer
 from nxd_ckpt.storage.s3_bucket import Bucket, S3Options
 from nxd_ckpt.storage.s3_conditions import put_if
@@ -47,8 +48,8 @@ class S3Storage:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.url = bucket, bucket.url
 
-    def read(self, key: str) -> bytes:
-        return read_object(self._bucket, key)[0]
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return read_object(self._bucket, key, limit)[0]
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with closing(self.open(key)) as reader:
@@ -82,7 +83,7 @@ class S3Storage:
             # Some tools make an empty object that stands for the directory.
             found += [Entry(name, False) for name in files if name] + [Entry(name, True) for name in folders if name]
         if not found and self.is_file(key):
-            raise NotADirectoryError(f"{self.url}/{key}: a file, where a directory is expected")
+            raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
         return sorted(found)
 
     def write(self, key: str, data: bytes) -> None:

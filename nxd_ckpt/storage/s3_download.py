@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.storage.base import checked_length
 from nxd_ckpt.storage.ranges import HOLE, Range, Run, runs
 from nxd_ckpt.storage.s3_bucket import Bucket
 from nxd_ckpt.storage.s3_conditions import wait_before_retry
@@ -20,11 +22,11 @@ class Replaced(OSError):
     """The object is not the one any more that was opened."""
 
 
-def read_object(bucket: Bucket, key: str) -> tuple[bytes, str]:
-    """All of an object, and its ETag; the newer one where it was replaced meanwhile."""
+def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes, str]:
+    """All of an object, and its ETag; the newer one where it was replaced meanwhile. Raises as Storage.read."""
     for tries in range(_TRIES):
         reader = S3Reader(bucket, key)
-        memory = bytearray(reader.nbytes)
+        memory = bytearray(checked_length(reader.nbytes, limit, f"{bucket.url}/{key}"))
         try:
             reader.read_ranges([(0, memoryview(memory))])
         except Replaced:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from nxd_ckpt.storage.base import Entry, Reader, Writer
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.storage.base import Entry, Reader, Writer, checked_length
 
 
 @dataclass
@@ -52,18 +53,20 @@ class MemoryStorage:
         with self._store.lock:
             return sorted(writer.key for writer in self._store.writers)
 
-    def read(self, key: str) -> bytes:
-        return self._file(key)[0]
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        data = self._file(key)[0]
+        checked_length(len(data), limit, f"{self.url}/{key}")
+        return data
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with closing(self.open(key)) as reader:
             reader.read_ranges([(offset, buffer)])
 
     def open(self, key: str) -> Reader:
-        return _MemoryReader(f"{self.url}/{key}", self.read(key))
+        return _MemoryReader(f"{self.url}/{key}", self._file(key)[0])
 
     def size(self, key: str) -> int:
-        return len(self.read(key))
+        return len(self._file(key)[0])
 
     def is_dir(self, key: str) -> bool:
         with self._store.lock:

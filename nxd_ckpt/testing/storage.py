@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 
 
@@ -41,9 +42,9 @@ class HookedStorage:
         self.inner, self.hook = inner, hook
         self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         self.hook(Operation("read", key))
-        return self.inner.read(key)
+        return self.inner.read(key, limit)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.hook(Operation("read_into", key, len(buffer)))
