@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
 def _open(path: str, args: argparse.Namespace) -> Checkpoint:
     from nxd_ckpt.checkpoint import open_checkpoint
     from nxd_ckpt.cli.tags import locate
+    from nxd_ckpt.storage.urls import options_for
 
-    options = nested(args.storage_option)
+    options = options_for(path, nested(args.storage_option))
     directory, tag = locate(path, None, options)
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
     if checkpoint.manifest is not None or not (args.partitions or args.param_names):

@@ -11,7 +11,7 @@ from nxd_ckpt.convert.places import Options
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.layout.hugging_face import CONFIG
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import directory_and_name, open_storage
+from nxd_ckpt.storage.urls import directory_and_name, open_storage, options_for
 
 _MODEL = (CONFIG, "generation_config.json")
 _TOKENIZER = (
@@ -84,7 +84,7 @@ def _retyped(file: ModelFile, dtype: str) -> ModelFile:
 
 def _open(path: str, options: Options | None) -> tuple[Storage, str]:
     directory, name = directory_and_name(path)
-    return open_storage(directory, storage_options=options), name
+    return open_storage(directory, storage_options=options_for(directory, options)), name
 
 
 def _matching(storage: Storage, folder: str, patterns: Iterable[str]) -> Iterator[ModelFile]:

@@ -57,7 +57,7 @@ def convert_zero1(
             process's own business, on one rank of a running job too.
         optim_only: leave out everything but the optimizer.
         overwrite: replace an existing checkpoint at ``output_dir``, after the conversion has succeeded.
-        storage_options: what URLs are opened with; secrets stay in memory.
+        storage_options: what URLs are opened with, of those that the call names; secrets stay in memory.
         output_options: the same for ``output_dir``, if it needs others.
         durable: fsync everything before the result becomes visible.
         timeout: seconds without progress until another rank counts as lost.

@@ -76,6 +76,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _scheme(os.fspath(path)) not in ("", "file", "local")
 
 
+def options_for(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What this one of several places is opened with that options were given for: a local path has none."""
+    return options if is_url(path) else None
+
+
 def local_path(path: str | os.PathLike[str]) -> str:
     """The path of a local directory, given as itself or as ``file://`` URL.
 

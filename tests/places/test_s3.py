@@ -21,12 +21,24 @@ import torch
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import convert_zero1, copy_checkpoint, pack_checkpoint, reshard
+from nxd_ckpt.convert import (
+    convert_zero1,
+    copy_checkpoint,
+    export_checkpoint,
+    from_dcp,
+    import_checkpoint,
+    pack_checkpoint,
+    reshard,
+    to_dcp,
+    unshard_checkpoint,
+)
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.verify import verify_checkpoint
 from tests.convert.tags import contents, optimizers, plainly, save_example, sharded, whole
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import save_job, write_config
 from tests.layout.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -235,6 +247,25 @@ def test_the_command_takes_urls(bucket: Bucket, tmp_path: Path, capsys: pytest.C
         ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
         assert (0, "") == (ended.returncode, ended.stderr)
         assert [] == json.loads(ended.stdout)["problems"]
+
+
+def test_options_are_for_what_is_a_url(bucket: Bucket, tmp_path: Path) -> None:
+    """Beside them a tag, an output, config and tokenizer may be local, or URLs too."""
+    job = Job(Model(heads=4))
+    config = write_config(tmp_path / "config", job.model.config)
+    (tmp_path / "config" / "tokenizer.json").write_text("{}")
+    tag, url, options = save_job(tmp_path / "run", job, job.model.state()), bucket.url, bucket.options
+    export_checkpoint(tag, f"{url}/hf", config=config, tokenizer=config.parent, storage_options=options)
+    export_checkpoint(tag, tmp_path / "hf", config=f"{url}/hf", tokenizer=f"{url}/hf", storage_options=options)
+    import_checkpoint(f"{url}/hf", tmp_path / "run" / "back", config=f"file://{config}", storage_options=options)
+    import_checkpoint(tmp_path / "hf", f"{url}/imported", config=config, storage_options=options)
+    assert 0 == main(["diff", str(tmp_path / "run" / "back"), f"{url}/imported", *bucket.words])
+    assert 0 == main(["diff", f"{url}/imported", f"file://{tmp_path}/run/back", *bucket.words])
+    to_dcp(tag, f"{url}/dcp", storage_options=options)
+    from_dcp(f"{url}/dcp", tmp_path / "run" / "from_dcp", storage_options=options)
+    unshard_checkpoint(f"{url}/imported", tmp_path / "unsharded", storage_options=options)
+    for copy in ("back", "from_dcp"):
+        assert () == verify_checkpoint(tmp_path / "run", copy).problems
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
