@@ -6,11 +6,12 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.crew import joined
+from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
 from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
@@ -124,7 +125,8 @@ def export_checkpoint(
 
     Raises:
         KeyMismatch: names that no rule maps, with the closest rules; or tensors that the tag lacks.
-        ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json and mapping.
+        ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json and mapping, or copies
+            of key-value heads that differ.
         DtypeMismatch: a value does not fit into ``dtype``.
         InvalidArgument: arguments that cannot be, or an ``out`` that must not be touched.
         PartNotFound, OptimizerMismatch: the optimizer was not saved, or nothing says whose its state is.
@@ -136,13 +138,13 @@ def export_checkpoint(
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
 
-    def prepare() -> _Job:
+    def prepare(converted: bool = False) -> _Job:
         source = locate_input(tag, storage_options)
         target = place_of(out, "output", written_with(storage_options, output_options))
         refuse_overlap(source, target)
         files = [] if config is None else read_config(os.fspath(config), storage_options)
         chosen = find_mapping(mapping, config_in(files))
-        sizes = chosen.sizes(config_in(files), kv_size_multiplier, hardware)
+        sizes = replace(chosen.sizes(config_in(files), kv_size_multiplier, hardware), converted=converted)
         if tokenizer is not None:
             files += read_tokenizer(os.fspath(tokenizer), storage_options)
         opened = _open(source)
@@ -154,6 +156,11 @@ def export_checkpoint(
         job = on_all(agreement, prepare)
         if dry_run:
             return on_all(agreement, job.summary)
+        by_converter = partial(prepare, converted=True)
+        if kv_size_multiplier > 1 and decided_by_rank0(
+            agreement, lambda: are_converted(job.opened, job.mapped, lambda: by_converter().mapped)
+        ):
+            job = on_all(agreement, by_converter)
         output = on_all(agreement, lambda: _ready(job, overwrite, durable))
         _write(job, output, agreement, progress)
         if agreement.rank == 0:

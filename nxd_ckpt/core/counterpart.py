@@ -40,7 +40,15 @@ class Counterpart:
     @property
     def once(self) -> tuple[Piece, ...]:
         """The pieces, of several copies the first one: each element of the Hugging Face tensor once."""
-        return tuple({piece.local: piece for piece in reversed(self.pieces)}.values())[::-1]
+        return self.copies[0]
+
+    @property
+    def copies(self) -> list[tuple[Piece, ...]]:
+        """The pieces copy by copy: each has every element of the Hugging Face tensor once."""
+        places: dict[Box, list[Piece]] = {}
+        for piece in self.pieces:
+            places.setdefault(piece.local, []).append(piece)
+        return list(zip(*places.values(), strict=True))
 
 
 def counterparts(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[Counterpart]:

@@ -10,6 +10,9 @@ place depends on the hardware (source: NxD's ``modules.qkv_linear`` and ``script
     trn2: copies are neighbours                    K0 K0 K1 K1      Q0 Q1 Q2 Q3
 
 Both orders are NxD's whatever the number of ranks; each rank holds an equal part of the places.
+
+NxD's converter repeats k and v for trn2 as it does for trn1 (K0 K1 K0 K1), while it leaves query heads in their order:
+what it writes for trn2 is *converted*, a third order, which no layer of NxD's computes with.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Heads:
     head_dim: int
     copies: int = 1
     hardware: str = "trn1"
+    converted: bool = False
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.copies) < 1:
@@ -64,7 +68,8 @@ class Heads:
         return _runs(map(self._query_block, places), self.heads // len(places) * self.head_dim)
 
     def _kv_head(self, place: int) -> int:
-        return place % self.kv_heads if self.hardware == "trn1" else place // self.copies
+        interleaved = self.hardware == "trn1" or self.converted
+        return place % self.kv_heads if interleaved else place // self.copies
 
     def _query_block(self, place: int) -> int:
         """The block of query heads at ``place``; those that attend to one key-value head are ``copies`` blocks."""

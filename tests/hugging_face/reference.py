@@ -113,7 +113,8 @@ class Job:
     """How NxD trains a :class:`Model`.
 
     ``qkv`` is "separate" (q_proj, k_proj, v_proj), "linear" (weight_q, weight_k, weight_v), "fused" (weight_qkv) or
-    "coalesced" (one ColumnParallelLinear, with as many key-value heads as heads). ``copies`` is kv_size_multiplier.
+    "coalesced" (one ColumnParallelLinear, with as many key-value heads as heads). ``copies`` is kv_size_multiplier;
+    ``converted`` copies lie as NxD's converter writes them, for trn2 too.
     """
 
     model: Model
@@ -124,6 +125,7 @@ class Job:
     fused_mlp: bool = True
     copies: int = 1
     hardware: str = "trn1"
+    converted: bool = False
     padded_vocab: int | None = None
 
     def rank(self, state: State, tp_rank: int = 0, ep_rank: int = 0) -> State:
@@ -153,7 +155,7 @@ class Job:
 
     def _kv_copies(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of k or v, as often as NxD keeps them."""
-        if self.hardware == "trn1":
+        if self.hardware == "trn1" or self.converted:
             return torch.cat([tensor] * self.copies)
         heads = tensor.reshape(self.model.kv_heads, -1, *tensor.shape[1:])
         return torch.cat([head for head in heads for _ in range(self.copies)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nxd_ckpt.convert import export_checkpoint, shard_writer
 from nxd_ckpt.convert.export import Export
@@ -72,11 +74,13 @@ def test_checkpoints_of_old_versions_are_exported(tmp_path: Path) -> None:
     assert [] == differences(state, weights(tmp_path / "out"))
 
 
-@given(job=jobs())
+@given(job=jobs(), converted=st.booleans())
 @settings(max_examples=15)
-def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
-    """Random sizes, numbers of heads and copies, written as NxD writes them, in windows that cut through tensors."""
+def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job, converted: bool) -> None:
+    """Random sizes, numbers of heads and copies, written as NxD writes them or its converter, in windows that cut
+    through tensors."""
     directory, state = tmp_path_factory.mktemp("any"), job.model.state()
+    job = replace(job, converted=converted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_writer, "_WINDOW", 64)
         export(write_as_nxd(directory / "run", job, state), directory / "out", job, size_per_shard=500)

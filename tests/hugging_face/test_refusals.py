@@ -48,7 +48,7 @@ def refused(
 @pytest.mark.parametrize(
     ("kind", "complaint", "options"),
     [
-        (TopologyMismatch, "ranks 0 and 1 hold the same of .*weight_k, but .*'trn2'", {"hardware": "trn2"}),
+        (TopologyMismatch, "copies of a key-value head in .*weight_k differ, .*'trn2'", {"hardware": "trn2"}),
         (ShapeMismatch, "weight_k.*kv_size_multiplier=1", {"kv_size_multiplier": 1}),
         (InvalidArgument, "8 query heads cannot be divided", {"kv_size_multiplier": 3}),
         (InvalidArgument, "hardware must be one of trn1, trn2", {"hardware": "inf2"}),

@@ -48,7 +48,7 @@ class MappedTag:
         master_weights: bool = False,
         param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
-        self._opened, self._mapping, self._sizes = opened, mapping, sizes
+        self._opened, self._mapping, self.sizes = opened, mapping, sizes
         self._prefers_masters, self.entries = master_weights, OptimizerEntries(opened, param_names)
         self._trees: dict[Coordinates, dict[str, Any]] = {}
 
@@ -76,7 +76,7 @@ class MappedTag:
     def missing(self) -> list[str]:
         """Hugging Face tensors that every such model has, and the tag does not."""
         held = {tensor.name for tensor in self.tensors}
-        return [name for name in self._mapping.required(self._sizes) if name not in held]
+        return [name for name in self._mapping.required(self.sizes) if name not in held]
 
     def require_all(self) -> None:
         """Prove that this is the tag of such a model, as far as names and digests tell; reads no tensor.
@@ -127,7 +127,7 @@ class MappedTag:
         found: dict[str, HfTensor] = {}
         for match in self._mapping.split(self._stages)[0]:
             source = self._source(match)
-            for one in counterparts(match, source.shape, self._sizes):
+            for one in counterparts(match, source.shape, self.sizes):
                 if one.name in found:
                     raise IncompatibleState(
                         f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
@@ -161,14 +161,14 @@ class MappedTag:
         tp = self._opened.topology.tp
         whole = self._whole(match, shape, tp)
         # A vocabulary that every rank holds all of was never cut.
-        partition = partition_of(match, whole, self._sizes, 1 if whole == shape else tp)
+        partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
         return NxdTensor(match, pp_rank, dtype, shape, whole, partition)
 
     def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
         rule, shape = match.rule, list(local)
         if rule.dim is not None and rule.dim < len(shape):
             rows = rule.members[0].rows
-            if rows is None or shape[rule.dim] < self._sizes.get(rows):
+            if rows is None or shape[rule.dim] < self.sizes.get(rows):
                 shape[rule.dim] *= tp
         if rule.stacked is not None and shape:
             shape[0] *= self._opened.topology.ep
@@ -176,7 +176,7 @@ class MappedTag:
 
     def _is_left_out(self, tensor: HfTensor) -> bool:
         """Whether it is tied to another one that files hold in its place."""
-        tied = self._mapping.tied if self._mapping.are_tied(self._sizes) else {}
+        tied = self._mapping.tied if self._mapping.are_tied(self.sizes) else {}
         other = self._mapped.get(tied.get(tensor.name, ""))
         if other is None:
             return False
@@ -225,7 +225,7 @@ class MappedTag:
         """
         members = [
             (one.name, piece)
-            for one in counterparts(source.match, source.shape, self._sizes)
+            for one in counterparts(source.match, source.shape, self.sizes)
             for piece in one.pieces
         ]
         first: dict[Any, tuple[int, Any]] = {}
@@ -239,7 +239,7 @@ class MappedTag:
                 raise TopologyMismatch(
                     f"{self._opened.where}: by the mapping, tensor-parallel ranks {other} and {tp_rank} hold the same "
                     f"of {source.name}, but they saved other values; are kv_size_multiplier="
-                    f"{self._sizes.kv_size_multiplier}, hardware={self._sizes.hardware!r} and the mapping those of the "
+                    f"{self.sizes.kv_size_multiplier}, hardware={self.sizes.hardware!r} and the mapping those of the "
                     "job that saved it?"
                 )
 
