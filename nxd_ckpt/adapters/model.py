@@ -1,4 +1,4 @@
-"""Models: the names, tensors and specifications that a module (NxD's wrappers included) or a state dict holds."""
+"""Models: the names, tensors and specifications that a module or a state dict holds."""
 
 from __future__ import annotations
 
@@ -24,28 +24,14 @@ from nxd_ckpt.adapters.parameters import (
 from nxd_ckpt.adapters.state import ModelState, StateTensor, frozen
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 
 logger = logging.getLogger(__name__)
 
 _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
-
-
-def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
-    """The adapter of ``model``: a module, an NxD wrapper, or a dict of tensors. For one save or one load.
-
-    With ``may_be_meta``, for a load that calls :meth:`ModelAdapter.materialize`, tensors may be on the meta device.
-    Raises InvalidArgument for anything else.
-    """
-    if isinstance(model, dict):
-        return DictModel(model, may_be_meta)
-    if callable(getattr(model, "state_dict", None)):
-        return ModuleModel(model, may_be_meta)
-    raise InvalidArgument(
-        f"model must be a torch.nn.Module, an NxD model or a state dict, found {type(model).__name__}"
-    )
 
 
 class ModelAdapter:
@@ -59,8 +45,8 @@ class ModelAdapter:
 
         Raises UnsupportedState, naming the tensor, for DTensor, SPMD, meta and sparse ones.
         """
-        ties, tensors = self._ties, self._tensors
-        tree = frozen(self._live)
+        ties, tensors, kept = self._ties, self._tensors, self.kept()
+        tree = frozen({name: self._live[live] for name, live in kept.items()} | self.notes())
 
         def describe() -> dict[Path, StateTensor]:
             described = {}
@@ -68,12 +54,32 @@ class ModelAdapter:
                 name = "/".join(map(str, path))
                 spec = state.parameters.get(name)
                 expert = spec is not None and spec.partition.expert
-                described[path] = StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
+                described[path] = StateTensor(f"model/{name}", spec, tie=ties.get(kept.get(name, name)), expert=expert)
             return described
 
+        def specify() -> dict[str, ParameterSpec]:
+            specs = self.parameters(tp)
+            return {name: specs[live] for name, live in kept.items() if live in specs}
+
         grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties
-        state = ModelState(tree, describe, grounds, lambda: self.parameters(tp))
+        state = ModelState(tree, describe, grounds, specify)
         return state
+
+    def kept(self) -> dict[str, str]:
+        """What a save keeps: by the name that it gets, the live name."""
+        return {name: name for name in self._live}
+
+    def notes(self) -> dict[str, Any]:
+        """What a save keeps beside, which no load puts anywhere."""
+        return {}
+
+    def partitions(self, tp: int) -> dict[str, Partition]:
+        """How parameters are cut whose own attributes tell it wrong, by name."""
+        return {}
+
+    def base_names(self) -> dict[str, str]:
+        """Live names that a tag of the model as it was before it was wrapped has under others: those, by the live."""
+        return {}
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
         """The parameters and buffers that this rank holds, by name. Raises as :meth:`capture`."""
@@ -110,7 +116,7 @@ class ModelAdapter:
         """
         ties = self._ties
         given = {ties.get(name, name) for name in saved}
-        missing = [name for name in self._live if ties.get(name, name) not in given]
+        missing = [name for name in self.expected(saved) if ties.get(name, name) not in given]
         if ignores is not None:
             missing = [name for name in missing if not ignores(name)]
         unexpected = [name for name in saved if name not in self._live]
@@ -124,6 +130,10 @@ class ModelAdapter:
             if not _is_extra_state(name):
                 _check_form(name, saved[name], self._live[name])
         return names
+
+    def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
+        """The live names that ``saved`` must have, to be all of such a model."""
+        return self._live
 
     def assign(self, name: str, value: Any) -> None:
         """Overwrite what ``name`` is live with a CPU tensor (or other value) that :meth:`validate` accepted.
@@ -185,15 +195,23 @@ class ModuleModel(ModelAdapter):
 
     def __init__(self, model: Any, may_be_meta: bool = False) -> None:
         local = getattr(model, "local_state_dict", None)
+        self._is_stage = callable(local)
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
-        live = local(keep_vars=True) if callable(local) else model.state_dict(keep_vars=True)
+        live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
         super().__init__(dict(live), may_be_meta)
         self._model = model
-        self._modules = list(model.local_modules()) if callable(local) else [model]
+        self._modules = list(model.local_modules()) if self._is_stage else [model]
 
     @cached_property
     def _held(self) -> set[int]:
         return {id(held) for module in self._modules for held in (*module.parameters(), *module.buffers())}
+
+    def parameter_names(self) -> dict[int, str]:
+        """Also of parameters that ``state_dict()`` leaves out: an optimizer may hold them."""
+        names = super().parameter_names()
+        for name, own in ({} if self._is_stage else _own(self._model)).items():
+            names.setdefault(id(own), name)
+        return names
 
     def on_meta(self) -> dict[int, str]:
         found = super().on_meta()
@@ -242,6 +260,39 @@ class DictModel(ModelAdapter):
             copy_in(self._live[name], value)
         else:
             self._live[name] = value
+
+
+def _state_with_identity(model: Any) -> dict[str, Any]:
+    """The state dict of ``model``, with parameters and buffers themselves where it gives detached ones.
+
+    A wrapper's own ``state_dict`` may not know ``keep_vars``, or not pass it on.
+    """
+    try:
+        state = model.state_dict(keep_vars=True)
+    except TypeError:
+        state = model.state_dict()
+    own = _own(model)
+    return {name: own[name] if _is_detached(value, own.get(name)) else value for name, value in state.items()}
+
+
+def _own(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, tied ones by all of theirs where the model tells."""
+    if not hasattr(model, "named_parameters"):
+        return {}
+    try:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+    except TypeError:  # a wrapper's own
+        parameters = dict(model.named_parameters())
+    return {**parameters, **dict(model.named_buffers())}
+
+
+def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
+    """Whether ``value`` is the tensor ``own``, but another object. On XLA its name must be enough."""
+    if own is None or not isinstance(value, torch.Tensor) or value is own or form_of(value) != form_of(own):
+        return False
+    if own.device.type != "cpu" or own.numel() == 0:
+        return value.device == own.device
+    return memory_of(value) == memory_of(own)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

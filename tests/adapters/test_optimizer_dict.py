@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.adapters.state import StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxd_ckpt.adapters import torch_xla as xla
-from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from tests.adapters.doubles import plain, read

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.api import finalize_checkpoint
 from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index
 from nxd_ckpt.core.votes import Verdict, Vote
@@ -147,7 +148,7 @@ def planned(path: Path, topology: Topology, count: int, *, verify: bool = True) 
     def plan(storage: HookedStorage) -> None:
         opened = open_complete_tag(storage, choose_tag(storage, "t"))
         options = LoadOptions(verify=verify, param_names=[list(model_of(count))])
-        open_source(opened, topology, model_of(count), {}, options, Filter(options)).trees()
+        open_source(opened, topology, open_model(model_of(count)), {}, options, Filter(options)).trees()
 
     return operations(LocalStorage(path), plan)
 
@@ -180,7 +181,7 @@ def test_in_a_store_planning_asks_nothing_for_each_tensor() -> None:
         log: list[Operation] = []
         opened = open_complete_tag(HookedStorage(store, recording(log)), "t")
         options = LoadOptions(verify="reading")
-        open_source(opened, Topology(), model_of(count), None, options, Filter(options)).trees()
+        open_source(opened, Topology(), open_model(model_of(count)), None, options, Filter(options)).trees()
         counts.append(len(log))
     assert counts[0] == counts[1]
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index, load_index
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.layout import names
@@ -68,7 +69,7 @@ def many_tensors(directory: Path, count: int) -> dict[str, float]:
     clock("index dump", lambda: dump_index(index))
     opened = clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "second")))
     options = LoadOptions()
-    clock("load plan", lambda: open_source(opened, here, state, None, options, Filter(options)).trees())
+    clock("load plan", lambda: open_source(opened, here, open_model(state), None, options, Filter(options)).trees())
     return clock.seconds
 
 

@@ -82,6 +82,23 @@ class Unmatched:
             yield f"prefix={self._prefix!r}: no name in the checkpoint begins with it; there are {shown or 'none'}"
 
 
+def refuse_unmatched(agreement: Agreement, topology: Topology, matches: bool, problem: str | None) -> None:
+    """Raise KeyMismatch, with a rank's ``problem``, if there is one and no rank ``matches``: without strict too, a load
+    that finds nothing is of another model."""
+    words = agreement.gather([matches, problem])
+
+    def decide() -> None:
+        found, problems = zip(*(words or [[matches, problem]]), strict=True)
+        one_of_several_stages = agreement.world_size < topology.world_size and topology.pp > 1
+        if any(problems) and not any(found) and not one_of_several_stages:
+            raise KeyMismatch(
+                f"no name in the checkpoint is one of the model: {next(filter(None, problems))}. Is it this model's? "
+                "key_mapping= and prefix= say what its tensors are called in the checkpoint"
+            )
+
+    decided_by_rank0(agreement, decide)
+
+
 def _refuse_different(choices: Iterable[Sequence[str] | None]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, choice in enumerate(choices):

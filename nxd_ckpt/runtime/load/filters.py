@@ -42,6 +42,7 @@ class Filter:
         given = options.ignore_keys
         self.renaming = Renaming(options.key_mapping or {}, options.prefix)
         self.renaming.validate()
+        self._is_given = bool(self.renaming)
         self.globs = [] if given is None or callable(given) else _globs(given)
         self._choose = given if callable(given) else None
         self._weights_only = _BESIDE_THE_MODEL if options.load_weights_only else ()
@@ -53,12 +54,24 @@ class Filter:
 
     def __bool__(self) -> bool:
         """Whether there are names to agree on."""
-        return bool(self.renaming or self.globs or self._choose)
+        return bool(self._is_given or self.globs or self._choose)
 
     @property
     def is_selective(self) -> bool:
         """Whether anything is left out."""
         return bool(self._ignored)
+
+    def know_base_names(self, live_to_base: Mapping[str, str], saved: Collection[str]) -> None:
+        """From here on, those of the live names that a tag with these ``saved`` names lacks are looked for under their
+        base names, if it has those; what ``key_mapping`` says counts more."""
+        mapping, prefix = self.renaming.key_mapping, self.renaming.prefix
+        found = {
+            live: prefix + base
+            for live, base in live_to_base.items()
+            if live not in mapping and prefix + live not in saved and prefix + base in saved
+        }
+        if found:
+            self.renaming = Renaming({**found, **mapping}, prefix)
 
     def know_ties(self, model: ModelAdapter | None) -> None:
         """From here on, what is said of one of several tied names is said of all: they are one tensor."""

@@ -10,12 +10,13 @@ import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters import torch_xla
-from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.topology import Topology
@@ -26,7 +27,7 @@ from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.runtime.load.delivery import Delivery
-from nxd_ckpt.runtime.load.filter_agreement import Unmatched
+from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
@@ -67,6 +68,7 @@ def load_hugging_face(
     # Ranks of the same stage take the same tensors: one of each stage says which.
     speaks = topology.dp_rank == 0 and topology.tp_rank == 0
     taken = agreement.gather(prepared.taken if speaks or agreement.world_size == 1 else [])
+    refuse_unmatched(agreement, topology, prepared.nbytes > 0, prepared.unfilled)
     all_speak = agreement.world_size == topology.world_size or topology.pp == 1
     if all_speak:  # else one process plays one stage of several
         decided_by_rank0(agreement, lambda: prepared.refuse_unused(name for names in taken or [] for name in names))
@@ -99,6 +101,8 @@ class _Prepared:
         self.taken = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]
         wanted = [match for match in matches if match.name not in {*left_out}]
         self._leaves = self._assemblies(wanted, topology)
+        live = [name for name in names if name not in {*left_out}]
+        self.unfilled = None if self._leaves or not live else self._described(live)
         self._refuse_what_stays_meta()
 
     @property
@@ -109,6 +113,12 @@ class _Prepared:
     def nbytes(self) -> int:
         """Bytes of all tensors that this rank loads."""
         return sum(map(nbytes_of, self._leaves.values()))
+
+    def _described(self, live: list[str]) -> str:
+        return (
+            f"{self.where} holds {_listed(sorted(self._directory.names))}, the model has {_listed(live)}, and mapping "
+            f"{self._mapping.name!r} finds none in the other"
+        )
 
     def refuse_unused(self, taken: Iterable[str]) -> None:
         """Raise KeyMismatch, or warn, for tensors of the directory that no rank takes."""
@@ -136,14 +146,17 @@ class _Prepared:
 
     def _matches(self, left_out: Collection[str]) -> list[Match]:
         """The rules of the live names; those that are left out need none."""
-        names = self._model.names()
+        base_names = self._model.base_names()  # rules know no wrapped layers
+        live = {base_names.get(name, name): name for name in self._model.names()}
         if self._strict:
-            wanted = self._mapping.matches(name for name in names if name not in left_out)
-            return wanted + self._mapping.split(left_out)[0]
-        found, unknown = self._mapping.split(names)
-        if unknown:
-            logger.warning("loading with strict=False: left as they are, without a rule: %s", _listed(unknown))
-        return found
+            ignored = [name for name, at in live.items() if at in left_out]
+            found = self._mapping.matches(name for name, at in live.items() if at not in left_out)
+            found += self._mapping.split(ignored)[0]
+        else:
+            found, unknown = self._mapping.split(live)
+            if unknown:
+                logger.warning("loading with strict=False: left as they are, without a rule: %s", _listed(unknown))
+        return [replace(match, name=live[match.name]) for match in found]
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
         """What to read for each live tensor; of tied ones, for the first that the directory has."""

@@ -70,6 +70,7 @@ def load(
             unmatched = on_all(agreement, prepared.apply_filter)
             unmatched.complain(agreement, topology, options.strict)
             on_all(agreement, prepared.find)
+        prepared.refuse_unmatched(agreement)
         prepared.told = agreement.rank == 0
         with prepared.reader:
             prepared.share(agreement)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.runtime.agreement import Agreement
 from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.load.downloading import download
-from nxd_ckpt.runtime.load.filter_agreement import Unmatched
+from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
@@ -56,6 +57,10 @@ class PreparedLoad:
         cache: CachedStorage | None,
     ) -> None:
         self.filtered = Filter(options)
+        live = None if model is None else open_model(model)
+        base_names = {} if live is None else live.base_names()
+        if base_names and opened.parts.model:
+            self.filtered.know_base_names(base_names, opened.model_names())
         if self.filtered.renaming:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
@@ -63,7 +68,7 @@ class PreparedLoad:
         self._given = {"model": model, "optim": optimizer, "scheduler": scheduler}
         if not self.filtered:
             demand(opened, **self._wanted)
-        self._source = open_source(opened, topology, model, optimizer, options, self.filtered)
+        self._source = open_source(opened, topology, live, optimizer, options, self.filtered)
 
     def apply_filter(self) -> Unmatched:
         """Find out what the filter is about; what is about nothing is for all ranks to say."""
@@ -103,6 +108,10 @@ class PreparedLoad:
         self._delivery = Delivery(self.reader, self._read_into)
         self._shares: Shares | None = None
         self._broadcast: Broadcast | None = None
+
+    def refuse_unmatched(self, agreement: Agreement) -> None:
+        """Raise KeyMismatch on all ranks where no rank's model has a name that is in the tag; all ranks at once."""
+        refuse_unmatched(agreement, self._topology, bool(self._trees.names), self._trees.unmatched)
 
     def share(self, agreement: Agreement) -> None:
         """Find out what the data-parallel replicas have in common; all ranks at once."""

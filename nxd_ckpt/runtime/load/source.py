@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.adapters.model import ModelAdapter, open_model
+from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
@@ -20,6 +21,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.resharding import check_partitions, rescaled
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
@@ -37,7 +39,12 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def open_source(
-    opened: OpenTag, topology: Topology, model: Any, optimizer: Any, options: LoadOptions, filtered: Filter
+    opened: OpenTag,
+    topology: Topology,
+    live: ModelAdapter | None,
+    optimizer: Any,
+    options: LoadOptions,
+    filtered: Filter,
 ) -> Source:
     """The tag ``opened``, of which the rank at ``topology`` loads, and the live objects. Reads no tree yet.
 
@@ -46,7 +53,6 @@ def open_source(
     """
     # In a store that would be requests for every file: there the indexes' word is taken where bytes are proved at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
-    live = None if model is None else open_model(model)
     adapter = None
     if optimizer is not None:
         adapter = open_optimizer(
@@ -59,6 +65,8 @@ def open_source(
     filtered.know_ties(live)
     if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
         filtered.know_shards()
+    known = {} if live is None else live.partitions(topology.tp)
+    options = replace(options, partitions={**known, **(options.partitions or {})})
     return Source(Sides(opened, topology, live, adapter, options, filtered))
 
 
@@ -116,6 +124,7 @@ class Source:
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._model_tree(model)
             trees.names = model.validate(trees.model_tree, self._options.strict_names, filtered.ignores_model)
+            trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             trees.optimizer_tree = self._filtered(self._optimizer_tree(optimizer), optimizer)
@@ -123,6 +132,14 @@ class Source:
         trees.is_regrouped = self.is_regrouped
         trees.keeps = filtered.keeps(trees.names)
         return trees
+
+    def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
+        """What a model is called whose names are to be loaded, none of which the tag has."""
+        live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
+        saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
+        if not live:
+            return None
+        return f"{self._opened.where} holds {listed(saved, live)}; the model has {listed(live, saved)}"
 
     def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
         """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""

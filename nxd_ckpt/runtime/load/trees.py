@@ -21,7 +21,8 @@ class LoadTrees:
     """Live objects, with the trees that they are to be loaded from and fit; empty where not wanted.
 
     ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
-    the saved ones in their order, ``keeps`` what of the optimizer stays as it is.
+    the saved ones in their order, ``keeps`` what of the optimizer stays as it is. ``unmatched`` says, where the model
+    has names to be loaded and the tag not one of them, what there is on both sides.
     """
 
     model: ModelAdapter | None = None
@@ -31,6 +32,7 @@ class LoadTrees:
     names: list[str] = field(default_factory=list)
     is_regrouped: bool = False
     keeps: Keeps = keeps_nothing
+    unmatched: str | None = None
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Everything that will be read, by its global name."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from nxd_ckpt.adapters.model import open_model
+from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.adapters.state import ModelState, State, StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -89,8 +89,10 @@ def capture(
         optimizer = scheduler = user_content = rank_content = None
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
-    if model_state is not None and options.partitions:
-        model_state = _with_partitions(model_state, options.partitions, topology)
+    known = {} if model_adapter is None else model_adapter.partitions(topology.tp)
+    partitions = {**known, **(options.partitions or {})}
+    if model_state is not None and partitions:
+        model_state = _with_partitions(model_state, partitions, topology)
     optimizer_state, kind, names = None, None, None
     if optimizer is not None:
         adapter = open_optimizer(
@@ -103,8 +105,8 @@ def capture(
         optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
         if options.use_zero1_dcp:
             kind = _as_dcp(kind)
-        if options.partitions:
-            optimizer_state = _repartitioned(optimizer_state, options.partitions)
+        if partitions:
+            optimizer_state = _repartitioned(optimizer_state, partitions)
     contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
     for what, content in contents.items():
         if not options.trust_pickle:

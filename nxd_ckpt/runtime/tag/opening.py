@@ -149,6 +149,12 @@ class OpenTag:
         read = partial(self._layout.model_tree, at)
         return self._proved_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
 
+    def model_names(self) -> set[str]:
+        """The names of the model on all pipeline stages."""
+        if self.manifest is not None:
+            return {*self.manifest.parameters}
+        return {name for stage in range(self.topology.pp) for name in self.model_tree(Coordinates(stage))}
+
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         """The optimizer's state dict at these coordinates, a TensorStub for each tensor.
 

@@ -1,0 +1,371 @@
+"""Models with NxD's LoRA adapters: the base is loaded from what was saved without them, and adapters live like any
+parameters: saved, resumed, cut for other sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_ckpt
+from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import KeyMismatch, UnsupportedState
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import write_config
+from tests.hugging_face.sharded import CausalLM
+from tests.interop.saving import save_as_every_rank
+from tests.lora.doubles import LightningModule, LoraConfig, LoraModel, NxDModel
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+TARGETS = ["q_proj", "down_proj"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_open() -> Iterator[None]:
+    yield
+    nxd_ckpt.close_checkpointers()
+
+
+class Net(nn.Module):
+    """Two layers to be wrapped, and a norm."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.q_proj, self.down_proj = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.register_buffer("seen", torch.tensor(float(seed)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.q_proj(self.norm(hidden)))
+        return out
+
+
+def lora(seed: int, **options: Any) -> LoraModel:
+    return LoraModel(Net(seed), LoraConfig(target_modules=TARGETS, **options))
+
+
+def trained(model: LoraModel) -> torch.optim.AdamW:
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+
+
+def step(model: LoraModel, optimizer: Any) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.arange(8.0).view(2, 4)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def base_of(model: LoraModel) -> dict[str, Any]:
+    """Values by the names that the base had before."""
+    state = model.module.state_dict()
+    return {name.replace(".base_layer", ""): value.tolist() for name, value in state.items() if "lora_" not in name}
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A directory with the base model, as it was before it was wrapped."""
+    save_checkpoint(tmp_path, "pretrained_weight", Net(1), durable=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, NxDModel, lambda model: LightningModule(NxDModel(model))])
+def test_the_base_is_loaded_into_wrapped_layers(pretrained: Path, wrap: Any) -> None:
+    """What was saved without adapters fills the whole base; adapters stay as they are."""
+    model = lora(2)
+    before = {name: value.tolist() for name, value in model.named_parameters() if "lora_" in name}
+    load_checkpoint(pretrained, "pretrained_weight", wrap(model), strict=False)
+    assert values(Net(1)) == base_of(model)
+    assert before == {name: value.tolist() for name, value in model.named_parameters() if "lora_" in name}
+
+
+def test_a_strict_load_of_the_base_alone_says_that_adapters_are_missing(pretrained: Path) -> None:
+    """As in torch: strict=False is what takes the base only."""
+    with pytest.raises(KeyMismatch, match=r"missing from the checkpoint: 'q_proj\.lora_A\.weight'"):
+        load_checkpoint(pretrained, "pretrained_weight", lora(2))
+
+
+def test_prefix_and_key_mapping_go_before_base_names(tmp_path: Path) -> None:
+    """Base names are found below a prefix; what key_mapping says of a wrapped layer counts."""
+    state = {f"whole.{name}": value for name, value in Net(1).state_dict().items()}
+    state["other"] = torch.full((4, 4), 5.0)
+    save_checkpoint(tmp_path, "t", state, durable=False)
+    model = lora(2)
+    mapping = {"down_proj.base_layer.weight": "other"}
+    load_checkpoint(tmp_path, "t", model, strict=False, prefix="whole.", key_mapping=mapping)
+    expected = {**values(Net(1)), "down_proj.weight": [[5.0] * 4] * 4}
+    assert expected == base_of(model)
+
+
+@pytest.mark.parametrize("model", [Net(1), lora(1), {"elsewhere": torch.zeros(2)}])
+def test_a_load_that_matches_nothing_is_an_error(tmp_path: Path, model: Any) -> None:
+    """Also without strict, of any model: training would go on from random weights."""
+    save_checkpoint(tmp_path, "t", {"up.weight": torch.ones(2)}, durable=False)
+    with pytest.raises(KeyMismatch, match=r"no name in the checkpoint is one of the model: .*'up\.weight'.*"):
+        load_checkpoint(tmp_path, "t", model, strict=False)
+
+
+def test_a_hugging_face_directory_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    """The same of names that a mapping translates."""
+    model = Model()
+    write_config(tmp_path / "hf", model.config)
+    write_safetensors(tmp_path / "hf", model.state())
+    with pytest.raises(KeyMismatch, match="no name in the checkpoint is one of the model"):
+        load_checkpoint(tmp_path / "hf", model=Net(1), strict=False)
+
+
+def test_a_hugging_face_directory_fills_the_base(tmp_path: Path) -> None:
+    """Rules go by the names of the base."""
+    job = Job(Model())
+    write_config(tmp_path / "hf", job.model.config)
+    write_safetensors(tmp_path / "hf", job.model.state())
+    model = LoraModel(CausalLM(job, Topology()), LoraConfig(target_modules=["q_proj", "gate_up_proj"]))
+    load_checkpoint(tmp_path / "hf", model=model, strict=False)
+    assert {name: value.tolist() for name, value in job.rank(job.model.state()).items()} == base_of(model)
+
+
+def write_safetensors(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, directory / "model.safetensors")
+
+
+def test_a_save_keeps_adapters_and_their_configuration(tmp_path: Path) -> None:
+    """NxD's default: what is trained, under its names, marked as trained, with the optimizer's state by name."""
+    model = lora(1)
+    optimizer = trained(model)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "t", NxDModel(model), optimizer, durable=False)
+    opened = open_checkpoint(tmp_path, "t")
+    adapters = [f"{layer}.lora_{which}.weight" for layer in ("q_proj", "down_proj") for which in "AB"]
+    assert {f"model/{name}" for name in adapters} == {
+        name for name in opened.metadata if name.startswith("model/")
+    }
+    assert {*adapters} == {name.split("/")[1] for name in opened.metadata if name.endswith("/exp_avg")}
+    assert opened.manifest is not None
+    assert dict.fromkeys(adapters, True) == {
+        name: spec.trainable for name, spec in opened.manifest.parameters.items()
+    }
+    document = torch.load(tmp_path / "t" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")["lora_config"]
+    assert (2, 8, TARGETS) == (document["r"], document["lora_alpha"], document["target_modules"])
+
+
+def test_a_resumed_run_is_the_same_run(pretrained: Path) -> None:
+    """The base from its tag, adapters and optimizer from the run's: losses go on bit for bit."""
+    run, model = pretrained / "run", lora(2)
+    load_checkpoint(pretrained, "pretrained_weight", model, strict=False)
+    optimizer = trained(model)
+    step(model, optimizer)
+    save_checkpoint(run, "step_1", model, optimizer, durable=False)
+    expected = [step(model, optimizer) for _ in range(3)]
+
+    resumed = lora(3)
+    load_checkpoint(pretrained, "pretrained_weight", resumed, strict=False)
+    again = trained(resumed)
+    load_checkpoint(run, model=resumed, optimizer=again)
+    assert expected == [step(resumed, again) for _ in range(3)]
+
+
+def test_the_options_of_the_configuration_choose_what_is_saved(tmp_path: Path) -> None:
+    """As NxD's state_dict() does: with the base, merged into it, with biases, with whole modules."""
+    names: dict[str, dict[str, Any]] = {
+        "base": {"save_lora_base": True, "merge_sharded_lora": False},
+        "off": {"save_lora_base": True},  # merge_sharded_lora, NxD's default, turns it off
+        "merged": {"save_lora_base": True, "merge_lora": True, "merge_sharded_lora": False},
+        "biases": {"bias": "all"},
+        "modules": {"modules_to_save": ["norm"]},
+    }
+    saved = {}
+    for tag, options in names.items():
+        save_checkpoint(tmp_path, tag, lora(1, **options), durable=False)
+        saved[tag] = {*load_names(tmp_path, tag)}
+    adapters = {f"{layer}.lora_{which}.weight" for layer in ("q_proj", "down_proj") for which in "AB"}
+    whole = {*lora(1).module.state_dict()}
+    assert {
+        "base": whole | {"lora_config"},
+        "off": adapters | {"lora_config"},
+        "merged": {*Net(1).state_dict()},
+        "biases": adapters | {"lora_config", "norm.bias", "q_proj.base_layer.bias"},
+        "modules": adapters | {"lora_config", "norm.weight", "norm.bias"},
+    } == saved
+
+
+def load_names(directory: Path, tag: str) -> list[str]:
+    held: dict[str, Any] = {}
+    load_checkpoint(directory, tag, held)
+    return list(held)
+
+
+def test_a_tag_with_its_base_is_loaded_whole(tmp_path: Path) -> None:
+    """Where the tag has the base, all of it must be there under strict."""
+    options = {"save_lora_base": True, "merge_sharded_lora": False}
+    model, live = lora(1, **options), lora(2, **options)
+    save_checkpoint(tmp_path, "t", model, durable=False)
+    load_checkpoint(tmp_path, "t", live)
+    assert values(model.module) == values(live.module)
+
+    state = {name: value for name, value in model.module.state_dict().items() if name != "norm.bias"}
+    save_checkpoint(tmp_path, "without", state, durable=False)
+    with pytest.raises(KeyMismatch, match=r"missing from the checkpoint: 'norm\.bias'"):
+        load_checkpoint(tmp_path, "without", live)
+
+
+def test_merged_weights_are_those_of_a_plain_model(tmp_path: Path) -> None:
+    """A merged tag is one of the base model; the model trains on, unmerged, after the next forward pass."""
+    model = lora(1, save_lora_base=True, merge_lora=True, merge_sharded_lora=False)
+    step(model, trained(model))
+    hidden = torch.randn(2, 4)
+    expected = model(hidden)
+    save_checkpoint(tmp_path, "t", model, durable=False)
+    plain = Net(2)
+    load_checkpoint(tmp_path, "t", plain)
+    assert torch.allclose(expected, plain(hidden), atol=1e-5)
+    assert torch.allclose(expected, model(hidden), atol=1e-5)
+
+
+def test_merged_weights_are_not_taken_for_the_base(tmp_path: Path) -> None:
+    """Adapters would count twice: after a save with its base, or a load into what will be unmerged."""
+    model = lora(1, save_lora_base=True, merge_sharded_lora=False)
+    save_checkpoint(tmp_path, "t", model, durable=False)
+    model.merge_lora()
+    with pytest.raises(UnsupportedState, match=r"call the LoRA model's unmerge_lora\(\) first"):
+        save_checkpoint(tmp_path, "u", model, durable=False)
+    with pytest.raises(UnsupportedState, match="merged into the base weights"):
+        load_checkpoint(tmp_path, "t", model)
+
+
+def test_another_scaling_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same adapters would do something else."""
+    save_checkpoint(tmp_path, "t", lora(1), durable=False)
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint(tmp_path, "t", lora(2, lora_alpha=16))
+    assert "saved with lora_alpha=8, the live LoraConfig has 16: they will act otherwise" in caplog.text
+
+
+JOB = Model(heads=4, kv_heads=4, head_dim=2, intermediate=8)
+CUT_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def cut_lora(at: Topology, seed: int | None) -> LoraModel:
+    """A Llama with adapters, of which this rank has its part of a whole that ``seed`` makes; None: zeros."""
+    job = Job(JOB, tp=at.tp, qkv="coalesced")
+    model = LoraModel(CausalLM(job, at), LoraConfig(target_modules=CUT_TARGETS), at)
+    for name, parameter in model.named_parameters():
+        if seed is not None and "lora_" in name and "o_proj.lora_B" not in name:
+            parameter.data = part(whole(name, seed), name, at)
+        else:
+            parameter.data.zero_()  # a B that is zero yet tells by its values nothing of how it is cut
+    return model
+
+
+def whole(name: str, seed: int) -> torch.Tensor:
+    """All of an adapter's parameter."""
+    wide, hidden = JOB.intermediate, JOB.hidden
+    rows = {"qkv_proj": 3 * hidden, "o_proj": hidden, "gate_up_proj": 2 * wide, "down_proj": hidden}
+    columns = {"qkv_proj": hidden, "o_proj": hidden, "gate_up_proj": hidden, "down_proj": wide}
+    layer = next(layer for layer in rows if layer in name)
+    shape = (2, columns[layer]) if "lora_A" in name else (rows[layer], 2)
+    count = shape[0] * shape[1]
+    return torch.arange(count).float().view(shape) + 1000 * seed + 7 * len(name)
+
+
+def part(value: torch.Tensor, name: str, at: Topology) -> torch.Tensor:
+    """What a rank computes with: of a B the rows of its base layer, which lie side by side as q, k and v do."""
+    strides = {"qkv_proj.lora_B": 3, "gate_up_proj.lora_B": 2, "o_proj.lora_A": 1, "down_proj.lora_A": 1}
+    found = next((stride for layer, stride in strides.items() if layer in name), None)
+    if found is None:
+        return value.clone()
+    dim = 1 if "lora_A" in name else 0
+    return torch.cat([one.chunk(at.tp, dim)[at.tp_rank] for one in value.chunk(found, dim)], dim).clone()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 4), (4, 2), (1, 2)])
+def test_adapters_are_cut_for_other_sizes(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """Model and optimizer; a B is cut as its base layer is, whose stride its own attributes do not tell."""
+    saved_tp, live_tp = sizes
+    topologies = [Topology(tp=saved_tp).at(rank) for rank in range(saved_tp)]
+
+    def what(rank: int) -> dict[str, Any]:
+        model = cut_lora(topologies[rank], 1)
+        optimizer = trained(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                moment = part(whole(name, 2), name, topologies[rank])
+                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
+        return {"model": model, "optimizer": optimizer}
+
+    save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
+    for rank in range(live_tp):
+        at = Topology(tp=live_tp).at(rank)
+        model, expected = cut_lora(at, None), cut_lora(at, 1)
+        optimizer = trained(model)
+        load_checkpoint(tmp_path, "t", model, optimizer, topology=at)
+        assert values(expected.module) == values(model.module)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(part(whole(name, 2), name, at), optimizer.state[parameter]["exp_avg"]), name
+
+
+def test_what_is_zero_on_all_ranks_is_recorded_as_it_is_cut(tmp_path: Path) -> None:
+    """Of live parameters the attributes say it; equal values are no reason to take them for whole ones."""
+    topologies = [Topology(tp=2).at(rank) for rank in range(2)]
+    save_as_every_rank(
+        tmp_path, "t", topologies, lambda rank: {"model": cut_lora(topologies[rank], None)}, durable=False
+    )
+    opened = open_checkpoint(tmp_path, "t")
+    assert opened.manifest is not None
+    cuts = {name: spec.partition for name, spec in opened.manifest.parameters.items() if ".layers.0." in name}
+    at = "model.layers.0"
+    assert {
+        f"{at}.self_attn.qkv_proj.lora_A.weight": Partition(),
+        f"{at}.self_attn.qkv_proj.lora_B.weight": Partition(0, 3, 2),
+        f"{at}.self_attn.o_proj.lora_A.weight": Partition(1, 1, 2),
+        f"{at}.self_attn.o_proj.lora_B.weight": Partition(),
+        f"{at}.mlp.gate_up_proj.lora_A.weight": Partition(),
+        f"{at}.mlp.gate_up_proj.lora_B.weight": Partition(0, 2, 2),
+        f"{at}.mlp.down_proj.lora_A.weight": Partition(1, 1, 2),
+        f"{at}.mlp.down_proj.lora_B.weight": Partition(),
+    } == cuts
+
+
+class Adapted(nn.Module):
+    """A wrapper of somebody else's: its state dict is detached, and lacks what another one saves."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = Net(seed)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict()
+        return {name: value for name, value in state.items() if "q_proj" not in name}
+
+
+def test_names_and_identity_come_from_live_parameters(tmp_path: Path) -> None:
+    """A state_dict() that ignores keep_vars, and leaves out a parameter that the optimizer holds."""
+    model = Adapted(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save_checkpoint(tmp_path, "t", model, optimizer, durable=False)
+    opened = open_checkpoint(tmp_path, "t")
+    assert {f"optim/{name}/exp_avg" for name, _ in model.named_parameters()} == {
+        name for name in opened.metadata if name.endswith("/exp_avg")
+    }
+    live = Adapted(2)
+    again = torch.optim.AdamW(live.parameters())
+    load_checkpoint(tmp_path, "t", live, again)
+    assert values(model) == values(live)
+    moments = ([state["exp_avg"].tolist() for state in one.state.values()] for one in (optimizer, again))
+    assert next(moments) == next(moments)
