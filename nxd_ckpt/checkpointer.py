@@ -35,6 +35,7 @@ from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.runtime.save.staging import Stager, Wave, plan_waves
 from nxd_ckpt.runtime.save.writing import WRITERS
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import open_storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -147,6 +148,7 @@ class Checkpointer:
         error: BaseException | None = None
 
         def prepared() -> _Planned:
+            require_locks("saving")
             if refused is not None:
                 raise refused
             chosen = _options(SaveOptions, options)

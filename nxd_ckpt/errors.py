@@ -6,6 +6,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── InvalidArgument (ValueError)             a parameter that no rank could honour
     │   └── InvalidTag
     ├── UnsupportedState                         SPMD, DTensor, context parallel: named, with what to use instead
+    ├── UnsupportedSystem                        this operating system lacks what was asked for
     ├── CheckpointNotFound (FileNotFoundError)   no directory, no complete tag, no such tag
     │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
     ├── CorruptCheckpoint                        what is on disk is not what was written
@@ -49,6 +50,10 @@ class InvalidTag(InvalidArgument):
 
 class UnsupportedState(CheckpointError):
     """State that this library does not save (SPMD, DTensor, context parallel)."""
+
+
+class UnsupportedSystem(CheckpointError):
+    """The operating system lacks what this needs; the message says what that is, and what works."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):

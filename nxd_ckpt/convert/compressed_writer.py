@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from contextlib import suppress
 from typing import BinaryIO
@@ -10,6 +9,7 @@ from typing import BinaryIO
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.compression import compressing
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import sync_file
 from nxd_ckpt.storage.work_dir import default_work_dir
 
 _PIECE = 16 * 2**20
@@ -43,7 +43,7 @@ class CompressedWriter:
         if not isinstance(self._storage, LocalStorage):
             self._send(self._storage)
         elif self._storage.durable:
-            os.fdatasync(self._file.fileno())
+            sync_file(self._file.fileno())
         self._file.close()
 
     def abort(self) -> None:

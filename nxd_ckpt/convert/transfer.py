@@ -13,7 +13,8 @@ from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage, Writer
-from nxd_ckpt.storage.local import LocalStorage, open_regular
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import sync_path
 
 _PIECE = 8 * 2**20
 Progress = Callable[[int], None]
@@ -103,11 +104,8 @@ def sync(storage: Storage, key: str) -> None:
     """Make the bytes of a file durable that another process may have left in the page cache."""
     if not isinstance(storage, LocalStorage) or not storage.durable:
         return
-    fd, _ = open_regular(storage.path(key))
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    storage.size(key)  # it is a regular file: opening one of another kind could block
+    sync_path(storage.path(key))
 
 
 def _read(storage: Storage, key: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:

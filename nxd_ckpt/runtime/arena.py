@@ -34,7 +34,7 @@ class Arena:
         wanted = max(-(-nbytes // PAGE) * PAGE, PAGE)
         if self._memory is None or len(self._memory) < wanted:
             self._memory = None  # free the old one before asking for the new: the cap counts both
-            self._memory = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = _mapped(wanted)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # The first touch of 4 KiB pages costs several times as much as the copy into them.
                 with contextlib.suppress(OSError):  # a kernel without them
@@ -49,6 +49,12 @@ class Arena:
     def release(self) -> None:
         """Give the memory back to the system."""
         self._memory = None
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)  # Windows: no other process has it either
 
 
 def default_cap(local_world_size: int, available: Callable[[], int] | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
@@ -37,8 +38,8 @@ class Lease:
         return Lease(run_id, _host(), os.getpid(), _born(os.getpid()) or "")
 
     def holder_runs_here(self) -> bool | None:
-        """Whether the holder still runs; None if it is not of this host."""
-        if self.host != _host():
+        """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
+        if self.host != _host() or not self.born:
             return None
         born = _born(self.pid)
         return born is not None and born == self.born
@@ -194,7 +195,7 @@ def _host() -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         boot, namespace = "", ""
-    return f"{os.uname().nodename}/{boot}/{namespace}"
+    return f"{platform.node()}/{boot}/{namespace}"
 
 
 def _born(pid: int) -> str | None:

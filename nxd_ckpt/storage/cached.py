@@ -9,7 +9,6 @@ Opening one removes all other folders of the same store that no process has open
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,7 +22,8 @@ from urllib.parse import quote
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.work_dir import default_work_dir, locked, opened
+from nxd_ckpt.storage.system import flags, locked, write_at
+from nxd_ckpt.storage.work_dir import default_work_dir, opened
 
 Progress = Callable[[int], None]
 
@@ -169,22 +169,22 @@ class _Download:
     def attempt(self, key: str) -> bool:
         """Bring the file unless another process is at it; whether it is there."""
         try:
-            self._bring(key, fcntl.LOCK_NB)
+            self._bring(key, wait=False)
         except BlockingIOError:
             return False
         return True
 
     def bring(self, key: str) -> None:
         """Bring the file, or wait for who is at it; if that one dies, this process takes over."""
-        self._bring(key, 0)
+        self._bring(key, wait=True)
 
-    def _bring(self, key: str, flags: int) -> None:
+    def _bring(self, key: str, *, wait: bool) -> None:
         path = self._files / key
         if path.exists():
             return
         flat = quote(key, safe="")
         name = flat if len(flat) < 200 else sha256(key.encode()).hexdigest()
-        with locked(self._locks / name, fcntl.LOCK_EX | flags):
+        with locked(self._locks / name, wait=wait):
             if path.exists():
                 return
             part = self._parts / name  # what a dead process left of it is written over
@@ -194,7 +194,7 @@ class _Download:
 
     def _fill(self, key: str, part: Path) -> None:
         nbytes = self._inner.size(key)
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = os.open(part, flags("O_WRONLY", "O_CREAT", "O_TRUNC", "O_CLOEXEC"), 0o600)
         try:
             offsets = range(0, nbytes, _PIECE)
             running = [self._pieces.submit(self._piece, key, fd, at, min(_PIECE, nbytes - at)) for at in offsets]
@@ -216,5 +216,5 @@ class _Download:
         self._inner.read_into(key, offset, memory)
         done = 0
         while done < nbytes:
-            done += os.pwrite(fd, memory[done:], offset + done)
+            done += write_at(fd, memory[done:], offset + done)
         self._progress(nbytes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import Entry, Reader, Writer, checked_key, checked_length
+from nxd_ckpt.storage.system import flags, read_at, sync_file, sync_path, write_at
 
 
 class LocalStorage:
@@ -143,7 +144,7 @@ class LocalStorage:
         return _stat(self.path(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
 
     def set_time(self, key: str, seconds: float) -> None:
-        os.utime(self._own(key), (seconds, seconds), follow_symlinks=False)
+        os.utime(self._own(key), (seconds, seconds), follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
     def _own(self, key: str) -> Path:
         """The path of a key that is about to change: it lies below the root itself, and not behind a link."""
@@ -152,18 +153,13 @@ class LocalStorage:
         return path
 
     def _sync(self, folder: Path) -> None:
-        if not self.durable:
-            return
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        if self.durable:
+            sync_path(folder)
 
     def _claim(self, temporary: Path, path: Path) -> bool:
         """Where there are no links: whoever creates the name may replace it by what was written aside."""
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            os.close(os.open(path, _NEW_FILE, 0o666))
         except FileExistsError:
             return False
         try:
@@ -188,6 +184,7 @@ class LocalStorage:
         return temporary
 
 
+_NEW_FILE = flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC")
 _NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
 """What file systems without hard links (FAT, mounted object stores) answer to link(2)."""
 
@@ -209,7 +206,7 @@ def open_regular(path: Path) -> tuple[int, int]:
         MalformedFile: it is no regular file, nor a link to one.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        fd = os.open(path, flags("O_RDONLY", "O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY"))
     except OSError as error:
         raise _of_path(error, path) from error
     try:
@@ -289,7 +286,7 @@ class _LocalReader:
         left = sum(map(len, buffers))
         while left:
             try:
-                count = os.preadv(self._fd, buffers, offset)
+                count = read_at(self._fd, buffers, offset)
             except OSError as error:
                 error.filename = str(self._path)  # many files are being read: which one it was, only we know
                 raise
@@ -343,7 +340,7 @@ class _LocalWriter:
 
     def __init__(self, path: Path, nbytes: int, durable: bool) -> None:
         self._path, self._nbytes, self._durable = path, nbytes, durable
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, _NEW_FILE, 0o666)
         self._direct = -1
         if durable and nbytes >= _DIRECT_FROM:
             with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or not on this disk
@@ -379,7 +376,7 @@ class _LocalWriter:
             if found != self._nbytes:
                 raise OSError(f"{self._path}: wrote {found} bytes, expected {self._nbytes}")
             if self._durable:
-                os.fdatasync(self._fd)
+                sync_file(self._fd)
         finally:
             self._close()
 
@@ -407,7 +404,7 @@ _DIRECT_FROM = 256 * 2**10
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while len(view):
-        count = os.pwrite(fd, view[: 1 << 30], offset)
+        count = write_at(fd, view, offset)
         view, offset = view[count:], offset + count
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import uuid
@@ -21,6 +20,7 @@ from nxd_ckpt.storage.s3_body import Body, crc32
 from nxd_ckpt.storage.s3_bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3_conditions import put_if, written_by
 from nxd_ckpt.storage.s3_errors import ConditionFailed
+from nxd_ckpt.storage.system import in_forked_children
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -85,7 +85,7 @@ def _start_anew() -> None:
     _lanes.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+in_forked_children(_start_anew)
 
 
 _Piece = tuple[int, memoryview]

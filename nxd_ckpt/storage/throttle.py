@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.system import in_forked_children
 
 
 class Throttle:
@@ -70,4 +70,4 @@ def shared_throttle(bytes_per_second: float | None) -> Throttle:
     return Throttle(bytes_per_second)
 
 
-os.register_at_fork(after_in_child=shared_throttle.cache_clear)  # its lock may have been held
+in_forked_children(shared_throttle.cache_clear)  # its lock may have been held

@@ -10,9 +10,7 @@ An archive is not trusted: no more is written than :data:`RATIO` times its bytes
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
-import os
 import shutil
 import time
 import weakref
@@ -28,7 +26,8 @@ from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.compression import decompressed
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.work_dir import default_work_dir, locked, opened
+from nxd_ckpt.storage.system import locked, sync_file
+from nxd_ckpt.storage.work_dir import default_work_dir, opened
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -58,7 +57,7 @@ class UnpackedFile:
     def __init__(self, inner: Storage, key: str, compressed: str) -> None:
         self._inner, self._key, self._compressed = inner, key, compressed
         self.url = f"{inner.url.rstrip('/')}/{key}"
-        self.concurrency = LocalStorage(os.curdir).concurrency
+        self.concurrency = LocalStorage(".").concurrency
 
     def size(self) -> int:
         return self._local.size(_FILE)
@@ -72,7 +71,7 @@ class UnpackedFile:
         with ExitStack() as stack:
             folder = stack.enter_context(opened(default_work_dir() / _FOLDER, self._version(size)))
             folder.mkdir(exist_ok=True)
-            with locked(folder / "lock", fcntl.LOCK_EX):
+            with locked(folder / "lock"):
                 if not (folder / _FILE).exists():
                     self._unpack(folder, size)
             weakref.finalize(self, stack.pop_all().close)
@@ -113,7 +112,7 @@ class UnpackedFile:
                     )
                 out.write(piece)
             out.flush()
-            os.fdatasync(out.fileno())  # after a crash of the host, too, what has its name is whole
+            sync_file(out.fileno())  # after a crash of the host, too, what has its name is whole
         return nbytes
 
 

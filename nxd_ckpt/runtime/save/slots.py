@@ -7,13 +7,14 @@ host, not per checkpoint.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from nxd_ckpt.storage.system import HAS_LOCKS, flags, try_lock, unlock
+from nxd_ckpt.storage.work_dir import default_work_dir
 
 _POLL = 0.02
 
@@ -29,14 +30,11 @@ def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterat
     if num_workers is None:
         yield lambda: None
         return
-    folder = Path(tempfile.gettempdir()) / f"nxd_ckpt-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    fd = _take(folder, run_id, num_workers, timeout)
+    fd = _take(default_work_dir(), run_id, num_workers, timeout)
     try:
         yield lambda: os.utime(fd)
     finally:
-        # Unlocked, not just closed: a process forked meanwhile (a data loader's) has the descriptor as well.
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        unlock(fd)
         os.close(fd)
 
 
@@ -46,14 +44,12 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
     while True:
         moved = []
         for slot in range(num_workers):
-            fd = os.open(folder / f"{run_id}.{slot}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = os.open(folder / f"{run_id}.{slot}", flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
+            if try_lock(fd):
                 os.utime(fd)
                 return fd
-            except BlockingIOError:
-                moved.append(os.fstat(fd).st_mtime_ns)
-                os.close(fd)
+            moved.append(os.fstat(fd).st_mtime_ns)
+            os.close(fd)
         now = time.monotonic()
         if moved != seen:
             seen, since = moved, now
@@ -67,7 +63,6 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
 
 def forget_slots(run_id: str) -> None:
     """Remove the lock files of a finished run from this host."""
-    folder = Path(tempfile.gettempdir()) / f"nxd_ckpt-{os.getuid()}"
-    for path in folder.glob("*.*"):
+    for path in default_work_dir().glob("*.*") if HAS_LOCKS else ():
         if path.name.rpartition(".")[0] == run_id:
             path.unlink(missing_ok=True)

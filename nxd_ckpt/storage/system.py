@@ -1,0 +1,148 @@
+"""What operating systems lack, or call differently: flags, positioned reads and writes, syncing, locks.
+
+Linux has all of it. macOS lacks little; Windows, where people look at checkpoints on a laptop, most. Nothing here asks
+for a system's name: what is not there is done in another way, or (:func:`require_locks`) refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nxd_ckpt.errors import UnsupportedSystem
+
+try:
+    import fcntl
+except ImportError:
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
+"""Whether files can be locked for as long as a process lives."""
+
+_PIECE = 16 * 2**20
+_moving = threading.Lock()
+"""Of a descriptor's position, where reads and writes cannot be told one of their own."""
+_held: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+"""What stands in for locks on files, among the threads of this process."""
+
+
+def flags(*names: str) -> int:
+    """The flags of open(2) of these names, those that there are; and that bytes are bytes."""
+    found = getattr(os, "O_BINARY", 0)
+    for name in names:
+        found |= getattr(os, name, 0)
+    return int(found)
+
+
+def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill buffers from byte ``offset`` on, as far as one call goes; how many bytes that was."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, buffers, offset)
+    first = next(buffer for buffer in buffers if len(buffer))
+    with _moving:
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, min(len(first), _PIECE))
+    first[: len(data)] = data
+    return len(data)
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> int:
+    """Write to byte ``offset``, as far as one call goes; how many bytes that was."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, view[: 1 << 30], offset)
+    with _moving:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, view[:_PIECE])
+
+
+def sync_file(fd: int) -> None:
+    """Return when what was written to the file is on the disk."""
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(fd)
+    elif HAS_LOCKS and hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS: its fsync leaves bytes in the disk's cache
+    else:
+        os.fsync(fd)
+
+
+def sync_path(path: Path) -> None:
+    """The same for a file that others may have written, or for the entries of a directory, where one can be opened."""
+    has_directories = hasattr(os, "O_DIRECTORY")
+    if not has_directories and path.is_dir():
+        return
+    fd = os.open(path, flags("O_RDONLY" if has_directories else "O_RDWR", "O_CLOEXEC"))
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def in_forked_children(call: Callable[[], object]) -> None:
+    """Have every child that is forked from now on call it first."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
+def require_locks(what: str) -> None:
+    """Raise UnsupportedSystem where files cannot be locked, which ``what`` needs."""
+    if not HAS_LOCKS:
+        raise UnsupportedSystem(
+            f"{what} needs file locks that end with their process (fcntl.flock), which this system does not have: do "
+            "it on Linux or macOS. Reading, converting and the nxd-ckpt command work here"
+        )
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
+    """Hold a lock on the file ``path``, which is made if need be; the system frees it if this process dies.
+
+    Where there are no such locks, only threads of this process exclude each other. Raises BlockingIOError where it is
+    held and ``wait`` is false.
+    """
+    if not HAS_LOCKS:
+        if not _held[path].acquire(blocking=wait):
+            raise BlockingIOError(f"{path} is locked")
+        try:
+            yield
+        finally:
+            _held[path].release()
+        return
+    operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    while True:
+        fd = os.open(path, flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
+        try:
+            fcntl.flock(fd, operation)
+            if _is_still(fd, path):
+                break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # it was removed between our opening and locking it: a lock on it excludes nobody
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def try_lock(fd: int) -> bool:
+    """Whether this descriptor now holds the only lock on its file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Unlocked, not just closed: a process forked meanwhile (a data loader's) has the descriptor as well."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _is_still(fd: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
