@@ -13,7 +13,7 @@
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
 ``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
-``errors``                    every exception, as one tree
+``errors``                    every exception, as one tree; ``__version__``: "0.1.0"
 ============================  =========================================================================
 """
 
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt import errors
+from nxd_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
@@ -48,6 +49,7 @@ __all__ = [
     "PendingSave",
     "Section",
     "Topology",
+    "__version__",
     "capture_random_state",
     "close_checkpointers",
     "diff_checkpoints",

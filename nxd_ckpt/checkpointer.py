@@ -37,6 +37,7 @@ from nxd_ckpt.runtime.save.writing import WRITERS
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.version import __version__
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -423,8 +424,8 @@ def versions() -> dict[str, str]:
     """What wrote a checkpoint, for its manifest."""
     from importlib import metadata
 
-    found = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for name in ("nxd_ckpt", "torch_xla", "neuronx_distributed"):
+    found = {"python": sys.version.split()[0], "torch": torch.__version__, "nxd_ckpt": __version__}
+    for name in ("torch_xla", "neuronx_distributed"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -24,7 +24,7 @@ LEVELS = (
     ("formats",),
     ("storage",),
     ("core",),
-    ("errors",),
+    ("errors", "version"),
 )
 # The same inside of runtime, whose own modules are below all of them.
 RUNTIME = ("load", "compare", "hugging_face", "tag", "save")

@@ -31,6 +31,7 @@ from nxd_ckpt.cli import (
     verify_command,
 )
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.version import __version__
 
 
 class Command(Protocol):
@@ -77,6 +78,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "1 if something differs, and 2 for an error.",
         allow_abbrev=False,
     )
+    whole.add_argument("--version", action="version", version=f"nxd-ckpt {__version__}")
     chosen = whole.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     single = {}
     for command in COMMANDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tests.docs.markdown import README, REPOSITORY, code_blocks, prose, tables, 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+_IMPORTS = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
+_DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core", "neuronx_distributed": "[neuron]", "torch_xla": "[xla]"}
 
 TABLE_OF_KEYWORDS, TABLE_OF_ERRORS = "Switching from neuronx-distributed", "Troubleshooting"
 TESTED_APART = {"cli", "coming-from", "format"}
@@ -62,6 +65,15 @@ def test_every_python_block_runs_and_prints_what_its_comments_say(
     expected = printed(blocks)
     assert len(expected) > 1
     assert expected == capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_what_blocks_import_is_named(page: Path) -> None:
+    """What neither Python nor an installation of nxd_ckpt brings, the page says how to install."""
+    brought = {*sys.stdlib_module_names, "nxd_ckpt", "torch", "numpy", "tqdm"}
+    imported = {name for block in code_blocks(page, "python") for name in re.findall(_IMPORTS, block)}
+    installed = " ".join(re.findall(r"pip install ([^`\n]*)", page.read_text()))
+    assert [] == [name for name in imported - brought if _DISTRIBUTIONS.get(name, name) not in installed]
 
 
 def test_the_quick_start_resumes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,92 @@
+"""What an installation brings: types that a type checker finds, what torch needs to be quiet, one version."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import nxd_ckpt
+from nxd_ckpt import open_checkpoint, save_checkpoint
+from nxd_ckpt.cli.main import main
+from tests.docs.markdown import REPOSITORY
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SCRIPT = """
+import nxd_ckpt
+from nxd_ckpt.convert import export_checkpoint
+
+def steps(directory: str) -> int:
+    checkpoint = nxd_ckpt.open_checkpoint(directory, 300)
+    reveal_type(checkpoint.tag)
+    content = nxd_ckpt.load_checkpoint(directory)
+    return int(content["steps"]) + export_checkpoint(directory, "hf").files
+
+nxd_ckpt.save_checkpoint("run", tag=3.5)
+"""
+
+
+def test_a_type_checker_finds_an_editable_installation(installed: Path, tmp_path: Path) -> None:
+    """mypy --strict on a script elsewhere sees our types, and through them a wrong argument."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed / "bin" / "python")]
+
+    done = subprocess.run([*command, "script.py"], cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+
+    assert [
+        'script.py:7: note: Revealed type is "str"',
+        'script.py:9: error: Unsupported operand types for + ("int" and "Mapping[str, int]")  [operator]',
+        'script.py:11: error: Argument "tag" to "save_checkpoint" has incompatible type "float"; '
+        'expected "str | int | None"  [arg-type]',
+    ] == done.stdout.splitlines()[:-1], done
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment of its own that holds nxd_ckpt, editable, and nothing else."""
+    folder = tmp_path_factory.mktemp("installation")
+    checkout, environment, wheels = (folder / name for name in ("checkout", "environment", "wheels"))
+    checkout.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, checkout)
+    shutil.copytree(REPOSITORY / "nxd_ckpt", checkout / "nxd_ckpt", ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "tests").mkdir()
+    build = f"import setuptools.build_meta as build; build.build_editable({str(wheels)!r})"
+    wheels.mkdir()
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
+    venv.create(environment, symlinks=True)
+    [wheel] = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(next(environment.glob("lib/python*/site-packages")))
+    return environment
+
+
+def _metadata(installed: Path) -> metadata.PathDistribution:
+    return metadata.PathDistribution(next(installed.glob("lib/python*/site-packages/nxd_ckpt-*.dist-info")))
+
+
+def test_numpy_is_installed_with_it(installed: Path) -> None:
+    """Without it `import torch` warns."""
+    assert "numpy" in (_metadata(installed).requires or [])
+    done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=True)
+    assert "" == done.stderr
+
+
+def test_there_is_one_version(installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the package, of what is installed, of the command, and of who wrote a checkpoint."""
+    assert nxd_ckpt.__version__ == _metadata(installed).version
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert f"nxd-ckpt {nxd_ckpt.__version__}\n" == capsys.readouterr().out
+    save_checkpoint(tmp_path, "t", {"w": torch.ones(1)})
+    manifest = open_checkpoint(tmp_path).manifest
+    assert manifest is not None
+    assert nxd_ckpt.__version__ == manifest.versions["nxd_ckpt"]
