@@ -85,7 +85,7 @@ def saving_says_what_it_lacks(out: Path) -> None:
     from nxd_ckpt import save_checkpoint
     from nxd_ckpt.errors import UnsupportedSystem
 
-    with pytest.raises(UnsupportedSystem, match="saving needs file locks .* Reading, converting and the nxd-ckpt command"):
+    with pytest.raises(UnsupportedSystem, match="saving needs file locks"):
         save_checkpoint(out / "new", "step_1", {"w": torch.ones(1)})
     assert not (out / "new").exists()
 
