@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from nxd_ckpt.core.entries import integers
+from nxd_ckpt.core.keys import checked_name
+
 
 class DcpChunk(NamedTuple):
     """A chunk of a tensor, or a plain value: ``nbytes`` from byte ``start`` of ``file``, relative to the directory.
@@ -28,6 +31,7 @@ class DcpChunk(NamedTuple):
 
     @staticmethod
     def from_json(fields: list[Any]) -> DcpChunk:
-        """The chunk whose JSON is ``fields``: its fields in order. Raises TypeError for another number of them."""
-        path, dtype, shape, offset, size, *place = fields
-        return DcpChunk(tuple(path), dtype, tuple(shape), tuple(offset), tuple(size), *place)
+        """The chunk whose JSON is ``fields``: its fields in order. Raises TypeError or ValueError for other ones."""
+        path, dtype, shape, offset, size, file, *place = fields
+        shape, offset, size = (tuple(integers(numbers)) for numbers in (shape, offset, size))
+        return DcpChunk(tuple(path), dtype, shape, offset, size, checked_name(file), *integers(place, 2))

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from nxd_ckpt.errors import MalformedFile
+
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """A string as JSON."""
 
@@ -38,6 +40,17 @@ def array(elements: Iterable[str]) -> str:
 def members(elements: Mapping[str, str]) -> str:
     """JSON texts as one object, by name."""
     return "{" + ",".join(f"{quoted(name)}:{text}" for name, text in elements.items()) + "}"
+
+
+def small(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a few fields that a file holds. Raises MalformedFile, naming ``where``, for anything else."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise MalformedFile(f"{where}: expected a JSON object, found {fields!r:.80}")
+    return fields
 
 
 def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:

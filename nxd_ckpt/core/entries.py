@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.keys import checked_key, checked_text
 from nxd_ckpt.core.partition import Partition, Piece
 
 CRC_BLOCK = 4 * 2**20
@@ -106,10 +107,9 @@ class Makers:
         if form is None:
             form = self._forms[key] = _form(fields["name"], fields["shape"], fields["pieces"])
         offset, nbytes = integers((fields["offset"], fields["nbytes"]))
-        file = checked(str, fields["file"])
         return TensorEntry(
-            checked(str, fields["name"]),
-            self._files.setdefault(file, file),
+            checked_text(fields["name"]),
+            self._file(fields["file"]),
             offset,
             nbytes,
             checked(str, fields["dtype"]),
@@ -117,6 +117,12 @@ class Makers:
             tuple(integers(fields["crc32"], -(-nbytes // CRC_BLOCK))),
             form[1],
         )
+
+    def _file(self, key: Any) -> str:
+        file = self._files.get(key)
+        if file is None:
+            file = self._files[key] = checked_key(key)
+        return file
 
     def spec(self, fields: Any) -> ParameterSpec:
         key = repr(fields)

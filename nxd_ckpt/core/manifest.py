@@ -24,6 +24,8 @@ from nxd_ckpt.core.entries import (
     parameters_text,
     tensor_text,
 )
+from nxd_ckpt.core.keys import checked_key, checked_name, checked_text
+from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 
@@ -69,6 +71,9 @@ class RankLine:
 
     nbytes: int
     crc32: int
+
+
+OPTIMIZERS = ("plain", "zero1", "zero1_full", "zero1_dcp")
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,10 @@ def load_index(data: bytes, where: str) -> RankIndex:
         names = fields["optimizer_names"]
         return RankIndex(
             coordinates=Coordinates(*integers(fields["coordinates"], 3)),
-            files=checked(dict, fields["files"]),
+            files=_named(checked_key, fields["files"]),
             tensors=tuple(checked(list, fields["tensors"])),
-            parameters=checked(dict, fields["parameters"]),
-            optimizer_names=None if names is None else tuple(names),
+            parameters=_named(checked_text, fields["parameters"]),
+            optimizer_names=None if names is None else tuple(map(checked_text, checked(list, names))),
         )
 
 
@@ -138,7 +143,7 @@ def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
     """The ``parameters`` of an index file alone: its tensors are parsed, and not kept. Raises as :func:`load_index`."""
     with _naming(where):
         makers: dict[str, _Maker] = {"files": bool, "tensors": bool, "parameters": Makers().spec}
-        return checked(dict, _read(data, "rank_index", makers)["parameters"])
+        return _named(checked_text, _read(data, "rank_index", makers)["parameters"])
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -172,25 +177,57 @@ def load_manifest(data: bytes, where: str) -> Manifest:
         found = zlib.crc32(data.rpartition(_SEAL)[0])
         if fields.get("crc32") != found:
             raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {found}: its bytes changed")
-        sizes = dict(fields["topology"])
-        places = sizes.pop("rank_map")
-        rank_map = None if places is None else [Coordinates(*integers(place, 3)) for place in places]
+        topology = _topology(fields["topology"])
+        ranks = tuple(RankLine(*integers(line, 2)) for line in fields["ranks"])
+        if len(ranks) != topology.world_size:
+            raise ValueError(f"{len(ranks)} ranks, expected the {topology.world_size} of {topology.describe()}")
         return Manifest(
-            tag=fields["tag"],
-            attempt=fields["attempt"],
-            order_time=float(fields["order_time"]),
-            topology=Topology(**sizes, rank=0, rank_map=rank_map),
-            parts=Parts(**fields["parts"]),
-            ranks=tuple(RankLine(*integers(line, 2)) for line in fields["ranks"]),
-            parameters=checked(dict, fields["parameters"]),
-            timings=dict(fields["timings"]),
-            versions=dict(fields["versions"]),
+            tag=validate_tag(fields["tag"]),
+            attempt=checked_name(fields["attempt"]),
+            order_time=float(_number(fields["order_time"], LATEST)),
+            topology=topology,
+            parts=_parts(fields["parts"]),
+            ranks=ranks,
+            parameters=_named(checked_text, fields["parameters"]),
+            timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
+            versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
         )
 
 
 def is_manifest(data: bytes) -> bool:
     """Whether these bytes are a manifest as :func:`dump_manifest` makes it: by its beginning and its digest alone."""
     return data.startswith(_HEAD) and data.endswith(_seal(data.rpartition(_SEAL)[0]))
+
+
+def _topology(fields: Any) -> Topology:
+    sizes = dict(checked(dict, fields))
+    places = sizes.pop("rank_map")
+    rank_map = None if places is None else [Coordinates(*integers(place, 3)) for place in places]
+    return Topology(**sizes, rank=0, rank_map=rank_map)
+
+
+def _parts(fields: Any) -> Parts:
+    parts = Parts(**checked(dict, fields))
+    if parts.optimizer not in (None, *OPTIMIZERS):
+        raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZERS)}, found {parts.optimizer!r:.80}")
+    for name, value in asdict(parts).items():
+        if name != "optimizer":
+            checked(bool, value)
+    return parts
+
+
+def _number(value: Any, limit: float = float(2**63)) -> Any:
+    """``value``, an int or a float as it is, if it is a count or a time. Raises ValueError."""
+    if type(value) not in (int, float) or not 0 <= value <= limit:
+        raise ValueError(f"expected a number from 0 to {limit}, found {value!r:.80}")
+    return value
+
+
+def _named(checked_one: Callable[[Any], str], fields: Any) -> dict[str, Any]:
+    """``fields``, an object whose names are in order."""
+    for name in checked(dict, fields):
+        checked_one(name)
+    return fields  # type: ignore[no-any-return]
 
 
 def _seal(data: bytes) -> bytes:
@@ -236,5 +273,5 @@ class _naming:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, MalformedFile):  # a part of the document that does not know its file
             raise MalformedFile(f"{self.where}: {error}") from error
-        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)):
+        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)):
             raise MalformedFile(f"{self.where}: malformed ({type(error).__name__}: {error})") from error

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, TypeAlias
 
+from nxd_ckpt.core.keys import checked_name
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
+
+LATEST = 1e12
+"""No order time is later, in seconds since the epoch: file systems keep such times, and one can be added to it."""
 
 Tag: TypeAlias = str | int
 """A tag as callers name it: 300 is "300"."""
@@ -22,18 +26,18 @@ def validate_tag(tag: object) -> str:
     """``str(tag)``, proved to be a plain, visible directory name.
 
     Raises:
-        InvalidTag: empty, absolute, with ``/`` or ``\\``, ``..``, a leading dot, a NUL, or longer than 255 bytes.
+        InvalidTag: empty, absolute, with ``/`` or ``\\``, ``..``, a leading dot, a NUL, half a character (a surrogate
+            alone), or longer than 255 bytes.
     """
     name = str(tag) if isinstance(tag, (str, int)) and not isinstance(tag, bool) else ""
     if not name:
         raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int, found {tag!r}")
-    if "/" in name or "\\" in name or "\0" in name:
-        raise InvalidTag(f"tag {name!r} must be one directory name, without '/', '\\' or NUL; it is not a path")
-    if name.startswith("."):
-        raise InvalidTag(f"tag {name!r} must not begin with '.': such names are hidden and never listed")
-    if len(name.encode()) > 255:
-        raise InvalidTag(f"tag {name[:40]!r}... has {len(name.encode())} bytes, at most 255 are allowed")
-    return name
+    if name.startswith(".") and "/" not in name:
+        raise InvalidTag(f"tag {name!r:.80} must not begin with '.': such names are hidden and never listed")
+    try:
+        return checked_name(name)
+    except ValueError as error:
+        raise InvalidTag(f"tag {error}") from None
 
 
 def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.entries import checked, integers
+from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
@@ -52,20 +55,29 @@ def dump(word: Vote | Verdict) -> bytes:
 
 
 def load_vote(data: bytes, where: str) -> Vote:
-    fields = _fields(data, where)
-    index = fields.pop("index", None)
+    fields = document.small(data, where)
     try:
-        error, chunks = _error_of(fields.pop("error", None)), map(DcpChunk.from_json, fields.pop("chunks", ()))
-        line = None if index is None else RankLine(**index)
-        return Vote(**fields, index=line, error=error, chunks=tuple(chunks))
-    except (TypeError, ValueError) as problem:
+        index, plan, replica, replicated = (fields[key] for key in ("index", "plan", "replica", "replicated"))
+        integers([fields["rank"], fields["nbytes"]])
+        return Vote(
+            rank=fields["rank"],
+            error=_error_of(fields["error"]),
+            plan=None if plan is None else checked(dict, plan),
+            replica=None if replica is None else checked_text(replica),
+            index=None if index is None else RankLine(*integers([index["nbytes"], index["crc32"]])),
+            replicated=None if replicated is None else integers([replicated])[0],
+            nbytes=fields["nbytes"],
+            seconds=float(fields["seconds"]),
+            chunks=tuple(map(DcpChunk.from_json, fields["chunks"])),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
 
 
 def load_verdict(data: bytes, where: str) -> Verdict:
-    fields = _fields(data, where)
+    fields = document.small(data, where)
     try:
-        return Verdict(_error_of(fields.get("error")), int(fields.get("rank", 0)))
+        return Verdict(_error_of(fields.get("error")), integers([fields.get("rank", 0)])[0])
     except (TypeError, ValueError) as problem:
         raise MalformedFile(f"{where}: not a verdict of this version ({problem})") from problem
 
@@ -117,18 +129,8 @@ def _difference(first: Vote, other: Vote) -> str:
     )
 
 
-def _fields(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{where}: not valid JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise MalformedFile(f"{where}: expected a JSON object")
-    return fields
-
-
 def _error_of(wire: Any) -> tuple[str, str] | None:
     if wire is None:
         return None
     name, message = wire
-    return str(name), str(message)
+    return checked_text(name), checked_text(message)

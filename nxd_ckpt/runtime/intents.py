@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 
 from nxd_ckpt.core.tags import validate_tag
-from nxd_ckpt.errors import InvalidTag
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.runtime.control_files import read_note
 from nxd_ckpt.runtime.paths import STAGING
 from nxd_ckpt.storage.base import Storage
 
@@ -44,6 +45,7 @@ def clear(storage: Storage, key: str) -> None:
 def _tag(storage: Storage, key: str) -> str | None:
     """The tag that an intent names; None for one that is gone, or damaged: it was written whole, and names nothing."""
     try:
-        return validate_tag(json.loads(storage.read(key))["tag"])
-    except (FileNotFoundError, InvalidTag, ValueError, KeyError, TypeError):
+        fields = read_note(storage, key)
+        return None if fields is None else validate_tag(fields["tag"])
+    except (MalformedFile, KeyError, ValueError):
         return None

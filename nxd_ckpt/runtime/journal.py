@@ -15,12 +15,17 @@ no tag, no staging              the staging is lost: put the old one back
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from contextlib import suppress
 
+from nxd_ckpt.core.keys import checked_name
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime import intents
+from nxd_ckpt.runtime.control_files import read_note, set_aside
 from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
 from nxd_ckpt.storage.base import Storage
 
@@ -73,22 +78,51 @@ def _undo(storage: Storage, attempt: str, tag: str) -> None:
 
 
 def recover(storage: Storage) -> None:
-    """Finish or undo a swap that a crash interrupted. Safe to call at any time, by several processes at once."""
+    """Finish or undo a swap that a crash interrupted. Safe to call at any time, by several processes at once.
+
+    A journal that names no swap is set aside, and with it the trash: a tag that it was about may be there.
+    """
     try:
-        journal = json.loads(storage.read(JOURNAL))
-        attempt, tag = journal["attempt"], journal["tag"]
-    except FileNotFoundError:
+        announced = _announced(storage)
+        if announced is None:
+            return
+        attempt, tag = announced
+        staging, aside = staging_dir(attempt), trash_file(attempt, tag)
+        # Another process may recover at the same time: whoever loses the race finds the file gone, and that is fine.
+        with suppress(FileNotFoundError, FileExistsError):
+            if not storage.is_dir(tag):
+                storage.rename(staging if storage.is_dir(staging) else aside, tag)
+    except (MalformedFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            raise
+        set_aside(storage, JOURNAL, error)
+        if storage.is_dir(TRASH) and storage.list(TRASH):
+            set_aside(storage, TRASH, f"a tag that was being replaced may be in it, as {JOURNAL} does not tell")
         return
-    except (ValueError, KeyError, TypeError):
-        # Written whole or not at all: a damaged one was damaged later, and names nothing that we could move.
-        return
-    staging, aside = staging_dir(attempt), trash_file(attempt, tag)
-    # Another process may recover at the same time: whoever loses the race finds the file gone, and that is fine.
-    with suppress(FileNotFoundError, FileExistsError):
-        if not storage.is_dir(tag):
-            storage.rename(staging if storage.is_dir(staging) else aside, tag)
     _sync(storage)
     _forget(storage)
+
+
+def is_open(storage: Storage) -> bool:
+    """Whether a swap was announced, and not finished yet; also where the journal is damaged."""
+    try:
+        storage.size(JOURNAL)
+    except FileNotFoundError:
+        return False
+    except MalformedFile:
+        return True
+    return True
+
+
+def _announced(storage: Storage) -> tuple[str, str] | None:
+    """Attempt and tag of the swap in the journal. Raises MalformedFile."""
+    fields = read_note(storage, JOURNAL)
+    if fields is None:
+        return None
+    try:
+        return checked_name(fields["attempt"]), validate_tag(fields["tag"])
+    except (KeyError, ValueError) as error:
+        raise MalformedFile(f"{storage.url}/{JOURNAL}: it names no swap ({type(error).__name__}: {error})") from error
 
 
 def remove_tag(storage: Storage, tag: str, attempt: str) -> None:
@@ -104,7 +138,7 @@ def discard_trash(storage: Storage) -> None:
     While a journal is there, an old tag may be among it that has to be put back.
     """
     with suppress(OSError):
-        if storage.is_file(JOURNAL):
+        if is_open(storage):
             return
         for entry in storage.list(TRASH):
             with suppress(OSError):

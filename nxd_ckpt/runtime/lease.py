@@ -7,6 +7,7 @@ the heartbeat *changes* while one watches, and one on this host by whether its p
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import threading
@@ -14,9 +15,16 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.core import document
+from nxd_ckpt.core.entries import integers
+from nxd_ckpt.core.keys import checked_text
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile
+from nxd_ckpt.runtime.control_files import set_aside
 from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
 
 _EXCHANGE_TAKES = 1.0
 """Seconds for which a mounted store may show no lease while its heartbeat replaces it."""
@@ -32,6 +40,8 @@ class Lease:
     pid: int
     born: str
     beat: int = 0
+    known: bool = True
+    """False for a damaged lease: whose it was cannot be told, and it does not beat."""
 
     @staticmethod
     def of_this_process(run_id: str) -> Lease:
@@ -63,7 +73,7 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
         found = _found(storage)
         if found is None:
             continue  # released in between
-        holder = _decode(found)
+        data, holder = found
         if holder.pid == mine.pid and holder.host == mine.host and holder.born == mine.born:
             if holder.run_id == run_id:
                 return mine
@@ -76,7 +86,11 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
                 f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
                 f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
             )
-        if storage.exchange(LEASE, found, _encode(mine)):
+        if data is None:  # a live holder would have written it anew
+            set_aside(storage, LEASE, "it cannot be read, and nobody renews it")
+        elif storage.exchange(LEASE, data, _encode(mine)):
+            if not holder.known:
+                logger.warning("%s/%s was damaged, and nobody renewed it: replaced", storage.url, LEASE)
             break
     storage.sync_dir(os.path.dirname(LEASE))
     return mine
@@ -85,7 +99,7 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
 def read(storage: Storage) -> Lease | None:
     """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
     found = _found(storage)
-    return None if found is None else _decode(found)
+    return None if found is None else found[1]
 
 
 def release(storage: Storage, lease: Lease) -> None:
@@ -99,12 +113,13 @@ def require(storage: Storage, mine: Lease) -> None:
     """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
 
     That job may have given it back since. A staging directory tells: it was swept. Where tags are written in place,
-    nothing would: there a lease that is gone is lost.
+    nothing would: there a lease that is gone is lost. One that is damaged is as good as gone, until the next heartbeat
+    writes it anew.
     """
-    holder = read(storage)
+    holder = _known(storage)
     if holder is None and not storage.renames:
         time.sleep(_EXCHANGE_TAKES)
-        holder = read(storage)
+        holder = _known(storage)
         if holder is None:
             raise DirectoryInUse(
                 f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of "
@@ -142,20 +157,23 @@ class Heartbeat:
             self._lease = replace(self._lease, beat=self._lease.beat + 1)
             try:
                 self._beat()
-            except OSError:
+            except (OSError, MalformedFile):
                 continue  # a full or absent disk shows in the save itself; the next beat may succeed
 
     def _beat(self) -> None:
         found, renewed = _found(self._storage), _encode(self._lease)
-        if found is None:
+        data, holder = (None, None) if found is None else found
+        if holder is not None and holder.known and holder.run_id != self._lease.run_id:
+            return  # it was taken over: the next save says so
+        if data is None:
+            if holder is not None:
+                set_aside(self._storage, LEASE, "it cannot be read; its holder writes it anew")
             if self._storage.renames:  # elsewhere it was lost, see require
                 self._storage.link_new(LEASE, renewed)
-        elif _decode(found).run_id != self._lease.run_id:
-            return  # it was taken over: the next save says so
         elif self._storage.renames:
             self._storage.write(LEASE, renewed)  # there an exchange leaves a moment without a lease
         else:
-            self._storage.exchange(LEASE, found, renewed)  # a take-over since it was read is not undone
+            self._storage.exchange(LEASE, data, renewed)  # a take-over since it was read is not undone
 
 
 def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
@@ -170,22 +188,36 @@ def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
     return False
 
 
-def _found(storage: Storage) -> bytes | None:
+def _known(storage: Storage) -> Lease | None:
+    holder = read(storage)
+    return holder if holder is not None and holder.known else None
+
+
+def _found(storage: Storage) -> tuple[bytes | None, Lease] | None:
+    """The file's bytes, None where it cannot be read, and what they say."""
     try:
-        return storage.read(LEASE)
+        data = storage.read(LEASE, NOTE)
     except FileNotFoundError:
         return None
+    except MalformedFile:
+        return None, _decode(b"")
+    return data, _decode(data)
 
 
 def _encode(lease: Lease) -> bytes:
-    return json.dumps(asdict(lease)).encode()
+    fields = asdict(lease)
+    del fields["known"]
+    return json.dumps(fields).encode()
 
 
 def _decode(data: bytes) -> Lease:
     try:
-        return Lease(**json.loads(data))
-    except (ValueError, TypeError):
-        return Lease("unknown", "unknown", 0, "", hash(data))
+        fields = document.small(data, LEASE)
+        run_id, host, born = (checked_text(fields[name]) for name in ("run_id", "host", "born"))
+        pid, beat = integers([fields["pid"], fields["beat"]])
+        return Lease(run_id, host, pid, born, beat)
+    except (MalformedFile, KeyError, ValueError):
+        return Lease("unknown", "unknown", 0, "", hash(data), known=False)
 
 
 def _host() -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime import journal
-from nxd_ckpt.runtime.paths import JOURNAL, TRASH, staging_dir
+from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
@@ -161,15 +162,55 @@ def test_two_recover_at_once(tmp_path: Path) -> None:
         assert not storage.is_file(JOURNAL)
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"tag": 1}', b'{"attempt": "run-1"}', b"null", b"7"])
-def test_a_damaged_journal_moves_nothing(tmp_path: Path, damaged: bytes) -> None:
-    """Neither recovery nor the next publication trips over it."""
-    storage = prepare(tmp_path, old=True)
+DAMAGED = [
+    *(b"", b"{", b"[]", b'{"tag": 1}', b'{"attempt": "run-1"}', b"null", b"7", b"[" * 100_000),
+    *(b'{"attempt": "../../../outside", "tag": "x"}', b'{"attempt": "run-1", "tag": "../outside"}'),
+    *(b'{"attempt": "..", "tag": "x"}', b'{"attempt": "run-1", "tag": ".nxd_ckpt"}', b'{"attempt": 1, "tag": "x"}'),
+    *(b'{"attempt": "/outside", "tag": "x"}', b'{"attempt": "\\u0000", "tag": "x"}'),
+    b'{"attempt": "a", "tag": "\\ud800"}',
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_journal_moves_nothing(tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """It is reported and set aside; neither recovery nor the next publication trips over it."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    storage = prepare(tmp_path / "run", old=True)
     storage.write(JOURNAL, damaged)
+    before = set(storage.list())
     journal.recover(storage)
     assert {b"old"} == content(storage)
+    assert before == set(storage.list())
+    assert outside.is_dir()
+    assert not journal.is_open(storage)
+    assert f"{storage.url}/{JOURNAL} is not what it should be" in caplog.text
     journal.publish(storage, ATTEMPT, TAG)
     assert {b"new"} == content(storage)
+
+
+def test_a_damaged_journal_keeps_the_trash(tmp_path: Path) -> None:
+    """The old tag may lie there: nobody can tell which one it was, and nobody deletes it."""
+    storage = prepare(tmp_path, old=True)
+    assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
+    storage.write(JOURNAL, b"damaged")
+    journal.recover(storage)
+    journal.discard_trash(storage)
+    (kept,) = (entry.name for entry in storage.list(HIDDEN) if entry.name.startswith("trash.damaged-"))
+    (old,) = storage.list(f"{HIDDEN}/{kept}")
+    assert b"old" == storage.read(f"{HIDDEN}/{kept}/{old.name}/done")
+
+
+def test_a_journal_never_moves_through_a_link(tmp_path: Path) -> None:
+    """A directory of staging that is a link leads out: what lies there stays."""
+    outside = tmp_path / "outside"
+    (outside / "alice").mkdir(parents=True)
+    storage = LocalStorage(tmp_path / "run")
+    storage.write(JOURNAL, b'{"attempt": "alice", "tag": "x"}')
+    storage.path(STAGING).symlink_to(outside)
+    journal.recover(storage)
+    assert (outside / "alice").is_dir()
+    assert not journal.is_open(storage)
 
 
 def test_trash_is_kept_while_a_journal_needs_it(tmp_path: Path) -> None:

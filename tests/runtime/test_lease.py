@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,11 +101,40 @@ def test_a_beating_holder_on_another_host_is_not(storage: LocalStorage) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"null", b'{"run_id": "x"}'])
-def test_a_damaged_lease_is_replaced(storage: LocalStorage, damaged: bytes) -> None:
+WRONG = b'{"run_id": 5, "host": [], "pid": "x", "born": null, "beat": 0}'
+DAMAGED = [b"", b"{", b"[]", b"null", b'{"run_id": "x"}', b"[" * 100_000, WRONG]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_lease_is_replaced(
+    storage: LocalStorage, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody can be asked, and nobody beats."""
     storage.write(LEASE, damaged)
     assert lease.acquire(storage, "new", 0.1) == lease.read(storage)
+    assert f"{storage.url}/{LEASE} was damaged" in caplog.text
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path)])
+def test_what_is_no_lease_is_set_aside(
+    storage: LocalStorage, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A directory, a FIFO or a link to itself is in nobody's way; a heartbeat finds its way around it, too."""
+    make(storage.path(LEASE))
+    held = lease.acquire(storage, "new", 0.1)
+    assert held == lease.read(storage)
+    assert f"{storage.url}/{LEASE} is not what it should be" in caplog.text
+
+    storage.remove(LEASE)
+    make(storage.path(LEASE))
+    lease.require(storage, held)
+    heartbeat = Heartbeat(storage, held, 0.01)
+    try:
+        while not storage.is_file(LEASE):
+            time.sleep(0.01)
+    finally:
+        heartbeat.stop()
+    assert held.run_id == getattr(lease.read(storage), "run_id", None)
 
 
 def acquire_at_once(rank: int, path: Path) -> str:

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TypeVar
 
 from nxd_ckpt.core import votes as ballots
+from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import OutcomeUnknown, RanksDisagree, SaveFailed
+from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
 from nxd_ckpt.runtime.paths import begin_file, rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
@@ -44,8 +45,8 @@ def await_opening(
             "log of rank 0"
         )
     if found == key:
-        return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
-    opened_for = storage.read(found).decode()
+        return ballots.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
+    opened_for = storage.read(found, NOTE).decode(errors="replace")
     if opened_for != tag:
         raise RanksDisagree(
             f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
@@ -145,7 +146,7 @@ def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> V
             "or never have made this save. The tag may or may not have become visible: look for "
             f"{storage.url}/{tag}/done"
         )
-    return ballots.load_verdict(storage.read(key), f"{storage.url}/{key}")
+    return ballots.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
 
 
 def _first_of(
@@ -241,7 +242,15 @@ def _name(key: str) -> str:
 def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
     """What ``ranks`` last said of their progress, as far as the votes directory's listing ``names`` shows it."""
     keys = [rank_file(attempt, rank, "progress") for rank in ranks]
-    return {_name(key): storage.read(key) for key in keys if _name(key) in names}
+    return {_name(key): _said(storage, key) for key in keys if _name(key) in names}
+
+
+def _said(storage: Storage, key: str) -> bytes:
+    """What a file of progress says; a damaged one nothing."""
+    try:
+        return storage.read(key, NOTE)
+    except MalformedFile:
+        return b""
 
 
 def _ranks(ranks: list[int]) -> str:

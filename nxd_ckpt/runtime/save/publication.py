@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.directory import may_be_replaced
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.runtime import intents, journal
@@ -207,7 +207,7 @@ class InPlace:
         key = f"{self.tag}/{MANIFEST}"
         try:
             return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == self.attempt
-        except FileNotFoundError:
+        except (FileNotFoundError, MalformedFile):
             return False
 
     def _another_job(self, session: Session) -> SaveFailed:

@@ -12,7 +12,16 @@ from itertools import chain
 
 from nxd_ckpt.core.manifest import FileEntry, RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, SaveFailed, from_wire, in_words, to_wire
+from nxd_ckpt.errors import (
+    CheckpointError,
+    MalformedFile,
+    OutcomeUnknown,
+    RanksDisagree,
+    SaveFailed,
+    from_wire,
+    in_words,
+    to_wire,
+)
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
@@ -235,7 +244,7 @@ class Saving:
             if self.error is not None:
                 return Verdict(to_wire(self.error), self.session.topology.rank)  # without its vote, no tag
             raise
-        except OSError as error:
+        except (OSError, MalformedFile) as error:
             where = f"{self.session.storage.url}/{votes_dir(self.attempt)}"
             raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
 

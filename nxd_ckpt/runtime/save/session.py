@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument
-from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
 from nxd_ckpt.runtime import intents, journal, lease
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.control_files import make_places
 from nxd_ckpt.runtime.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES
 from nxd_ckpt.runtime.save.slots import forget_slots
@@ -125,7 +125,7 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
         )
     session.run_id = run_id
     if session.topology.rank == 0:
-        session.storage.make_dir(HIDDEN)
+        make_places(session.storage)
         if not session.storage.link_new(f"{RUNS}/{run_id}", b"1"):
             raise InvalidArgument(
                 f"run_id {run_id!r} was used in {session.storage.url} before; give every launch a new one (with the "
@@ -145,7 +145,7 @@ def _claim(session: Session, run_id: str, *, first: bool) -> None:
     """
     storage = session.storage
     session.run_id = run_id
-    storage.make_dir(HIDDEN)
+    make_places(storage)
     interval = _beat_interval(session)
     session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval)
     session.heartbeat = Heartbeat(storage, session.lease, interval)
@@ -231,5 +231,5 @@ def _sweep(storage: Storage, spared: str | None) -> None:
                 continue  # without a process group, another rank of this run may have been faster
             try:
                 intents.clear(storage, f"{folder}/{entry.name}")
-            except OSError as error:
+            except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)

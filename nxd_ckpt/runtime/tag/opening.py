@@ -22,7 +22,6 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import describe_incomplete, list_tags, recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime import journal, lease
-from nxd_ckpt.runtime.paths import JOURNAL
 from nxd_ckpt.runtime.tag.proof import Entries, Written, changed_tensors, prove_tensors, refuse_missing
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
@@ -62,15 +61,15 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
 
 def settle_swap(storage: Storage) -> None:
     """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's."""
-    if not storage.is_file(JOURNAL):
+    if not journal.is_open(storage):
         return
     deadline = time.monotonic() + _SWAP_TAKES
-    while storage.is_file(JOURNAL) and time.monotonic() < deadline:
+    while journal.is_open(storage) and time.monotonic() < deadline:
         holder = lease.read(storage)
         if holder is None or holder.holder_runs_here() is False:
             break
         time.sleep(0.05)
-    if storage.is_file(JOURNAL) and not lease.job_lives(storage, patience=_SWAP_TAKES):
+    if journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
         try:
             journal.recover(storage)
         except OSError as error:  # a read-only view shows what is there

@@ -1,0 +1,61 @@
+"""The job's own small files: read as what they should be, or set aside.
+
+What is damaged there must never keep anybody from a directory: it is moved out of the way under another name, with a
+warning that says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import uuid
+from typing import Any
+
+from nxd_ckpt.core import document
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.ELOOP}
+"""What making a directory is answered with where something else stands, or a link."""
+
+
+def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
+    """The fields of a small document, or None where there is none. Raises MalformedFile for anything else."""
+    try:
+        data = storage.read(key, NOTE)
+    except FileNotFoundError:
+        return None
+    return document.small(data, f"{storage.url}/{key}")
+
+
+def set_aside(storage: Storage, key: str, why: object) -> None:
+    """Give what stands under ``key`` another name, with a warning; in a store, which renames nothing, remove it.
+
+    Fine where it is gone. Raises OSError where it cannot be moved.
+    """
+    other = f"{key}.damaged-{uuid.uuid4().hex[:8]}"
+    try:
+        if storage.renames:
+            storage.rename(key, other)
+        else:
+            storage.remove(key)
+    except FileNotFoundError:
+        return  # another process was faster
+    became = f"moved to {other}: remove it once it is of no use" if storage.renames else "removed"
+    logger.warning("%s/%s is not what it should be, and was %s (%s)", storage.url, key, became, why)
+
+
+def make_places(storage: Storage) -> None:
+    """The directories that a job works in. What stands in place of one, a link too, is set aside."""
+    for folder in (HIDDEN, STAGING, VOTES, TRASH, RUNS, PROBES):
+        try:
+            storage.make_dir(folder)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            set_aside(storage, folder, error)
+            storage.make_dir(folder)
