@@ -63,6 +63,8 @@ class Carrying:
             model = bring_model(topology, folder, progress)
         files = {file: self._file(file, entry, folder, progress) for file, entry in self._objects(topology)}
         files = {**model.files, **files}
+        for directory in names.tensors_dirs(files):
+            self._storage.make_dir(f"{folder}/{directory}")
         for directory in sorted({file.rpartition("/")[0] for file in files}, reverse=True):
             self._storage.sync_dir(f"{folder}/{directory}" if directory else folder)
         return Carried(files, model.tensors, model.parameters)

@@ -17,6 +17,7 @@ from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.runtime.agreement import Alone
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.publication import Publication
@@ -142,6 +143,8 @@ def _copy(
     for name in bringing.surplus(files):
         session.storage.remove(f"{folder}/{name}")
     brought = _bring_all(bringing, files, num_workers, stop)
+    for directory in tensors_dirs(file.name for file in files):
+        session.storage.make_dir(f"{folder}/{directory}")
     for directory in _directories(files):
         session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
     if _order_time(opened, files) != order_time:

@@ -8,6 +8,7 @@ from 100 on. The dp field is 00 in all names but those of ZeRO-1 optimizer files
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -27,6 +28,7 @@ HIDDEN = ".nxd_ckpt"
 NEWEST = "newest"
 """NxD 0.6 only: a file beside the tags that lists them, one a line, the latest last."""
 
+_INFO = ".info.pt"
 _RANK_FILE = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _FULL_FILE = re.compile(r"full(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 
@@ -82,12 +84,20 @@ def rank_content_file(rank: int) -> str:
 
 def info_file(key: str) -> str:
     """xser: the dtypes and shapes of the tensors that the file ``key`` refers to."""
-    return f"{key}.info.pt"
+    return f"{key}{_INFO}"
 
 
 def tensors_dir(key: str) -> str:
     """xser: the directory of the tensors that the file ``key`` refers to."""
     return f"{key}.tensors"
+
+
+def tensors_dirs(files: Iterable[str]) -> list[str]:
+    """xser: the directories that belong to those of ``files`` that refer to tensors, as their info files tell.
+
+    NxD makes each, also one that stays empty, and takes a checkpoint that has any for one in xser files.
+    """
+    return [tensors_dir(file.removesuffix(_INFO)) for file in files if file.endswith(_INFO)]
 
 
 def tensor_file(key: str, tid: int) -> str:

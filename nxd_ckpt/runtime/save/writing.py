@@ -22,6 +22,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.torch_zip_writer import Storage as Place
+from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.publication import Publication
@@ -172,6 +173,9 @@ class FileWriter:
                 self._put_header(handle)
                 self._complete(number, handle)
             del self._open[number]
+        for folder in tensors_dirs(planned.key for planned in self._files):
+            with _naming(f"{folder}/"):
+                self._storage.make_dir(f"{self._folder}/{folder}")
         # Parents too: the first to write below a directory created it, and its own name must last as well.
         folders = {str(parent) for planned in self._files for parent in PurePosixPath(planned.key).parents}
         for folder in sorted(folders, reverse=True):
