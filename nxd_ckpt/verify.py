@@ -31,6 +31,8 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
 _CHUNK = 16 * 2**20
+_DEEPEST = 8
+"""Directories above a file of a tag; NxD's and ours have two at most."""
 _MARKERS = (names.MARKER, names.DONE)
 
 
@@ -69,10 +71,11 @@ def verify_checkpoint(
         CheckpointNotFound: no such tag.
     """
     storage, started = open_storage(path, storage_options=storage_options), time.monotonic()
-    chosen = choose_tag(storage, tag)
+    chosen = "" if tag is None else str(tag)
     try:
+        chosen = choose_tag(storage, tag)
         opened = open_complete_tag(storage, chosen)
-    except CorruptCheckpoint as error:  # the manifest: without it nothing tells what the rest should be
+    except CorruptCheckpoint as error:  # without marker and manifest nothing tells what the rest should be
         return Verification(chosen, 0, 0, (str(error),))
     found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
     report("verified", opened.where, found.nbytes, started)
@@ -92,6 +95,8 @@ def _at_or_below(files: TagFiles, file: str, is_dir: bool) -> Iterator[str]:
     if not is_dir:
         yield file
         return
+    if file.count("/") == _DEEPEST:
+        raise MalformedFile(f"{files.where(file)}: no checkpoint's files lie so deep; does a link lead back?")
     for entry in files.storage.list(files.key(file)):
         yield from _at_or_below(files, f"{file}/{entry.name}", entry.is_dir)
 
@@ -224,9 +229,6 @@ def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
     records = _Records(TagFiles(opened.storage, opened.tag), opened.where)
     files = list(files_of(records.tag_files))
     problems = records.problems
-    index = next((file for file in files if file.startswith(f"{names.INDEX_DIR}/")), None)
-    if index is not None and names.MANIFEST not in files:
-        problems.append(f"{opened.where}/{names.MANIFEST} is missing, though there is {index}: the tag lost files")
     with watched("verify", None, lambda: records.done.nbytes, progress):
         for file in files:
             records.read(file)

@@ -12,7 +12,7 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, list_tags
 from nxd_ckpt.layout.files import TagFiles
@@ -22,6 +22,9 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
 from nxd_ckpt.verify import files_of
+
+_LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
+"""No later time can be written as a date."""
 
 Options = Mapping[str, Any] | None
 
@@ -91,23 +94,27 @@ def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str
         "parts": None,
         "nbytes": 0,
         "latest": info == newest,
-        "lacks": [] if info.complete else list(_lacking(storage, info.tag)),
+        "lacks": [],
         "problems": [],
     }
     manifest = None
     try:
-        if info.complete:
+        if info.damage is not None:
+            raise CorruptCheckpoint(info.damage)
+        if not info.complete:
+            document["lacks"] = list(_lacking(storage, info.tag))
+        else:
             opened = open_complete_tag(storage, info.tag)
             manifest = opened.manifest
             document |= summary(opened, info)
-    except (CheckpointError, FileNotFoundError) as error:
+        document["nbytes"] = _nbytes(storage, info.tag, manifest)
+    except (CheckpointError, FileNotFoundError) as error:  # one damaged tag never hides the others
         document["problems"].append(str(error))
-    document["nbytes"] = _nbytes(storage, info.tag, manifest)
     return document
 
 
 def _named(info: TagInfo) -> dict[str, Any]:
-    if info.tag == NO_TAG:  # nothing there is a marker with a time
+    if info.tag == NO_TAG or info.damage is not None or info.order_time > _LAST:  # no marker has a time there
         return {"tag": info.tag, "order_time": None, "age_seconds": None}
     at = datetime.fromtimestamp(int(info.order_time), timezone.utc)
     # A save's order time may lie a second or two ahead of the clock.

@@ -184,7 +184,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
         return Manifest(
             tag=validate_tag(fields["tag"]),
             attempt=checked_name(fields["attempt"]),
-            order_time=float(_number(fields["order_time"], LATEST)),
+            order_time=float(_number(fields["order_time"], 2 * LATEST)),
             topology=topology,
             parts=_parts(fields["parts"]),
             ranks=ranks,

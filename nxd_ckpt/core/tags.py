@@ -16,7 +16,7 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
 
 LATEST = 1e12
-"""No order time is later, in seconds since the epoch: file systems keep such times, and one can be added to it."""
+"""Times of files count up to here, in seconds since the epoch; what says another is no clock's."""
 
 Tag: TypeAlias = str | int
 """A tag as callers name it: 300 is "300"."""
@@ -82,12 +82,16 @@ def _fields(field: str | None, form: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class TagInfo:
-    """One tag as a listing shows it. ``order_time`` is in seconds; ``ours`` says that it has a manifest."""
+    """One tag as a listing shows it. ``order_time`` is in seconds; ``ours`` says that it has a manifest.
+
+    ``damage`` is what kept the listing from telling more: such a tag is not complete.
+    """
 
     tag: str
     order_time: float
     complete: bool
     ours: bool
+    damage: str | None = None
 
 
 def in_order(tags: Iterable[TagInfo]) -> list[TagInfo]:

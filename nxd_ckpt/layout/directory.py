@@ -9,8 +9,11 @@ is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any oth
 
 from __future__ import annotations
 
+import logging
+
+from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
-from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.core.tags import LATEST, TagInfo
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.grid import holes
@@ -25,9 +28,12 @@ from nxd_ckpt.layout.names import (
     RANK_CONTENT_DIR,
     SCHEDULER,
     USER_CONTENT,
+    ParsedName,
     parse,
 )
 from nxd_ckpt.storage.base import Entry, Storage
+
+logger = logging.getLogger("nxd_ckpt")
 
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
@@ -39,14 +45,14 @@ _COPIED_WITHIN = 1.0
 
 def list_tags(storage: Storage) -> list[TagInfo]:
     """The tags in a directory, complete or not, in order of name; hidden names and other directories are
-    skipped."""
+    skipped. One that is damaged never hides the others."""
     top = storage.list()
     newest = _listed_in_newest(storage) if Entry(NEWEST, False) in top else {}
     found = [_inspect(storage, entry.name, newest) for entry in top if entry.is_dir and entry.name[0] != "."]
     tags = [info for info in found if info is not None]
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
     if ranks:
-        tags.insert(0, TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False))
+        tags.insert(0, _without_tag(storage, ranks))
     return tags
 
 
@@ -56,10 +62,11 @@ def recorded_order_time(storage: Storage, tag: str) -> float | None:
     Another program that saves over such a tag leaves its own marker, ``1``.
     """
     key = f"{tag}/{DONE}"
-    if storage.renames and storage.size(key) <= 1:
+    if storage.renames and not 1 < storage.size(key) <= NOTE:
         return None
-    order_time, attempt, *_ = [*storage.read(key).split(b" "), b""]
-    return float(order_time) if attempt and order_time.isdigit() and len(order_time) < 20 else None
+    order_time, attempt, *_ = [*storage.read(key, NOTE).split(b" "), b""]
+    found = float(order_time) if attempt and order_time.isdigit() and len(order_time) < 20 else None
+    return found if found is None or found <= 2 * LATEST else None
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
@@ -78,7 +85,7 @@ def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
         return _is_our_manifest(storage, f"{tag}/{MANIFEST}")
     files = {name for name, is_dir in entries.items() if not is_dir}
     known = files <= _NXD_FILES and entries.keys() - files <= _NXD_DIRS
-    return known and MARKER in files and all(storage.read(f"{tag}/{name}") == b"1" for name in (MARKER, DONE))
+    return known and MARKER in files and all(_marked(storage, f"{tag}/{name}", b"1") for name in (MARKER, DONE))
 
 
 def may_be_replaced(storage: Storage, tag: str) -> bool:
@@ -93,7 +100,7 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
     files = {name for name, is_dir in entries.items() if not is_dir}
     folders = entries.keys() - files
     if MARKER in files:
-        marked = storage.read(f"{tag}/{MARKER}") in (b"1", b"")
+        marked = _marked(storage, f"{tag}/{MARKER}", b"1", b"")
     else:  # a tag of NxD 0.6 or 0.7 has no mark either
         foreign = DONE in files and recorded_order_time(storage, tag) is None
         marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
@@ -117,6 +124,8 @@ def describe_incomplete(storage: Storage) -> str:
         info = tags.get(entry.name)
         if info is None:
             lines.append(f"{entry.name!r} (not a checkpoint)")
+        elif info.damage is not None:
+            lines.append(f"{entry.name!r} (damaged)")
         else:
             lines.append(f"{entry.name!r} ({'complete' if info.complete else 'no done marker: incomplete'})")
     if not lines:
@@ -127,10 +136,16 @@ def describe_incomplete(storage: Storage) -> str:
 
 def _listed_in_newest(storage: Storage) -> dict[str, float]:
     """The order time of each line of ``newest``: its modification time, less a second for every line that
-    follows."""
-    lines = [line.strip() for line in storage.read(NEWEST).decode(errors="replace").splitlines()]
+    follows. A damaged one lists nothing."""
+    try:
+        data, written = storage.read(NEWEST), _time(storage, NEWEST)
+    except FileNotFoundError:
+        return {}
+    except MalformedFile as error:
+        logger.warning("ignored, and with it tags that neuronx_distributed 0.6 wrote: %s", error)
+        return {}
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
     tags = [line for line in lines if line]
-    written = storage.time(NEWEST)
     return {tag: written - (len(tags) - 1 - position) for position, tag in enumerate(tags)}
 
 
@@ -142,16 +157,18 @@ def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | 
             raise
         return None  # another user's directory, beside the tags
     ours = MANIFEST in files
-    if DONE not in files and tag in newest:
-        return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=ours)
     dated = next((name for name in (DONE, MARKER, MANIFEST) if name in files), None)
-    if dated is None:
-        return None
     try:
+        if DONE not in files and tag in newest:
+            return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=ours)
+        if dated is None:
+            return None
         recorded = recorded_order_time(storage, tag) if dated == DONE else None
         order_time = _order_time(storage, tag, dated, ours) if recorded is None else recorded
     except FileNotFoundError:
         return None  # another process removed the tag since it was listed
+    except MalformedFile as error:
+        return TagInfo(tag, 0.0, complete=False, ours=ours, damage=str(error))
     # Beside a ``done`` of ours there is a manifest, unless a job that was taken over wrote it too late.
     return TagInfo(tag, order_time, complete=dated == DONE and (ours or recorded is None), ours=ours)
 
@@ -162,13 +179,13 @@ def _order_time(storage: Storage, tag: str, dated: str, ours: bool) -> float:
     We set whole seconds, a copy within a file system hardly ever does, and a store knows nothing else. A marker newer
     than the manifest is another program's save.
     """
-    marked = storage.time(f"{tag}/{dated}")
+    marked = _time(storage, f"{tag}/{dated}")
     if not ours or dated != DONE or (storage.renames and marked == int(marked)):
         return marked
     key = f"{tag}/{MANIFEST}"
-    if storage.time(key) < marked - _COPIED_WITHIN:
-        return marked
     try:
+        if storage.time(key) < marked - _COPIED_WITHIN:
+            return marked
         return load_manifest(storage.read(key), key).order_time
     except MalformedFile:
         return marked
@@ -182,12 +199,31 @@ def _has_all_ranks(storage: Storage, tag: str) -> bool:
     return any(parts) and not any(holes(part) for part in parts)
 
 
-def _is_our_manifest(storage: Storage, key: str) -> bool:
-    data = storage.read(key)
-    if is_manifest(data):  # retention asks for every tag: going through all parameters of each would take its time
-        return True
+def _without_tag(storage: Storage, ranks: list[ParsedName]) -> TagInfo:
+    """The directory itself, as a checkpoint of these ranks' files."""
     try:
-        load_manifest(data, key)
+        return TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False)
+    except MalformedFile as error:
+        return TagInfo(NO_TAG, 0.0, complete=False, ours=False, damage=f"{storage.url}: {error}")
+
+
+def _time(storage: Storage, key: str) -> float:
+    return min(storage.time(key), LATEST)
+
+
+def _marked(storage: Storage, key: str, *marks: bytes) -> bool:
+    """Whether a marker holds one of ``marks``."""
+    try:
+        return storage.read(key, NOTE) in marks
+    except MalformedFile:
+        return False
+
+
+def _is_our_manifest(storage: Storage, key: str) -> bool:
+    try:
+        data = storage.read(key)
+        if not is_manifest(data):  # retention asks for every tag: going through all parameters of each takes its time
+            load_manifest(data, key)
     except MalformedFile:
         return False
     return True

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from math import prod
 
+from nxd_ckpt.core.limits import RANKS
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import ParsedName
 
 
 def spanned(files: Iterable[ParsedName]) -> ParsedName:
     """The size of every dimension: one more than the highest rank in it. ``ep`` is None if no name has the
-    field."""
+    field.
+
+    Raises MalformedFile for a grid of more ranks than there can be.
+    """
     names = list(files)
     experts = [name.ep for name in names if name.ep is not None]
-    return ParsedName(
+    size = ParsedName(
         dp=max((name.dp for name in names), default=0) + 1,
         ep=max(experts) + 1 if experts else None,
         tp=max((name.tp for name in names), default=0) + 1,
         pp=max((name.pp for name in names), default=0) + 1,
     )
+    if prod(extent or 1 for extent in size) > RANKS:
+        raise MalformedFile(f"the files' names would be those of {size} ranks; at most {RANKS} are believed")
+    return size
 
 
 def holes(files: Iterable[ParsedName]) -> list[ParsedName]:

@@ -14,6 +14,7 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.core.manifest import load_index
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, PartNotFound
+from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import Job, jobs, topologies
 from tests.interop.saving import save_as_every_rank
 
@@ -95,8 +96,35 @@ def test_a_missing_file_is_named(kept: Path, tmp_path: Path) -> None:
         os.remove(path)
         yield "removed"
 
-    failures = check_every_file(kept, tmp_path / "copy", damages, PartNotFound)
-    assert [] == [file for file, count in failures.items() if not count and file != "manifest.json"]
+    failures = check_every_file(kept, tmp_path / "copy", damages, (PartNotFound, CorruptCheckpoint))
+    assert [] == [file for file, count in failures.items() if not count]
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "index"])
+@pytest.mark.parametrize("instead", [None, os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_a_tag_that_lost_its_manifest_or_its_index(
+    kept: Path, tmp_path: Path, lost: str, instead: Callable[[Path], None] | None
+) -> None:
+    """The proof is never turned off in silence: a load and ``verify`` say so, whatever stands in its place."""
+    shutil.copytree(kept, tmp_path / "copy")
+    path = tmp_path / "copy" / "one" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if instead is not None:
+        instead(path)
+    for rank in (0, 1):
+        error = outcome(tmp_path / "copy", rank)[0]
+        assert isinstance(error, CorruptCheckpoint)
+        assert str(path) in str(error)
+    assert str(path) in verify_checkpoint(tmp_path / "copy", "one").problems[0]
+    assert () == verify_checkpoint(tmp_path / "copy", "two").problems
+
+
+def test_a_tag_without_manifest_and_index_is_a_foreign_one(kept: Path, tmp_path: Path) -> None:
+    """As the error of a lost manifest proposes: with neither it is read as what neuronx_distributed writes."""
+    shutil.copytree(kept, tmp_path / "copy")
+    (tmp_path / "copy" / "one" / "manifest.json").unlink()
+    shutil.rmtree(tmp_path / "copy" / "one" / "index")
+    assert whole_outcomes(kept)[0] == outcome(tmp_path / "copy", 0)
 
 
 def test_a_truncated_file_is_named(kept: Path, tmp_path: Path) -> None:

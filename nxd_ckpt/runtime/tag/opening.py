@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
 from nxd_ckpt.core.tags import Tag, latest, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.layout import names
@@ -37,6 +37,7 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
 
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
+        CorruptCheckpoint: what should mark this one is no file.
     """
     wanted = None if tag is None else validate_tag(tag)
     if not storage.is_dir(""):
@@ -45,12 +46,16 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
     tags = list_tags(storage)
     if wanted is None:
         newest = latest(tags)
+        for damage in filter(None, (info.damage for info in tags)):
+            logger.warning("%s: this tag is passed over", damage)
         if newest is None:
             raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
         return newest.tag
     found = next((info for info in tags if info.tag == wanted), None)
     if found is None:
         raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
+    if found.damage is not None:
+        raise CorruptCheckpoint(f"{found.damage}; restore the tag from a copy, or remove it")
     if not found.complete:
         raise CheckpointNotFound(
             f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
@@ -81,13 +86,14 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
     """Open a tag that :func:`choose_tag` chose.
 
     Raises:
-        MalformedFile: its manifest is damaged, or a file has another size than when it was written.
+        CorruptCheckpoint: its manifest is damaged, or of manifest and index one is there and the other is not.
         CheckpointNotFound: it was removed since it was chosen, perhaps to be saved anew.
     """
-    key = f"{tag}/{names.MANIFEST}" if tag else names.MANIFEST
+    where = f"{storage.url}/{tag}"
+    listed = {entry.name for entry in storage.list(tag)}
     manifest = None
-    if storage.is_file(key):
-        manifest = load_manifest(storage.read(key), f"{storage.url}/{key}")
+    if names.MANIFEST in listed:
+        manifest = _manifest(storage, tag)
         if _written_over(storage, tag, manifest):
             logger.warning(
                 "%s/%s: the files are not those of its manifest and its %r marker is newer: another program saved "
@@ -97,19 +103,31 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
                 names.DONE,
             )
             manifest = None
-    elif tag and not storage.renames and _is_in_flux(storage, tag):
+        elif names.INDEX_DIR not in listed:
+            raise _lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
+    elif tag and not storage.renames and _is_in_flux(listed):
         # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
-        raise CheckpointNotFound(f"{storage.url}/{tag} was removed, or is being replaced, since it was looked up")
-    elif storage.is_dir(f"{tag}/{names.INDEX_DIR}"):
-        logger.warning(
-            "%s/%s: %s is missing, though there are indexes: the tag lost files. Reading it as a plain "
-            "neuronx_distributed checkpoint, proved only by the digests inside its files",
-            storage.url,
-            tag,
-            names.MANIFEST,
-        )
+        raise CheckpointNotFound(f"{where} was removed, or is being replaced, since it was looked up")
+    elif tag and names.INDEX_DIR in listed:
+        raise _lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
     topology = None if manifest is None else manifest.topology
     return OpenTag(storage, tag, open_tag(storage, tag, topology=topology, trust_pickle=trust_pickle), manifest)
+
+
+def _manifest(storage: Storage, tag: str) -> Manifest:
+    key = f"{tag}/{names.MANIFEST}" if tag else names.MANIFEST
+    try:
+        return load_manifest(storage.read(key), f"{storage.url}/{key}")
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"{storage.url}/{tag} was removed, or is being replaced, while it was read") from error
+
+
+def _lost(where: str, left: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{where} is missing, though there is {left}: the tag lost files, and nothing proves the others. Restore it "
+        f"from a copy; or, to read it as what neuronx_distributed writes, with only the digests inside its files, "
+        f"remove {left} too"
+    )
 
 
 class OpenTag:
@@ -234,7 +252,7 @@ class OpenTag:
         try:
             data = self.storage.read(key)
         except FileNotFoundError as error:
-            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+            raise CorruptCheckpoint(f"{where} is missing: the tag lost files since it was saved") from error
         check_bytes(data, FileEntry(line.nbytes, line.crc32), where)
         return load_index(data, where)
 
@@ -345,19 +363,18 @@ def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     files = [names.model_file(topology, first), optimizer]
     try:
         entries = probe.index(first).files
-    except (PartNotFound, MalformedFile, DigestMismatch):
+    except CorruptCheckpoint:
         return False  # damage is reported where it is met
     known = [(file, entries[file]) for file in files if file in entries]
     return any(_size(storage, f"{tag}/{file}") not in (None, entry.nbytes) for file, entry in known)
 
 
-def _is_in_flux(storage: Storage, tag: str) -> bool:
+def _is_in_flux(listed: Set[str]) -> bool:
     """Whether a tag in a store is being emptied or written: ``done``, which begins the one and ends the other, is gone.
 
     Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
     """
-    found = {entry.name for entry in storage.list(tag)}
-    return names.DONE not in found and (not found or bool(found & {names.MARKER, names.INDEX_DIR}))
+    return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR}))
 
 
 def _size(storage: Storage, key: str) -> int | None:
