@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,14 +50,14 @@ class StorageReader(TorchStorageReader):
     shards are made of, straight into their memory, and proves them as they arrive. Values are cast where dtypes differ.
 
     Names are those of :class:`~nxd_ckpt.core.dcp_names.DcpNames`: ``{"model": get_model_state_dict(...), "optim":
-    get_optimizer_state_dict(...)}``, and ``scheduler.*`` and ``user_content.*`` where the tag has them. What the tag
-    does not hold, such as an option that only this torch's optimizer knows, is an error of DCP's planner; pass
-    ``planner=DefaultLoadPlanner(allow_partial_load=True)`` to load the rest.
+    get_optimizer_state_dict(...)}``, with ``flatten_optimizer_state_dict`` or without, and ``scheduler.*`` and
+    ``user_content.*`` where the tag has them. What the tag does not hold, such as an option that only this torch's
+    optimizer knows, is an error of DCP's planner; pass ``planner=DefaultLoadPlanner(allow_partial_load=True)`` to load
+    the rest.
 
     Args:
         tag: a tag's directory or URL.
         model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
-        flatten_optimizer_state: param groups by parameter, as with torch's ``flatten_optimizer_state_dict=True``.
         partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
         saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
             where the tag does not say (NxD's do not).
@@ -70,7 +71,6 @@ class StorageReader(TorchStorageReader):
         *,
         model_key: str = "model",
         optim_key: str = "optim",
-        flatten_optimizer_state: bool = False,
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
         verify: bool = True,
@@ -78,9 +78,9 @@ class StorageReader(TorchStorageReader):
     ) -> None:
         super().__init__()
         self._path, self._options, self._verify = tag, storage_options, verify
-        self._names = DcpNames(model_key, optim_key, flatten_optimizer_state)
+        self._names = DcpNames(model_key, optim_key)
         self._partitions, self._saved_names = partitions, saved_param_names
-        self._opened: tuple[OpenTag, DcpState] | None = None
+        self._opened: tuple[OpenTag, _States] | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -103,18 +103,15 @@ class StorageReader(TorchStorageReader):
         except (CheckpointError, OSError) as error:
             return _Unreadable(error)
 
-    def _metadata(self, state: DcpState) -> Metadata:
+    def _metadata(self, states: _States) -> Metadata:
+        state = states.listed
         if state.unknown:
             logger.warning(
                 "how %d tensors are cut over ranks is not known, and they are left out (pass partitions=): %s",
                 len(state.unknown),
                 ", ".join(state.unknown[:5]),
             )
-        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in state.values}
-        for name, tensor in state.tensors.items():
-            whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape))
-            properties = TensorProperties(dtype=torch_dtype(tensor.dtype))
-            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
+        entries = _Entries(_entries(state), lambda: _entries(states.flattened))
         paths = {name: path for name, (path, _) in state.values.items()}
         paths |= {name: tensor.path for name, tensor in state.tensors.items()}
         return Metadata(entries, planner_data=paths)
@@ -137,13 +134,14 @@ class StorageReader(TorchStorageReader):
             DigestMismatch: bytes changed since they were saved; names the tensor.
             PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be put together; says why.
         """
-        opened, state = self._open()
+        opened, states = self._open()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickled(state.values[item.storage_index.fqn][1]))
+                name = item.storage_index.fqn
+                planner.load_bytes(item, _pickled(states.holding(name).values[name][1]))
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         # Leaves first: making them reads trees, and a reader proves by those that there are when it is made.
-        leaves = [_wanted(state, item) for item in tensors]
+        leaves = [_wanted(states.holding(item.storage_index.fqn), item) for item in tensors]
         with opened.reader() as reader:
             delivery = _Delivery(reader, planner, self._verify)
             for item, leaf in zip(tensors, leaves, strict=True):
@@ -162,12 +160,53 @@ class StorageReader(TorchStorageReader):
             return False
         return True
 
-    def _open(self) -> tuple[OpenTag, DcpState]:
+    def _open(self) -> tuple[OpenTag, _States]:
         if self._opened is None:
             opened = open_source(locate_input(self._path, self._options))
             tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
-            self._opened = opened, DcpState(opened, tag, self._names)
+            self._opened = opened, _States(opened, tag, self._names)
         return self._opened
+
+
+class _States:
+    """A tag with param groups one by one, as it is ``listed``, and ``flattened``, with options by parameter."""
+
+    def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
+        self.listed = DcpState(opened, tag, names)
+        self.flattened = DcpState(opened, tag, replace(names, flat_optimizer=True))
+
+    def holding(self, name: str) -> DcpState:
+        """The one that has what DCP calls so."""
+        found = name in self.listed.tensors or name in self.listed.values
+        return self.listed if found else self.flattened
+
+
+class _Entries(dict[str, Any]):
+    """What there is by name, and, for who asks by name only, ``others`` too: which of two forms a planner wants it says
+    by asking for names, and who goes through all wants one form."""
+
+    def __init__(self, listed: Mapping[str, Any], others: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(listed)
+        self._others = cache(others)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._others()
+
+    def __missing__(self, name: str) -> Any:
+        return self._others()[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _entries(state: DcpState) -> dict[str, Any]:
+    """What is said of each tensor and value, by name."""
+    entries: dict[str, Any] = {name: BytesStorageMetadata() for name in state.values}
+    for name, tensor in state.tensors.items():
+        whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape))
+        properties = TensorProperties(dtype=torch_dtype(tensor.dtype))
+        entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
+    return entries
 
 
 class _Unreadable(Metadata):

@@ -87,9 +87,13 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is torch.strided and type(tensor) in _PLAIN and not tensor.is_meta and not torch_xla.is_spmd():
         return
     kind = type(tensor).__name__
-    if kind in ("DTensor", "XLAShardedTensor"):
-        advice = "save it with torch.distributed.checkpoint, or keep plain tensors with NxD's partition attributes"
-    elif torch_xla.is_spmd():
+    if kind == "DTensor":
+        advice = (
+            "load a tag into DTensors with torch.distributed.checkpoint.load(..., storage_reader="
+            "nxd_ckpt.adapters.dcp.StorageReader(tag)), and save them with torch.distributed.checkpoint; or keep plain "
+            "tensors with NxD's partition attributes"
+        )
+    elif kind == "XLAShardedTensor" or torch_xla.is_spmd():
         kind = "in an SPMD program (xr.use_spmd())"
         advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
     elif tensor.is_meta:

@@ -114,12 +114,13 @@ def _one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_rank_group")
 def test_dtensors_are_refused(tmp_path: Path) -> None:
-    """The message names the tensor, and torch's own checkpoints, which save such tensors."""
+    """The message names the tensor, torch's own checkpoints, which save such tensors, and the reader that loads tags
+    into them."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import distribute_tensor
 
     sharded = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]))
-    match = r"model/a is DTensor.*torch\.distributed\.checkpoint"
+    match = r"model/a is DTensor.*storage_reader=nxd_ckpt\.adapters\.dcp\.StorageReader\(tag\).*and save them with"
     refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, model={"a": sharded}, optimizer=None)
 
 

@@ -59,7 +59,7 @@ def fsdp2(rank: int, directory: Path, tag: str, flat: bool) -> dict[str, Any]:
     fully_shard(model.up, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
-    resume(StorageReader(directory / tag, flatten_optimizer_state=flat), model, optimizer, flat)
+    resume(StorageReader(directory / tag), model, optimizer, flat)
     before = picture(model, optimizer)
     training(model, optimizer)
     return {"before": before, "after": picture(model, optimizer)}

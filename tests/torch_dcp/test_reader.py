@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,20 @@ def test_nxds_own_tags_load_with_the_names_that_they_lack(golden: Path) -> None:
     assert all(torch.equal(held[name], state["model"][name]) for name in held)
     with pytest.raises(CheckpointException, match="but 1 names were given"):
         load(state, storage_reader=StorageReader(alone.directory / "step_3", saved_param_names=[[["one"]]]))
+
+
+def test_flattened_param_groups_are_found_when_they_are_asked_for(examples: Path) -> None:
+    """The form of the optimizer is the state dict's; who asks for everything gets one form. Metadata can be sent."""
+    [job] = jobs()
+    lr = job.optimizer.param_groups[0]["lr"]
+    state: dict[str, Any] = {"optim": {"state.up.bias.step": torch.zeros(()), "param_groups.up.bias.lr": 9.0}}
+    load(state, storage_reader=StorageReader(examples / "z_plain"))
+    expected = {"state.up.bias.step": 1.0, "param_groups.up.bias.lr": lr}
+    assert expected == {key: float(value) for key, value in state["optim"].items()}
+
+    entries = StorageReader(examples / "z_plain").read_metadata().state_dict_metadata
+    assert "optim.param_groups.up.bias.lr" in entries
+    assert "optim.param_groups.up.bias.nothing" not in entries
+    assert "optim.param_groups.0.lr" in list(entries)
+    assert "optim.param_groups.up.bias.lr" not in list(entries)
+    assert list(entries) == list(pickle.loads(pickle.dumps(entries)))
