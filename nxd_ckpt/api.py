@@ -20,7 +20,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
-from nxd_ckpt.runtime.load.options import IgnoreKeys, Verify
+from nxd_ckpt.runtime.ignoring import IgnoreKeys
+from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.runtime.tag.opening import settle_swap
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
@@ -59,6 +60,7 @@ def save_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = True,
     weights_only: bool = False,
+    ignore_keys: IgnoreKeys | None = None,
     tag_values: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a checkpoint; every rank calls this with the same arguments.
@@ -95,6 +97,7 @@ def save_checkpoint(
         storage_options: what a URL is opened with, as fsspec and s3fs call it; neither logged nor saved.
         progress: show a bar on rank 0's terminal for what takes longer than two seconds.
         weights_only: save the model and nothing else, whatever else is given.
+        ignore_keys: what is left out, as of a load: globs over names, or a function of all names.
         tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
 
     ``topology``, ``run_id``, ``durable``, ``timeout``, ``memory_cap``, ``storage_options`` and ``progress`` count at a
@@ -138,6 +141,7 @@ def save_checkpoint(
         trust_pickle=trust_pickle,
         overwrite=_overwrite(overwrite, save_overwrite),
         weights_only=weights_only,
+        ignore_keys=ignore_keys,
     )
 
 

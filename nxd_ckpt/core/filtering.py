@@ -1,4 +1,4 @@
-"""Which names of a checkpoint a load leaves out: globs over paths. Pure."""
+"""Which names of a checkpoint a load or a save leaves out: globs over paths. Pure."""
 
 from __future__ import annotations
 
@@ -37,9 +37,16 @@ class Ignored:
 
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
-    """The globs that stand for none of ``names``."""
+    """The globs that stand for none of ``names``, and for nothing that could be below one."""
     known = paths(names)
-    return [glob for glob in globs if glob not in known and not any(map(re.compile(translate(glob)).match, known))]
+    below = [f"{path}/" for path in known]
+
+    def matches(glob: str) -> bool:
+        pattern = re.compile(translate(glob))
+        # What is below a part that is left out as a whole, nobody looks at.
+        return any(map(pattern.match, known)) or (glob.endswith("*") and any(map(pattern.match, below)))
+
+    return [glob for glob in globs if glob not in known and not matches(glob)]
 
 
 def paths(names: Iterable[str]) -> set[str]:

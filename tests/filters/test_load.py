@@ -74,6 +74,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("glob", ["user_content/*", "rank_content/*", "scheduler/*", "optim/*", "*content/*"])
+def test_a_glob_of_all_that_is_below_a_part_leaves_it_out(run: Path, glob: str) -> None:
+    """It matches, though nobody looks at what is below."""
+    model, own, scheduler = Named(dict.fromkeys(SAVED, 77.0)), {"mine": 1}, {"epoch": 0}
+    content = load_checkpoint(run, "t", model, None, scheduler, rank_content=own, ignore_keys=[glob])
+    assert SAVED == model.held()
+    assert (None if "content/*" in glob and "rank" not in glob else {"steps": 1, "loss": 0.5}) == content
+    assert ({"mine"} if glob.startswith(("rank", "*")) else {"random", "epoch"}) == {*own}
+    assert {"epoch": 0 if glob == "scheduler/*" else 7} == scheduler
+
+
 def test_every_part_can_be_left_out_by_itself(run: Path) -> None:
     """What is left out keeps what it has live, and is not returned; the rest is loaded."""
     model, scheduler = Named(dict.fromkeys(SAVED, 77.0)), {"epoch": 0}

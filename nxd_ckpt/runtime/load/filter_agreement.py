@@ -11,7 +11,8 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import KeyMismatch, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0
-from nxd_ckpt.runtime.load.filters import Filter, digest
+from nxd_ckpt.runtime.ignoring import digest
+from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
 
 logger = logging.getLogger("nxd_ckpt")

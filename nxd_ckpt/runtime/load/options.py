@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.runtime.ignoring import IgnoreKeys
 
 Verify = bool | Literal["reading"]
-IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 
 
 @dataclass(frozen=True)

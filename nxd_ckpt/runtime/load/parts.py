@@ -9,7 +9,8 @@ from typing import Any
 from nxd_ckpt.adapters.random_state import is_random_state
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState, PartNotFound
-from nxd_ckpt.runtime.load.filters import RANDOM_STATE, Filter
+from nxd_ckpt.runtime.ignoring import RANDOM_STATE
+from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.tag.opening import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")

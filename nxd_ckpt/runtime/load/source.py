@@ -127,7 +127,9 @@ class Source:
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
-            trees.optimizer_tree = self._filtered(self._optimizer_tree(optimizer), optimizer)
+            tree = self._optimizer_tree(optimizer)
+            self._refuse_bare_groups(tree, optimizer)
+            trees.optimizer_tree = self._filtered(tree, optimizer)
             optimizer.validate(trees.optimizer_tree)
         trees.is_regrouped = self.is_regrouped
         trees.keeps = filtered.keeps(trees.names)
@@ -140,6 +142,18 @@ class Source:
         if not live:
             return None
         return f"{self._opened.where} holds {listed(saved, live)}; the model has {listed(live, saved)}"
+
+    def _refuse_bare_groups(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> None:
+        """Raise OptimizerMismatch for param groups whose options were left out of the save, unless they are now too."""
+        names = iter(self._names_by_index(optimizer))
+        for number, group in enumerate(tree["param_groups"]):
+            own = [name for _, name in zip(group["params"], names, strict=False)]
+            left_out = self._filter.ignores(PARAM_GROUPS) or all(self._filter.covers(f"optim/{name}") for name in own)
+            if group["params"] and len(group) == 1 and not left_out and not isinstance(optimizer, DictOptimizer):
+                raise OptimizerMismatch(
+                    f"optimizer: {self._opened.where} was saved without the options (lr, ...) of param group {number}; "
+                    f"ignore_keys=[{PARAM_GROUPS!r}] keeps the live ones"
+                )
 
     def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
         """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""

@@ -17,6 +17,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.runtime.ignoring import IgnoreKeys, Ignoring
+from nxd_ckpt.runtime.save.leaving_out import leave_out
 from nxd_ckpt.runtime.save.plan import SaveState
 
 
@@ -37,6 +39,7 @@ class SaveOptions:
         overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
             successor is complete; not on object stores, where True removes it before the first byte is written.
         weights_only: save the model and nothing else, whatever else is given.
+        ignore_keys: what is left out, as of a load: globs over names, or a function of all names.
     """
 
     num_workers: int | None = 8
@@ -50,6 +53,7 @@ class SaveOptions:
     trust_pickle: bool = False
     overwrite: bool | None = None
     weights_only: bool = False
+    ignore_keys: IgnoreKeys | None = None
 
     def validate(self) -> None:
         """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
@@ -108,10 +112,7 @@ def capture(
         if partitions:
             optimizer_state = _repartitioned(optimizer_state, partitions)
     contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
-    for what, content in contents.items():
-        if not options.trust_pickle:
-            check_picklable_as_data(content, what)
-    return SaveState(
+    state = SaveState(
         model=model_state,
         optimizer=optimizer_state,
         optimizer_kind=kind,
@@ -120,6 +121,13 @@ def capture(
         lower_precision_weights=not options.avoid_saving_lower_precision_weights,
         **contents,
     )
+    ignoring = Ignoring(options.ignore_keys)
+    ignoring.know_ties(model_adapter)
+    state = leave_out(state, ignoring, topology)
+    for what in contents:
+        if not options.trust_pickle:
+            check_picklable_as_data(getattr(state, what), what)
+    return state
 
 
 def _as_dcp(kind: str) -> str:

@@ -16,7 +16,7 @@ rank content         every rank its own file
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -37,7 +37,8 @@ from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile, pieces_
 
 @dataclass(frozen=True)
 class SaveState:
-    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts."""
+    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts,
+    ``left_out`` says in words what was not to be saved."""
 
     model: ModelState | None = None
     optimizer: State | None = None
@@ -48,6 +49,7 @@ class SaveState:
     rank_content: Any = None
     use_xser: bool = False
     lower_precision_weights: bool = True
+    left_out: Sequence[str] = ()
 
     def trees(self) -> dict[str, State]:
         """Model and optimizer, as far as they are to be saved, by field."""
@@ -84,6 +86,7 @@ class SavePlan:
     replica: str
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     optimizer_names: tuple[str, ...] | None = None
+    left_out: Sequence[str] = ()
 
     @cached_property
     def files(self) -> tuple[PlannedFile, ...]:
@@ -93,7 +96,8 @@ class SavePlan:
         """What every rank must believe of this save: a vote's ``plan``. What only one rank writes is not in it."""
         everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
         parts = {name: value for name, value in asdict(self.parts).items() if name in everywhere}
-        return {"tag": tag, "topology": topology.describe(), **parts}
+        chosen = {"ignore_keys": list(self.left_out)} if self.left_out else {}
+        return {"tag": tag, "topology": topology.describe(), **parts, **chosen}
 
 
 def plan_save(state: SaveState, topology: Topology) -> SavePlan:
@@ -138,6 +142,7 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
         replica=_digest_of_structure(shared),
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
+        left_out=state.left_out,
     )
 
 

@@ -79,7 +79,9 @@ def _keep(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) ->
 
 def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
     """Equal for states that have the same plan, but for their tensors and values."""
-    options = state.optimizer_kind, state.optimizer_names, state.use_xser, state.lower_precision_weights
+    options = (
+        state.optimizer_kind, state.optimizer_names, state.use_xser, state.lower_precision_weights, state.left_out
+    )  # fmt: skip
     trees = {part: (state.trees()[part].grounds, structure.likeness) for part, structure in structures.items()}
     return options, trees
 
