@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import nxd_ckpt
 from nxd_ckpt.cli.main import main
@@ -116,12 +117,14 @@ def test_an_interrupt_is_quiet(run: Run, examples: Path, monkeypatch: pytest.Mon
 
 def test_warnings_go_to_stderr(run: Run, copied: Path) -> None:
     """Once each, so that a JSON document stays one."""
-    (copied / "zero1" / "manifest.json").unlink()
-    outcome = run("inspect", copied, "zero1", "--json")
+    model = copied / "z_plain" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    torch.save(torch.load(model), model)
+    os.utime(copied / "z_plain" / "done")
+    outcome = run("inspect", copied, "z_plain", "--json")
     assert "neuronx_distributed" == outcome.document["written_by"]
-    warning = f"nxd-ckpt: warning: {copied}/zero1: manifest.json is missing, though there are indexes"
+    warning = f"nxd-ckpt: warning: {copied}/z_plain: the files are not those of its manifest"
     assert 1 == outcome.err.count(warning)
-    assert outcome.err == run("inspect", copied, "zero1", "--json").err
+    assert outcome.err == run("inspect", copied, "z_plain", "--json").err
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,7 @@ def test_damage_in_a_file_of_neuronx_distributed_is_found(tmp_path: Path) -> Non
     """By the digests in the file itself."""
     source = save_example(tmp_path / "input", 2)
     (source / "manifest.json").unlink()
+    shutil.rmtree(source / "index")
     data = bytearray(shard(source, 1).read_bytes())
     at = data.index(b"\x00\x00\x40\x40")  # the step, 3.0: a byte of a tensor
     data[at] ^= 1
@@ -179,6 +181,7 @@ def test_hard_links_take_no_space(tmp_path: Path) -> None:
         copy_checkpoint(source, tmp_path / "output" / "second", hard_links=True)
     flip(shard(source, 0))
     (source / "manifest.json").unlink()
+    shutil.rmtree(source / "index")
     assert 0 == copy_checkpoint(source, tmp_path / "output" / "third", hard_links=True).linked
 
 

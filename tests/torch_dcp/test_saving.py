@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,6 +153,7 @@ def test_inspect_shows_where_a_rank_has_its_shards(tmp_path: Path, capsys: pytes
         tensors = json.loads(capsys.readouterr().out)["tensors"]
         shown.append({one["name"]: one["shape"] for one in tensors if one["name"].startswith("optim/")})
         (tmp_path / "t" / "manifest.json").unlink(missing_ok=True)
+        shutil.rmtree(tmp_path / "t" / "index", ignore_errors=True)
     keys = ("exp_avg", "exp_avg_sq", "master_weights")
     held = {"embed.weight": [1, 3], "up.weight": [2, 2]}
     expected = {f"optim/{name}/{key}": shape for name, shape in held.items() for key in keys}
@@ -185,6 +187,7 @@ def test_the_files_are_those_of_neuronx_distributed(golden: Path, tmp_path: Path
         assert None is difference(expected, found, index.fqn)
 
     (tmp_path / "t" / "manifest.json").unlink()
+    shutil.rmtree(tmp_path / "t" / "index")
     for rank, at in enumerate(one.topologies):
         loaded: dict[str, Any] = {}
         load_checkpoint(tmp_path, "t", optimizer=loaded, topology=at)
