@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer, default_topology
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.ignoring import IgnoreKeys
 from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.runtime.tag.opening import settle_swap

@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from nxd_ckpt.adapters import torch_xla
-from nxd_ckpt.adapters.neuronx_distributed import live_topology
 from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, RanksDisagree
-from nxd_ckpt.runtime.agreement import Agreement, agreement_for, decided_by_rank0, on_all
-from nxd_ckpt.runtime.arena import Arena, default_cap
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
+from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
+from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.meeting import meet
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.save.background import Helpers, PendingSave, SaveProgress, Worker
+from nxd_ckpt.runtime.save.background import PendingSave, SaveProgress
 from nxd_ckpt.runtime.save.capture import SaveOptions, capture
 from nxd_ckpt.runtime.save.commit import clean_up
+from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned
 from nxd_ckpt.runtime.save.plan import SavePlan
-from nxd_ckpt.runtime.save.planner import Planner
 from nxd_ckpt.runtime.save.saving import Saving
 from nxd_ckpt.runtime.save.session import Session, open_session
-from nxd_ckpt.runtime.save.staging import Stager, Wave, plan_waves
-from nxd_ckpt.runtime.save.writing import WRITERS
+from nxd_ckpt.runtime.turns import Turns
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.version import __version__
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -46,13 +40,6 @@ DEFAULT_TIMEOUT = 600.0
 
 _GRACE = 5.0
 """Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
-
-
-class _Planned(NamedTuple):
-    """What one save of this rank writes, and in which waves it is staged."""
-
-    plan: SavePlan
-    waves: Sequence[Wave]
 
 
 class Checkpointer:
@@ -66,7 +53,8 @@ class Checkpointer:
                 if step % 100 == 0:
                     checkpointer.save(f"step_{step}", model, optimizer, async_save=True)
 
-    Every rank makes the same calls in the same order. One job at a time writes to a directory: it holds a lease.
+    Every rank makes the same calls in the same order. Threads may share a Checkpointer: their saves and loads take
+    turns, in the order of the calls. One job at a time writes to a directory: it holds a lease.
     What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
 
     Args:
@@ -99,15 +87,12 @@ class Checkpointer:
     ) -> None:
         self.storage = storage if storage is not None else open_storage(path, durable, storage_options)
         self.topology = topology if topology is not None else default_topology()
-        self._run_id, self._timeout, self._memory_cap = run_id, timeout, memory_cap
+        self._run_id, self._timeout = run_id, timeout
         self._progress = progress
         self._counter = 0
-        self._agreement: Agreement | None = None
         self._session: Session | None = None
-        self._worker: Worker | None = None
-        self._helpers: Helpers | None = None
-        self._planner = Planner(self.topology)
-        self._stager: Stager | None = None
+        self._pipeline = Pipeline(self.topology, memory_cap)
+        self._turns = Turns()
         self._pending: list[SaveProgress] = []
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
@@ -140,15 +125,10 @@ class Checkpointer:
         Raises:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
-        self._counter += 1
         started = time.monotonic()
-        self._await_arena()
         name, refused = _named(tag, tag_values)
-        pending = SaveProgress(name)
-        planned: _Planned | None = None
-        error: BaseException | None = None
 
-        def prepared() -> _Planned:
+        def prepared() -> Planned:
             require_locks("saving")
             if refused is not None:
                 raise refused
@@ -163,34 +143,11 @@ class Checkpointer:
                 user_content=user_content,
                 rank_content=rank_content,
             )
-            plan = self._planner.plan(state)
-            self._writers()  # a thread that cannot start, or one tensor too large: said before anything is written
-            return _Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
+            return self._pipeline.plan(state)
 
-        if self._session is None:
-            with self._rejoining():
-                planned = self._open(prepared, name)
-        if planned is None:
-            try:
-                planned = prepared()
-            except BaseException as problem:
-                error = problem
-        saving = self._saving(name, planned.plan if planned is not None else None, error, options)
-        self._submit(saving.begin)
-        if planned is not None:
-            error = self._stage(saving, planned)
-        saving.timings["stage_seconds"] = time.monotonic() - started
-        pending.staged.set()
-        # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
-        # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
-        interrupted = error is not None and not isinstance(error, Exception)
-        raise_now = error is not None and (planned is None or not async_save or interrupted)
-        pending.reported = raise_now
-        with self._lock:
-            self._pending.append(pending)
-        self._submit(lambda: _conclude(saving, pending, started))
-        if error is not None and raise_now:
-            raise error
+        with self._turns.taken(f"save of {name!r}"):
+            self._await_arena()
+            saving, pending = self._begin(name, prepared, options, async_save, started)
         if not async_save:
             self._wait_for(saving, pending)
         return PendingSave(pending)
@@ -220,13 +177,48 @@ class Checkpointer:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        self._await_arena()
-        chosen = _options(LoadOptions, {"strict": strict, "progress": self._progress, **options})
-        agreement = self._joined()
-        with self._rejoining():
+        with self._turns.taken("load"):
+            self._await_arena()
+            chosen = _options(LoadOptions, {"strict": strict, "progress": self._progress, **options})
+            agreement = self._meet("load")
             return load(
                 self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._timeout
             )
+
+    def _begin(
+        self,
+        tag: str,
+        prepared: Callable[[], Planned],
+        options: dict[str, Any],
+        async_save: bool,
+        started: float,
+    ) -> tuple[Saving, SaveProgress]:
+        """Stage what is ``prepared`` and hand it over to the writer thread, which does the rest."""
+        pending = SaveProgress(tag)
+        planned = self._open(prepared, tag) if self._session is None else None
+        error: BaseException | None = None
+        if planned is None:
+            try:
+                planned = prepared()
+            except BaseException as problem:
+                error = problem
+        saving = self._saving(tag, planned.plan if planned is not None else None, error, options)
+        self._pipeline.submit(saving.begin)
+        if planned is not None:
+            error = self._pipeline.stage(saving, planned)
+        saving.timings["stage_seconds"] = time.monotonic() - started
+        pending.staged.set()
+        # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
+        # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
+        interrupted = error is not None and not isinstance(error, Exception)
+        raise_now = error is not None and (planned is None or not async_save or interrupted)
+        pending.reported = raise_now
+        with self._lock:
+            self._pending.append(pending)
+        self._pipeline.submit(lambda: _conclude(saving, pending, started))
+        if error is not None and raise_now:
+            raise error
+        return saving, pending
 
     def _wait_for(self, saving: Saving, pending: SaveProgress) -> None:
         """Until it is decided, with a bar of what this rank writes; raises what failed."""
@@ -264,38 +256,27 @@ class Checkpointer:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         self._shut(grace)
 
-    def _open(self, prepared: Callable[[], _Planned], tag: str) -> _Planned | None:
+    def _open(self, prepared: Callable[[], Planned], tag: str) -> Planned | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
 
         Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
         an error in making it becomes a vote, as in any later save.
         """
-        agreement = self._joined()
-        planned: _Planned | None = None
+        agreement = self._meet("save")
+        planned: Planned | None = None
         if agreement is not None:
             agreed = planned = on_all(agreement, prepared)
             words = agreement.gather(agreed.plan.agreed(tag, self.topology))
             decided_by_rank0(agreement, lambda: _must_agree(words))
         self._versions = versions()  # reads files: not on a later save's way
         self._session = open_session(self.storage, self.topology, agreement, self._run_id, self._timeout)
+        self._session.counter = self._counter
         close_at_exit(self)
         return planned
 
-    def _joined(self) -> Agreement | None:
-        """The agreement of this job's ranks. Made once; None for a single process that acts as one rank of many."""
-        if self._agreement is None:
-            size, rank = self.topology.world_size, self.topology.rank
-            self._agreement = agreement_for(rank, size, self._timeout)
-        return self._agreement
-
-    @contextmanager
-    def _rejoining(self) -> Iterator[None]:
-        """After a round that not all ranks took part in they are out of step: the next call joins anew."""
-        try:
-            yield
-        except PeerTimeout:
-            self._agreement = None
-            raise
+    def _meet(self, call: str) -> Agreement | None:
+        """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""
+        return meet(self.topology.rank, self.topology.world_size, self._timeout, call)
 
     def _saving(
         self, tag: str, plan: SavePlan | None, error: BaseException | None, options: dict[str, Any]
@@ -304,58 +285,16 @@ class Checkpointer:
         use_xser = bool(options.get("use_xser", False))
         saving = Saving(
             self._session,
-            self._counter,
             tag,
             plan,
             num_workers=None if use_xser else options.get("num_workers", 8),
             num_kept_ckpts=_kept(options.get("num_kept_ckpts")),
             overwrite=options.get("overwrite"),
             error=error,
-            threads=self._writers(),
+            threads=self._pipeline.writers,
         )
         saving.versions = self._versions
         return saving
-
-    def _stage(self, saving: Saving, planned: _Planned) -> BaseException | None:
-        """Copy the state into the arena and hand it over, in as many waves as it takes; the error of this rank."""
-        try:
-            stager = self._staging()
-            torch_xla.sync()
-            for number, wave in enumerate(planned.waves):
-                views = stager.stage(planned.plan.files, wave)
-                self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
-        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
-            saving.error = saving.error or problem
-            return problem
-        return None
-
-    def _staging(self) -> Stager:
-        if self._stager is None:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world_size))
-            self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
-        return self._stager
-
-    def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
-        written = threading.Event()
-
-        def write() -> None:
-            saving.write(wave, views)
-            views.clear()  # the arena may only grow once nobody looks into it
-            written.set()
-
-        self._submit(write)
-        if wait:
-            written.wait()
-
-    def _submit(self, task: Callable[[], None]) -> None:
-        if self._worker is None:
-            self._worker = Worker("nxd_ckpt-writer")
-        self._worker.submit(task)
-
-    def _writers(self) -> Helpers:
-        if self._helpers is None:
-            self._helpers = Helpers(WRITERS, "nxd_ckpt-helper")
-        return self._helpers
 
     def _await_arena(self) -> None:
         with self._lock:
@@ -375,62 +314,36 @@ class Checkpointer:
             raise failed[0].error
 
     def _shut(self, grace: float | None) -> None:
-        with self._lock:
-            pending = list(self._pending)
-        if grace is not None:
-            if self._session is not None:
-                self._session.leaves_at = time.monotonic() + grace
+        if grace is not None and self._session is not None:
+            self._session.leaves_at = time.monotonic() + grace
+        with suppress(TimeoutError), self._turns.taken("close", grace):
+            with self._lock:
+                pending = list(self._pending)
+            if grace is not None:
+                for save in pending:
+                    save.voted.wait()
+            deadline = None if grace is None else time.monotonic() + grace
             for save in pending:
-                save.voted.wait()
-        deadline = None if grace is None else time.monotonic() + grace
-        for save in pending:
-            save.decided.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        undecided = [save for save in pending if not save.decided.is_set()]
-        if self._worker is not None and not undecided:
-            self._worker.stop()
-            self._worker = None
-        if self._helpers is not None and not undecided:
-            self._helpers.shutdown()
-            self._helpers = None
-        if self._session is not None and not undecided:
+                save.decided.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if all(save.decided.is_set() for save in pending):
+                self._tear_down()
+
+    def _tear_down(self) -> None:
+        """Nothing is in flight: give everything back."""
+        self._pipeline.stop()
+        if self._session is not None:
             if self.topology.rank == 0:
                 self._clean_up(self._session)
+            self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
             self._session.close()
             self._session = None
             forget(self)
-        if self._stager is not None and not undecided:
-            self._stager.release()
 
     def _clean_up(self, session: Session) -> None:
         try:
-            clean_up(session, self._counter + 1)
+            clean_up(session, session.counter + 1)
         except (OSError, CheckpointError) as error:  # the directory must be given back; the next job sweeps
             logger.warning("could not clean up %s: %s", self.storage.url, error)
-
-
-def default_topology() -> Topology:
-    """neuronx_distributed's live topology; without it, all ranks of the process group as data-parallel ones."""
-    live = live_topology()
-    if live is not None:
-        return live
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return Topology(dp=dist.get_world_size(), rank=dist.get_rank())
-    return Topology()
-
-
-def versions() -> dict[str, str]:
-    """What wrote a checkpoint, for its manifest."""
-    from importlib import metadata
-
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "nxd_ckpt": __version__}
-    for name in ("torch_xla", "neuronx_distributed"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _named(tag: object, values: Mapping[str, Any] | None) -> tuple[str, CheckpointError | None]:

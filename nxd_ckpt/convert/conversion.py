@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, versions
+from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.crew import Crew, joined
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.core.topology import Topology
@@ -28,6 +28,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.runtime import intents, journal
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.environment import versions
 from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.save import ballot

@@ -25,7 +25,8 @@ from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.sink import Sink
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
-from nxd_ckpt.runtime.agreement import Agreement, Alone, agreement_for
+from nxd_ckpt.runtime.agreement import Agreement, Alone
+from nxd_ckpt.runtime.meeting import meet
 from nxd_ckpt.runtime.save.publication import Publication
 
 _TICK = 0.2
@@ -166,7 +167,7 @@ def joined(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
     if own:
         _start_group(timeout)
     try:
-        agreement = agreement_for(dist.get_rank(), dist.get_world_size(), timeout)
+        agreement = meet(dist.get_rank(), dist.get_world_size(), timeout, "conversion")
         assert agreement is not None  # there is a group of just that size
         yield agreement
     finally:

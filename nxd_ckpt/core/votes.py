@@ -44,10 +44,14 @@ class Vote:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's decision: visible, or the error (class name, message) and the rank it came from."""
+    """Rank 0's decision: visible, or the error (class name, message) and the rank it came from.
+
+    ``tag`` is what rank 0 was saving, for ranks that were not in it.
+    """
 
     error: tuple[str, str] | None = None
     rank: int = 0
+    tag: str | None = None
 
 
 def dump(word: Vote | Verdict) -> bytes:
@@ -77,7 +81,8 @@ def load_vote(data: bytes, where: str) -> Vote:
 def load_verdict(data: bytes, where: str) -> Verdict:
     fields = document.small(data, where)
     try:
-        return Verdict(_error_of(fields.get("error")), integers([fields.get("rank", 0)])[0])
+        error, tag = _error_of(fields.get("error")), fields.get("tag")
+        return Verdict(error, integers([fields.get("rank", 0)])[0], None if tag is None else str(tag))
     except (TypeError, ValueError) as problem:
         raise MalformedFile(f"{where}: not a verdict of this version ({problem})") from problem
 

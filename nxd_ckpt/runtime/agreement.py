@@ -7,6 +7,8 @@ Never through XLA (its rendezvous gathers device tensors) and never through obje
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,6 +18,9 @@ from nxd_ckpt import errors
 from nxd_ckpt.errors import CheckpointError, PeerTimeout
 
 T = TypeVar("T")
+
+_SLICE = 1.0
+"""Seconds of a wait for another rank's word, after which is asked whether it can still come."""
 
 
 class Agreement(Protocol):
@@ -50,63 +55,138 @@ class Alone:
         raise CheckpointError(f"a process alone meets nobody in {name!r}")
 
 
-class StoreAgreement:
-    """Agreement through a c10d store (TCPStore, FileStore, HashStore or a PrefixStore of one).
+class Words:
+    """The words (JSON) that ranks leave for each other in a c10d store: TCPStore, FileStore, HashStore, PrefixStore.
 
-    All ranks must call the same methods in the same order. Raises PeerTimeout, naming the rank that was waited for,
-    after ``timeout`` seconds without its word, or as soon as the store itself is gone.
+    A wait is over when the word is there; when ``timeout`` seconds went by without a sign of who is to leave it; or as
+    soon as that rank is known to be ``gone``, or the store itself is. While rank 0 waits for others it gives signs of
+    life: who waits for its word meanwhile is not to give up before it has.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: float) -> None:
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._store = store
+    def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], bool] = lambda rank: False) -> None:
+        self.store, self._rank, self._timeout, self._gone = store, rank, timeout, gone
+        self._signed = -math.inf
+
+    def leave(self, key: str, word: Any) -> None:
+        """Leave a word for who looks for ``key``."""
+        with self._reaching():
+            self.store.set(key, json.dumps(word))
+
+    def take(self, key: str, rank: int) -> Any:
+        """The word that ``rank`` leaves under ``key``, for nobody else. Raises PeerTimeout."""
+        word = self.read(key, rank)
+        # A long job must not fill the store. Stores that cannot delete (FileStore) keep a few bytes a word.
+        with suppress(RuntimeError):
+            self.store.delete_key(key)
+        return word
+
+    def read(self, key: str, rank: int) -> Any:
+        """The word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
+        since, sign = time.monotonic(), self._sign_of(rank)
+        while not self._comes(key, min(_SLICE, self._timeout)):
+            if self._gone(rank) and not self._comes(key, 0.001):  # the last thing that it did may have been to leave it
+                raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
+            if sign != (sign := self._sign_of(rank)):
+                since = time.monotonic()
+            elif time.monotonic() - since >= self._timeout:
+                raise PeerTimeout(
+                    f"rank {self._rank} waited {self._timeout:.0f} s for rank {rank}: it is gone, slow, or did not "
+                    "make the same nxd_ckpt call; look at its log"
+                )
+        with self._reaching():
+            return json.loads(self.store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, which begins at 0, and return it; no two ranks get the same."""
+        with self._reaching():
+            return int(self.store.add(key, amount))
+
+    def _comes(self, key: str, within: float) -> bool:
+        started = time.monotonic()
+        if self._rank == 0 and started - self._signed >= _SLICE / 2:
+            self._signed = started
+            self.leave("waiting", started)
+        try:
+            self.store.wait([key], timedelta(seconds=within))
+        except RuntimeError as error:
+            if time.monotonic() - started >= within:
+                return False
+            raise self._lost(error) from error
+        return True
+
+    def _sign_of(self, rank: int) -> bytes | None:
+        with self._reaching():
+            return self.store.get("waiting") if rank == 0 and self.store.check(["waiting"]) else None
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> PeerTimeout:
+        return PeerTimeout(
+            f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: that "
+            f"is gone; look at its log ({str(error).splitlines()[0]})"
+        )
+
+
+class StoreAgreement:
+    """Agreement through a c10d store that nobody else uses: that of one call which all ranks make.
+
+    All ranks must call the same methods in the same order: :meth:`broadcast` is what follows a :meth:`gather`. Raises
+    PeerTimeout, on all ranks, naming the rank that was waited for, after ``timeout`` seconds without its word, or as
+    soon as it is known to be gone.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        gone: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._words = Words(store, rank, timeout, gone)
         self._round = 0
 
     def gather(self, value: Any) -> list[Any] | None:
         self._round += 1
         if self.rank != 0:
-            self._put(value)
+            self._words.leave(self._key(self.rank), value)
             return None
-        return [value, *(self._take(rank) for rank in range(1, self.world_size))]
+        try:
+            return [value, *(self._words.take(self._key(rank), rank) for rank in range(1, self.world_size))]
+        except PeerTimeout as error:
+            with suppress(PeerTimeout):  # who came waits for rank 0's word now
+                self._round += 1
+                self._words.leave(self._key(0), {"error": errors.to_wire(error)})
+            raise
 
     def broadcast(self, value: Any) -> Any:
         self._round += 1
-        if self.rank != 0:
-            return json.loads(self._wait(self._key(0), 0))
-        self._put(value)
-        return value
+        if self.rank == 0:
+            self._words.leave(self._key(0), {"value": value})
+            return value
+        return answer_of(self._words.read(self._key(0), 0))
 
     def store(self, name: str) -> Any:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        return PrefixStore(f"{self._round}/{name}", self._store)
-
-    def _put(self, value: Any) -> None:
-        with _reaching_the_store(self.rank):
-            self._store.set(self._key(self.rank), json.dumps(value))
-
-    def _take(self, rank: int) -> Any:
-        key = self._key(rank)
-        value = json.loads(self._wait(key, rank))
-        # A long job must not fill the store. Stores that cannot delete (FileStore) keep a few bytes a round.
-        with suppress(RuntimeError):
-            self._store.delete_key(key)
-        return value
-
-    def _wait(self, key: str, rank: int) -> bytes:
-        try:
-            self._store.wait([key], timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise PeerTimeout(
-                f"rank {self.rank} waited {self.timeout:.0f} s for rank {rank}: it is gone, slow, or did not make "
-                f"the same nxd_ckpt call; look at its log ({str(error).splitlines()[0]})"
-            ) from error
-        with _reaching_the_store(self.rank):
-            value: bytes = self._store.get(key)
-        return value
+        return PrefixStore(f"{self._round}/{name}", self._words.store)
 
     def _key(self, rank: int) -> str:
         return f"{self._round}/{rank}"
+
+
+def answer_of(word: dict[str, Any]) -> Any:
+    """What rank 0 answered: its ``value``, or raised here, its ``error``."""
+    if "error" in word:
+        name, message = word["error"]
+        raise errors.from_wire(name, message, 0)
+    return word["value"]
 
 
 def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
@@ -143,45 +223,5 @@ def decided_by_rank0(agreement: Agreement, decide: Callable[[], T]) -> T:
     word = agreement.broadcast(word)
     if own is not None:
         raise own
-    if "error" in word:
-        name, message = word["error"]
-        raise errors.from_wire(name, message, 0)
-    value: T = word["value"]
+    value: T = answer_of(word)
     return value
-
-
-@contextmanager
-def _reaching_the_store(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerTimeout(
-            f"rank {rank} cannot reach the process group's store, which usually lives in rank 0's process: that is "
-            f"gone; look at its log ({str(error).splitlines()[0]})"
-        ) from error
-
-
-def agreement_for(rank: int, world_size: int, timeout: float) -> Agreement | None:
-    """The agreement of a job of this size, or None where no process group joins the ranks.
-
-    Reads ``torch.distributed`` only; the group may use any backend, its store is what counts.
-    """
-    if world_size == 1:
-        return Alone()
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
-        return None
-    if dist.get_rank() != rank:
-        raise CheckpointError(
-            f"this process is rank {dist.get_rank()} of its process group, but rank {rank} of the topology given"
-        )
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-    store = PrefixStore("nxd_ckpt", _get_default_store())
-    # A store outlives an agreement, and so do the words of an earlier one. How often this rank joined tells them apart,
-    # without asking the others: all ranks make the same calls. The directory's name does not: where ranks mean
-    # different ones, they must meet to find out.
-    with _reaching_the_store(rank):
-        generation = store.add(f"joined/{rank}", 1)
-    return StoreAgreement(PrefixStore(str(generation), store), rank, world_size, timeout)

@@ -42,5 +42,10 @@ def rank_file(attempt: str, rank: int, kind: str) -> str:
     return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"
 
 
+def left_file(attempt: str, rank: int) -> str:
+    """The rank no longer waits for rank 0's verdict. Holds the tag that it was saving."""
+    return f"{votes_dir(attempt)}/rank_{rank:05d}.left"
+
+
 def trash_file(attempt: str, tag: str) -> str:
     return f"{TRASH}/{attempt}-{zlib.crc32(tag.encode()):08x}"  # a tag may be as long as a name may be

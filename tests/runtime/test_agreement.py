@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
-from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, agreement_for, decided_by_rank0, on_all
+from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.meeting import meet
 
 pytestmark = pytest.mark.plain
 
@@ -119,16 +120,16 @@ def test_the_store_does_not_fill_up() -> None:
     thread.start()
     talk(agreements[0])
     thread.join()
-    assert 0 == store.num_keys()
+    assert 1 >= store.num_keys()  # rank 0's sign of life
 
 
 def test_alone() -> None:
     """A single process agrees with itself."""
     assert ["x"] == Alone().gather("x")
     assert "x" == Alone().broadcast("x")
-    assert isinstance(agreement_for(0, 1, 5.0), Alone)
+    assert isinstance(meet(0, 1, 5.0, "load"), Alone)
 
 
 def test_no_group_no_agreement() -> None:
     """Several ranks that nothing joins."""
-    assert None is agreement_for(1, 4, 5.0)
+    assert None is meet(1, 4, 5.0, "load")

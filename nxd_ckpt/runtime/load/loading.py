@@ -48,6 +48,7 @@ def load(
     asked = agreement.gather([tag, word_of(options)])
     chosen: str | None = decided_by_rank0(agreement, lambda: _tag_at(storage, _same_on_all(asked or [[tag, {}]])))
     if chosen is None:
+        _must_be_one(agreement, storage.url)
         load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
         return None
 
@@ -66,6 +67,7 @@ def load(
 
     with ExitStack() as caches:
         prepared = on_all(agreement, prepare)
+        _must_be_one(agreement, prepared.identity)
         if prepared.filtered:
             unmatched = on_all(agreement, prepared.apply_filter)
             unmatched.complain(agreement, topology, options.strict)
@@ -90,6 +92,21 @@ def _tag_at(storage: Storage, tag: Tag | None) -> str | None:
         if tag is None and is_hugging_face(storage):
             return None
         raise
+
+
+def _must_be_one(agreement: Agreement, identity: str) -> None:
+    """Raise RanksDisagree, on all ranks, unless what they are about to load is the same."""
+    identities = agreement.gather(identity)
+
+    def compare() -> None:
+        for rank, other in enumerate(identities or ()):
+            if other != identity:
+                raise RanksDisagree(
+                    f"rank 0 loads {identity}, rank {rank} {other}; all ranks must make the same calls, in the same "
+                    "order, and load the same save; what has no manifest of ours, from the same path"
+                )
+
+    decided_by_rank0(agreement, compare)
 
 
 def _same_on_all(asked: Sequence[Sequence[Any]]) -> Tag | None:

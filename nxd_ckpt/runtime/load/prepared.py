@@ -152,6 +152,12 @@ class PreparedLoad:
         return self._opened.where
 
     @property
+    def identity(self) -> str:
+        """Which save this is, wherever it lies; without a manifest of ours, where it lies."""
+        manifest = self._opened.manifest
+        return self.where if manifest is None else f"{manifest.tag!r} of attempt {manifest.attempt}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors that this rank loads."""
         return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())

@@ -15,7 +15,7 @@ from nxd_ckpt.core import votes as ballots
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
-from nxd_ckpt.runtime.paths import begin_file, rank_file, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.runtime.paths import begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
 ResultT = TypeVar("ResultT")
@@ -147,6 +147,25 @@ def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> V
             f"{storage.url}/{tag}/done"
         )
     return ballots.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
+
+
+def ended_with(storage: Storage, attempt: str) -> str | None:
+    """The tag that rank 0 has saved, or failed to save, with this attempt; None while it has not ended."""
+    key = verdict_file(attempt)
+    if _name(key) not in _listed(storage, verdict_dir(attempt)):
+        return None
+    return ballots.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}").tag
+
+
+def leave(storage: Storage, attempt: str, rank: int, tag: str) -> None:
+    """Tell rank 0, should it ever come, that this rank no longer waits for its verdict on the save of ``tag``."""
+    storage.write(left_file(attempt, rank), tag.encode())
+
+
+def left_with(storage: Storage, attempt: str) -> str | None:
+    """The tag that another rank was saving with this attempt when it gave up on rank 0; None if none did."""
+    left = sorted(name for name in _listed(storage, votes_dir(attempt)) if name.endswith(".left"))
+    return storage.read(f"{votes_dir(attempt)}/{left[0]}", NOTE).decode(errors="replace") if left else None
 
 
 def _first_of(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -43,7 +43,6 @@ class Saving:
     def __init__(
         self,
         session: Session,
-        counter: int,
         tag: str,
         plan: SavePlan | None = None,
         *,
@@ -53,9 +52,8 @@ class Saving:
         error: BaseException | None = None,
         threads: Executor,
     ) -> None:
-        self.session, self.counter, self.tag, self.plan, self._threads = session, counter, tag, plan, threads
-        self.attempt = session.attempt(counter)
-        self.publication = publication_of(session, counter, tag, overwrite)
+        self.session, self.tag, self.plan, self._threads = session, tag, plan, threads
+        self._overwrite = overwrite
         self._patience = 1.5 * session.timeout + 5.0  # with rank 0, which is shorter with the others
         self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
         self.error = error
@@ -71,7 +69,7 @@ class Saving:
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
-        self._writer = self._file_writer(plan) if plan is not None else None
+        self._writer: FileWriter | None = None
         self._reported = time.monotonic()
 
     @property
@@ -82,7 +80,9 @@ class Saving:
     def begin(self) -> None:
         """Make what even a rank that fails needs to vote; then wait until the attempt's files may be written."""
         session = self.session
+        self._next_attempt()
         try:
+            self._pass_over()
             session.storage.make_dir(verdict_dir(self.attempt))
             for attempt, vote in list(session.lost_votes.items()):
                 ballot.cast(session.storage, attempt, vote)
@@ -95,6 +95,27 @@ class Saving:
                 session.storage.make_dir(self.publication.folder)
         except Exception as error:
             self.error = self.error or error
+
+    def _next_attempt(self) -> None:
+        session = self.session
+        session.counter += 1
+        self.attempt = session.attempt(session.counter)
+        self.publication = publication_of(session, session.counter, self.tag, self._overwrite)
+        self._writer = self._file_writer(self.plan) if self.plan is not None else None
+
+    def _pass_over(self) -> None:
+        """Leave out attempts that other ranks made and ended without this one: then all are in step again.
+
+        An attempt under this save's own tag is this save, and this rank came too late for it.
+        """
+        storage, rank0 = self.session.storage, self.session.topology.rank == 0
+        ended = ballot.left_with if rank0 else ballot.ended_with
+        while (tag := ended(storage, self.attempt)) not in (None, self.tag):
+            logger.warning("rank %d did not make the save of %r, which others made", self.session.topology.rank, tag)
+            if rank0:
+                error = SaveFailed(f"rank 0 did not make this save, but that of {self.tag!r}")
+                ballot.announce(storage, self.attempt, Verdict(to_wire(error), tag=tag))
+            self._next_attempt()
 
     def _open_ballot(self) -> None:
         if self.error is None:
@@ -241,6 +262,8 @@ class Saving:
         try:
             return ballot.await_verdict(self.session.storage, self.attempt, self.tag, self._patience)
         except OutcomeUnknown:
+            with suppress(OSError):
+                ballot.leave(self.session.storage, self.attempt, self.session.topology.rank, self.tag)
             if self.error is not None:
                 return Verdict(to_wire(self.error), self.session.topology.rank)  # without its vote, no tag
             raise
@@ -272,7 +295,7 @@ class Saving:
         except Exception as error:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
         try:
-            ballot.announce(session.storage, self.attempt, verdict)
+            ballot.announce(session.storage, self.attempt, replace(verdict, tag=self.tag))
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
@@ -287,7 +310,7 @@ class Saving:
         session = self.session
         if session.topology.rank == 0:
             try:
-                clean_up(session, self.counter)
+                clean_up(session, session.counter)
             except (OSError, CheckpointError) as error:
                 logger.warning("after the save of %r in %s: %s", self.tag, session.storage.url, error)
 

@@ -50,6 +50,8 @@ class Session:
     timeout: float
     lease: Lease | None = None
     heartbeat: Heartbeat | None = None
+    counter: int = 0
+    """The number of the last attempt."""
     lost_votes: dict[str, Vote] = field(default_factory=dict)
     """This rank's votes that could not be cast, by attempt: until they are, it may be writing for all that is known."""
     leaves_at: float = math.inf

@@ -1,0 +1,130 @@
+"""How the ranks of a job meet for one call that all of them make: the first save to a directory, a load, a conversion.
+
+Every rank but rank 0 asks for an answer to each of its calls, by number. Rank 0 waits for the next of each, and answers
+all with the number of the meeting, under which they then agree. A rank that waited in vain withdraws what it asked, and
+rank 0 passes over what was withdrawn: so ranks that were out of step, because some of them made a call that others did
+not, are in step again at the next one that all make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from nxd_ckpt import errors
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
+from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
+from nxd_ckpt.runtime.turns import Turns
+
+
+def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | None:
+    """The agreement of a job of this size, for one ``call``, or None where no process group joins the ranks.
+
+    Reads ``torch.distributed`` only; the group may use any backend, its store is what counts.
+
+    Raises:
+        RanksDisagree: another rank made another call: load against save.
+        PeerTimeout: a rank did not come within ``timeout`` seconds, or is gone.
+    """
+    if world_size == 1:
+        return Alone()
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
+        return None
+    if dist.get_rank() != rank:
+        raise CheckpointError(
+            f"this process is rank {dist.get_rank()} of its process group, but rank {rank} of the topology given"
+        )
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _venue(_get_default_store(), rank, world_size).meet(timeout, call)
+
+
+class Venue:
+    """Where this process meets the other ranks: their process group's ``store``.
+
+    Threads take turns. Which of them comes first is no affair of the other ranks': if they come in another order there,
+    what each is about to do tells.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self.group_store = store
+        self._store = PrefixStore("nxd_ckpt", store)
+        self._rank, self._world_size = rank, world_size
+        self._turns = Turns()
+        self._gone: Callable[[int], bool] = lambda rank: False
+
+    def meet(self, timeout: float, call: str) -> Agreement:
+        """See :func:`meet`."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        words = Words(self._store, self._rank, timeout, self._gone)
+        with self._turns.taken(call):
+            number = _call_in(words, self._world_size, call) if self._rank == 0 else _ask(words, self._rank, call)
+        store = PrefixStore(f"meeting/{number}", self._store)
+        return StoreAgreement(store, self._rank, self._world_size, timeout, self._gone)
+
+
+def _call_in(words: Words, world_size: int, call: str) -> int:
+    """Rank 0: wait for the other ranks' calls, and tell each the number of the meeting, or why there is none."""
+    asked: dict[int, int] = {}
+    try:
+        calls = {0: call}
+        for rank in range(1, world_size):
+            asked[rank], calls[rank] = _next_call(words, rank)
+        for rank, other in calls.items():
+            if other != call:
+                raise RanksDisagree(
+                    f"rank 0 makes a {call}, rank {rank} a {other}; all ranks must make the same calls, in the same "
+                    "order"
+                )
+        answer = {"value": words.add("meetings", 1)}
+    except BaseException as error:
+        _answer(words, asked, {"error": errors.to_wire(error)})
+        raise
+    _answer(words, asked, answer)
+    return answer["value"]
+
+
+def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None:
+    for rank, number in asked.items():
+        with suppress(PeerTimeout):  # the store is gone, and its ranks notice by themselves
+            words.leave(f"answer/{rank}/{number}", answer)
+
+
+def _next_call(words: Words, rank: int) -> tuple[int, str]:
+    """The number of the next call of ``rank`` that it has not withdrawn, and which one it is."""
+    while True:
+        number = words.add(f"taken/{rank}", 0) + 1
+        call: str = words.take(f"call/{rank}/{number}", rank)
+        words.add(f"taken/{rank}", 1)
+        if words.add(f"claim/{rank}/{number}", 1) == 1:
+            return number, call
+
+
+def _ask(words: Words, rank: int, call: str) -> int:
+    """Another rank: the number of the meeting for this call."""
+    number = words.add(f"calls/{rank}", 1)
+    words.leave(f"call/{rank}/{number}", call)
+    answer = f"answer/{rank}/{number}"
+    try:
+        word = words.take(answer, 0)
+    except PeerTimeout:
+        if words.add(f"claim/{rank}/{number}", 1) == 1:  # now it is withdrawn
+            raise
+        word = words.take(answer, 0)  # rank 0 has just come
+    return int(answer_of(word))
+
+
+_here: list[Venue] = []
+"""That of this process's process group."""
+
+
+def _venue(store: Any, rank: int, world_size: int) -> Venue:
+    if not _here or _here[0].group_store is not store:
+        _here[:] = [Venue(store, rank, world_size)]
+    return _here[0]

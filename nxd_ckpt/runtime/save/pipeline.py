@@ -1,0 +1,100 @@
+"""What a rank's saves go through, one after the other: staged on the caller's thread, written on one of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.arena import Arena, default_cap
+from nxd_ckpt.runtime.save.background import Helpers, Worker
+from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
+from nxd_ckpt.runtime.save.planner import Planner
+from nxd_ckpt.runtime.save.saving import Saving
+from nxd_ckpt.runtime.save.staging import Stager, Wave, plan_waves
+from nxd_ckpt.runtime.save.writing import WRITERS
+
+
+class Planned(NamedTuple):
+    """What one save of this rank writes, and in which waves it is staged."""
+
+    plan: SavePlan
+    waves: Sequence[Wave]
+
+
+class Pipeline:
+    """The planner, the staging arena and the threads of one Checkpointer; each is made when it is first needed.
+
+    For one save at a time: whoever calls has the Checkpointer's turn.
+    """
+
+    def __init__(self, topology: Topology, memory_cap: int | None) -> None:
+        self._topology, self._memory_cap = topology, memory_cap
+        self._planner = Planner(topology)
+        self._worker: Worker | None = None
+        self._helpers: Helpers | None = None
+        self._stager: Stager | None = None
+
+    def plan(self, state: SaveState) -> Planned:
+        """What a save of ``state`` writes. Raises what makes it impossible, before anything is written."""
+        plan = self._planner.plan(state)
+        _ = self.writers  # a thread that cannot start is said here, too
+        return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
+
+    def stage(self, saving: Saving, planned: Planned) -> BaseException | None:
+        """Copy the state into the arena and hand it over, in as many waves as it takes; the error of this rank."""
+        try:
+            stager = self._staging()
+            torch_xla.sync()
+            for number, wave in enumerate(planned.waves):
+                views = stager.stage(planned.plan.files, wave)
+                self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
+        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
+            saving.error = saving.error or problem
+            return problem
+        return None
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task`` on the writer thread, after those before it. It must not raise."""
+        if self._worker is None:
+            self._worker = Worker("nxd_ckpt-writer")
+        self._worker.submit(task)
+
+    @property
+    def writers(self) -> Helpers:
+        """The threads that write small files side by side."""
+        if self._helpers is None:
+            self._helpers = Helpers(WRITERS, "nxd_ckpt-helper")
+        return self._helpers
+
+    def stop(self) -> None:
+        """End the threads, once they have done what was submitted, and give the memory back."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+        if self._helpers is not None:
+            self._helpers.shutdown()
+            self._helpers = None
+        if self._stager is not None:
+            self._stager.release()
+
+    def _staging(self) -> Stager:
+        if self._stager is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self._topology.world_size))
+            self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
+        return self._stager
+
+    def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
+        written = threading.Event()
+
+        def write() -> None:
+            saving.write(wave, views)
+            views.clear()  # the arena may only grow once nobody looks into it
+            written.set()
+
+        self.submit(write)
+        if wait:
+            written.wait()

@@ -1,0 +1,196 @@
+"""Several threads of a process that save and load: one call at a time, in the order of the calls; nothing mixes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, close_checkpointers, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.errors import CheckpointError, RanksDisagree
+from nxd_ckpt.verify import verify_checkpoint
+from tests.protocol.job import Job
+from tests.protocol.states import checkpointer, save, visible_tags, weights
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SAVES = 15
+
+
+def in_threads(calls: Sequence[Callable[[], Any]]) -> None:
+    """All calls at once, each in a thread of its own; raises what any of them raised."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def state(number: int) -> dict[str, torch.Tensor]:
+    """Several tensors that all hold the number; no two states are of one structure more often than by chance."""
+    return {f"layer.{i}": torch.full((100_000,), float(number)) for i in range(4)}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_two_threads_that_save_to_one_directory_do_not_mix(tmp_path: Path, async_save: bool) -> None:
+    """Every tag holds what was given under it, and nothing of another."""
+
+    def saves(thread: int) -> None:
+        for number in range(SAVES):
+            save_checkpoint(tmp_path, f"t{thread}_{number}", state(100 * thread + number), async_save=async_save)
+
+    in_threads([lambda: saves(1), lambda: saves(2)])
+    close_checkpointers()
+    expected = {f"t{thread}_{number}": 100 * thread + number for thread in (1, 2) for number in range(SAVES)}
+    assert expected.keys() == set(visible_tags(tmp_path))
+    found = {}
+    for tag in expected:
+        assert () == verify_checkpoint(tmp_path, tag).problems
+        tensors = open_checkpoint(tmp_path, tag).model_state().values()
+        (found[tag],) = {float(value) for tensor in tensors for value in tensor.unique()}
+    assert expected == found
+
+
+def test_loads_and_saves_of_several_threads_take_turns(tmp_path: Path) -> None:
+    """A load returns one save's values, whatever other threads save meanwhile."""
+    save_checkpoint(tmp_path, "first", state(0))
+
+    def saves() -> None:
+        for number in range(1, SAVES):
+            save_checkpoint(tmp_path, f"t{number}", state(number), async_save=True)
+
+    def loads() -> None:
+        for _ in range(SAVES):
+            model: dict[str, torch.Tensor] = {}
+            load_checkpoint(tmp_path, model=model)
+            assert 1 == len({float(value) for tensor in model.values() for value in tensor.unique()})
+
+    in_threads([saves, loads])
+    close_checkpointers()
+
+
+def test_a_signal_handler_may_not_save_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """It would wait for the very thread that it interrupted; it is refused at once, and the save is whole."""
+    refused: list[BaseException] = []
+
+    def handler(*_: Any) -> None:
+        try:
+            saver.save("last", {"weight": torch.zeros(3)})
+        except CheckpointError as error:
+            refused.append(error)
+
+    class Interrupting(torch.nn.Linear):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().state_dict(*args, **options)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with Checkpointer(tmp_path) as saver:
+            saver.save("t", Interrupting(2, 2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert 1 == len(refused)
+    assert "signal handler" in str(refused[0])
+    assert ["t"] == visible_tags(tmp_path)
+
+
+def outcome_in_thread(call: Callable[[], Any]) -> str:
+    """The name of what ``call`` raised in a thread of its own, or "None"."""
+    outcomes: list[str] = []
+
+    def run() -> None:
+        try:
+            call()
+            outcomes.append("None")
+        except CheckpointError as error:
+            outcomes.append(type(error).__name__)
+
+    in_threads([run])
+    return outcomes[0]
+
+
+def saves_in_another_order(rank: int, path: Path, begun: bool) -> list[str]:
+    """Two threads save two states of one structure, on rank 1 in another order; how that ended, by order of calls."""
+    saver = checkpointer(path, rank, 2, timeout=20)
+    if begun:
+        save(saver, "zero", 0)
+    order = [("a", 1), ("b", 2)] if rank == 0 else [("b", 2), ("a", 1)]
+    outcomes = []
+    for tag, value in order:
+        outcomes.append(outcome_in_thread(lambda tag=tag, value=value: save(saver, tag, value)))  # type: ignore[misc]
+    save(saver, "after", 3)
+    saver.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["first save", "later save"])
+def test_threads_in_another_order_on_another_rank_are_refused(tmp_path: Path, begun: bool) -> None:
+    """RanksDisagree on every rank for both, at once; nothing is mixed, and what all save next works."""
+    outcomes = Job(2, saves_in_another_order, tmp_path, begun, group=True).values()
+    assert [["RanksDisagree"] * 2] * 2 == outcomes
+    assert ["zero", "after"][1 - begun :] == visible_tags(tmp_path)
+
+
+def loads_in_another_order(rank: int, path: Path, same_directory: bool) -> list[str]:
+    """Two threads load two saves of one structure, on rank 1 in another order."""
+    from nxd_ckpt import Topology
+
+    directories = [path / "one", path / "one" if same_directory else path / "two"]
+    for number, directory in enumerate(directories):
+        saver = checkpointer(directory, rank, 2, timeout=20)
+        save(saver, f"t{number}" if same_directory else "t", number)
+        saver.close()
+    loads = [(directories[0], "t0" if same_directory else None), (directories[1], "t1" if same_directory else None)]
+    outcomes = []
+    for directory, tag in loads if rank == 0 else reversed(loads):
+        model = {name: torch.zeros_like(tensor) for name, tensor in weights(0, rank).items()}
+        outcomes.append(
+            outcome_in_thread(
+                lambda directory=directory, tag=tag, model=model: load_checkpoint(  # type: ignore[misc]
+                    directory, tag, model, topology=Topology(tp=2, rank=rank), timeout=20
+                )
+            )
+        )
+        assert all(not tensor.any() for tensor in model.values())
+    return outcomes
+
+
+@pytest.mark.parametrize("same_directory", [True, False])
+def test_loads_in_another_order_on_another_rank_are_refused(tmp_path: Path, same_directory: bool) -> None:
+    """No rank gets another save's values than the others, be it of another directory; nothing is changed."""
+    outcomes = Job(2, loads_in_another_order, tmp_path, same_directory, group=True).values()
+    assert [["RanksDisagree"] * 2] * 2 == outcomes
+
+
+def a_save_against_a_load(rank: int, path: Path) -> str:
+    """Rank 0 saves to one directory while rank 1 loads from another."""
+    from nxd_ckpt import Topology
+
+    saver = checkpointer(path / "one", rank, 2, timeout=20)
+    save(saver, "t", 0)
+    saver.close()
+    if rank == 0:
+        return outcome_in_thread(lambda: save(checkpointer(path / "two", rank, 2, timeout=20), "t", 1))
+    where = Topology(tp=2, rank=rank)
+    return outcome_in_thread(lambda: load_checkpoint(path / "one", model={}, topology=where, timeout=20))
+
+
+def test_a_save_does_not_take_a_load_for_its_like(tmp_path: Path) -> None:
+    """Both are refused, at once."""
+    assert [RanksDisagree.__name__] * 2 == Job(2, a_save_against_a_load, tmp_path, group=True).values()
