@@ -21,6 +21,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
 from nxd_ckpt.runtime.environment import default_topology
+from nxd_ckpt.runtime.forks import in_forked_children
 from nxd_ckpt.runtime.ignoring import IgnoreKeys
 from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.runtime.tag.opening import settle_swap
@@ -28,6 +29,16 @@ from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
 _open: dict[tuple[str, Topology], Checkpointer] = {}
 _lock = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked child: what is open is its parent's, one of whose threads may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _open.clear()
+
+
+in_forked_children(_begin_anew)
 Directory = Union[str, "os.PathLike[str]"]
 
 

@@ -17,6 +17,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.environment import default_topology, versions
+from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.meeting import meet
@@ -54,7 +55,8 @@ class Checkpointer:
                     checkpointer.save(f"step_{step}", model, optimizer, async_save=True)
 
     Every rank makes the same calls in the same order. Threads may share a Checkpointer: their saves and loads take
-    turns, in the order of the calls. One job at a time writes to a directory: it holds a lease.
+    turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory: it
+    holds a lease.
     What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
 
     Args:
@@ -93,6 +95,7 @@ class Checkpointer:
         self._session: Session | None = None
         self._pipeline = Pipeline(self.topology, memory_cap)
         self._turns = Turns()
+        self._pid = os.getpid()
         self._pending: list[SaveProgress] = []
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
@@ -125,6 +128,7 @@ class Checkpointer:
         Raises:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
+        require_own(self._pid, self.storage.url)
         started = time.monotonic()
         name, refused = _named(tag, tag_values)
 
@@ -177,6 +181,7 @@ class Checkpointer:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
+        require_own(self._pid, self.storage.url)
         with self._turns.taken("load"):
             self._await_arena()
             chosen = _options(LoadOptions, {"strict": strict, "progress": self._progress, **options})
@@ -230,6 +235,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""
+        require_own(self._pid, self.storage.url)
         with self._lock:
             pending = list(self._pending)
         for save in pending:
@@ -238,6 +244,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish what is in flight, give the directory and the memory back, raise what failed and was not raised."""
+        require_own(self._pid, self.storage.url)
         self._shut(None)
         self._raise_unreported()
 
@@ -247,6 +254,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child leaves its parent's block: nothing here is its own
         if error is None:
             self.close()
         else:

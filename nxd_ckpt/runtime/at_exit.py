@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from typing import Protocol
 
+from nxd_ckpt.runtime.forks import in_forked_children
+
 logger = logging.getLogger("nxd_ckpt")
 
 
@@ -23,7 +25,8 @@ class Closable(Protocol):
 
 
 _open: dict[int, Closable] = {}
-_PID = os.getpid()
+# In a forked child what is open is its parent's, and so are the threads.
+in_forked_children(_open.clear)
 
 
 def close_at_exit(what: Closable) -> None:
@@ -39,8 +42,6 @@ def forget(what: Closable) -> None:
 @atexit.register
 def _at_exit() -> None:
     """Close everything; after an exception give the other ranks a short grace only."""
-    if os.getpid() != _PID:
-        return  # a forked child: what is open is its parent's, and so are the threads
     crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     failed = False
     for what in list(_open.values()):

@@ -15,6 +15,7 @@ from typing import Any
 from nxd_ckpt import errors
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
+from nxd_ckpt.runtime.forks import in_forked_children
 from nxd_ckpt.runtime.turns import Turns
 
 
@@ -39,7 +40,13 @@ def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | N
         )
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return _venue(_get_default_store(), rank, world_size).meet(timeout, call)
+    store = _get_default_store()
+    if any(store is inherited for inherited in _inherited):
+        raise CheckpointError(
+            f"{call}: this process was forked from rank {rank}, whose connections to the other ranks it must not use; "
+            "with topology=Topology() it saves and loads alone"
+        )
+    return _venue(store, rank, world_size).meet(timeout, call)
 
 
 class Venue:
@@ -122,6 +129,23 @@ def _ask(words: Words, rank: int, call: str) -> int:
 
 _here: list[Venue] = []
 """That of this process's process group."""
+
+
+_inherited: list[Any] = []
+"""In a forked child: the store of its parent's process group."""
+
+
+def _begin_anew() -> None:
+    import torch.distributed as dist
+
+    _here.clear()
+    if dist.is_available() and dist.is_initialized():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        _inherited.append(_get_default_store())
+
+
+in_forked_children(_begin_anew)
 
 
 def _venue(store: Any, rank: int, world_size: int) -> Venue:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
+from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.save.priority import yield_disk_to_others, yield_processor_to_others
 
 logger = logging.getLogger("nxd_ckpt")
@@ -104,6 +106,7 @@ class SaveProgress:
         self.timings: Mapping[str, float] = {}
         self.nbytes = 0
         self.reported = False
+        self.pid = os.getpid()
         self.staged, self.voted, self.decided = threading.Event(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
 
@@ -151,7 +154,7 @@ class PendingSave:
 
         From then on the live state may change without being seen. ``save`` returns only staged saves.
         """
-        return self._progress.staged.wait(timeout)
+        return self._await(self._progress.staged, timeout)
 
     @property
     def done(self) -> bool:
@@ -170,7 +173,7 @@ class PendingSave:
             SaveFailed, OutcomeUnknown: it failed; see :mod:`nxd_ckpt.errors`.
             TimeoutError: undecided after ``timeout`` seconds; it goes on.
         """
-        if not self._progress.decided.wait(timeout):
+        if not self._await(self._progress.decided, timeout):
             raise TimeoutError(f"save of {self.tag!r} is still under way after {timeout} s")
         if self._progress.error is not None:
             self._progress.reported = True
@@ -178,4 +181,9 @@ class PendingSave:
 
     def wait_decided(self, timeout: float | None = None) -> bool:
         """Like :meth:`wait`, but never raises: whether it is decided after ``timeout`` seconds."""
-        return self._progress.decided.wait(timeout)
+        return self._await(self._progress.decided, timeout)
+
+    def _await(self, event: threading.Event, timeout: float | None) -> bool:
+        if not event.is_set():
+            require_own(self._progress.pid, f"save of {self.tag!r}")
+        return event.wait(timeout)
