@@ -65,7 +65,8 @@ def uses_of_a_parents(rank: int, path: Path) -> dict[str, str]:
     }
     outcomes = {name: in_child(call) for name, call in calls.items()}
     held = lease.read(LocalStorage(path))
-    assert held is not None and held.pid == os.getpid()
+    assert held is not None
+    assert held.pid == os.getpid()
     gate.open.set()
     saver.close()
     return outcomes
@@ -82,9 +83,14 @@ def test_a_child_is_refused_its_parents_checkpointer(tmp_path: Path) -> None:
 
 def makes_its_own(rank: int, path: Path) -> tuple[str, str]:
     """A child saves through the four functions, in its own directory and in its parent's, while these are in use."""
+
+    def saves_and_closes() -> None:
+        save_checkpoint(path / "child", "t", STATE)
+        close_checkpointers()
+
     save_checkpoint(path / "parent", "t", STATE)
     with api._lock:  # held by another thread, for all that the child knows
-        own = in_child(lambda: (save_checkpoint(path / "child", "t", STATE), close_checkpointers()))
+        own = in_child(saves_and_closes)
         same = in_child(lambda: save_checkpoint(path / "parent", "child", STATE))
     close_checkpointers()
     return own, same
@@ -141,7 +147,8 @@ def loads_data(rank: int, path: Path) -> list[int]:
         for batch in torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork"):
             found += batch.tolist()
         held = lease.read(LocalStorage(path))
-        assert held is not None and held.pid == os.getpid()
+        assert held is not None
+        assert held.pid == os.getpid()
         gate.open.set()
         thread.join()
     return found
