@@ -258,7 +258,7 @@ class _Delivery:
             window = Box.whole(leaf.shape) if rows is None else Box.whole(leaf.shape).narrowed(0, rows.start, len(rows))
             scratch = torch.empty(window.size, dtype=torch_dtype(leaf.dtype))
             self._read(leaf.within(window), scratch, item)
-            self._reader.finish()
+            self._reader.wait()
             (target if rows is None else target.narrow(0, rows.start, len(rows))).copy_(scratch)
 
 

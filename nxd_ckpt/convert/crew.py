@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
@@ -21,6 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from nxd_ckpt.convert.filling import TOGETHER
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.sink import Sink
 from nxd_ckpt.core.votes import Vote
@@ -42,6 +43,7 @@ class Crew:
 
     def __init__(self, job: Job, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")
+        self._num_workers = num_workers
         self._written, self._stop = context.Value("q", 0), context.Event()
         entry = (job, self._written, self._stop)
         self._executor: Executor
@@ -61,19 +63,22 @@ class Crew:
         found: list[int] = [_result(future) for _, future in self._run(calls, lambda: None)]
         return sum(found)
 
-    def write(self, ranks: Iterable[int], publication: Publication, tick: Callable[[], None]) -> Iterator[Vote]:
+    def write(self, ranks: Sequence[int], publication: Publication, tick: Callable[[], None]) -> Iterator[Vote]:
         """Write these ranks; the vote of each as it is done. ``tick`` is called several times a second.
 
         For one that failed, first its vote comes, then its error is raised.
         """
-        calls = {rank: partial(_write, rank, publication) for rank in ranks}
+        # Neighbours hold parts of the same tensors: a worker that writes them side by side reads those once.
+        together = min(TOGETHER, max(len(ranks) // self._num_workers, 1))
+        groups = [ranks[at : at + together] for at in range(0, len(ranks), together)]
+        calls = {group[0]: partial(_write, group, publication) for group in groups}
         for rank, future in self._run(calls, tick):
             try:
-                vote: Vote = _result(future)
+                votes: list[Vote] = _result(future)
             except Exception as error:
                 yield Vote(rank, error=to_wire(error))
                 raise
-            yield vote
+            yield from votes
 
     def close(self) -> None:
         """Stop what is still running; afterwards nobody writes."""
@@ -131,9 +136,9 @@ def _survey(rank: int) -> int:
     return _sink().survey(rank)
 
 
-def _write(rank: int, publication: Publication) -> Vote:
+def _write(ranks: Sequence[int], publication: Publication) -> list[Vote]:
     # Bound here: several threads may write a rank's files, and each would find an ``_own`` of its own.
-    return _sink().write(rank, publication, partial(_count, _own.written, _own.stop))
+    return _sink().write(ranks, publication, partial(_count, _own.written, _own.stop))
 
 
 def _sink() -> Sink:

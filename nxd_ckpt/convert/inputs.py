@@ -3,22 +3,16 @@ or of torch DCP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
-
-import torch
 
 from nxd_ckpt.convert.carrying import Carried, Carrying
 from nxd_ckpt.convert.job import DcpTarget, Job
 from nxd_ckpt.convert.places import Place
-from nxd_ckpt.core.box import boxes_of_run
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointNotFound, DtypeMismatch
-from nxd_ckpt.formats.tensors import Assembly, torch_dtype
+from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import ModelFile
@@ -29,10 +23,6 @@ from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.tag.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
 
-Fill = Callable[[Assembly, int, int, memoryview, str], None]
-"""(leaf, start, stop, memory, name) -> None: fills ``memory`` with the elements ``start <= index < stop`` of the
-row-major tensor, proved as far as that is possible."""
-
 
 class Input(Protocol):
     """What the ranks of the result hold, and what is taken over as it is."""
@@ -40,8 +30,8 @@ class Input(Protocol):
     def state(self, topology: Topology) -> SaveState:
         """What the rank that ``topology`` is seen from would save, with leaves that stand for tensors on disk."""
 
-    def filler(self) -> AbstractContextManager[Fill]:
-        """Fills memory with those leaves."""
+    def reader(self) -> LeafReader:
+        """Reads those leaves, proved as far as that is possible."""
 
     def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
         """Take over what belongs to the rank, below ``folder``; see :class:`~nxd_ckpt.convert.carrying.Carrying`."""
@@ -78,10 +68,8 @@ class _Proved:
     def __init__(self, opened: OpenTag) -> None:
         self._opened = opened
 
-    @contextmanager
-    def filler(self) -> Iterator[Fill]:
-        with self._opened.reader() as prover:
-            yield partial(_fill_proved, self._opened, prover)
+    def reader(self) -> LeafReader:
+        return self._opened.reader()
 
 
 class _Tag(_Proved):
@@ -113,16 +101,6 @@ class _Dcp(_Proved):
         return Carried()
 
 
-def _fill_proved(
-    opened: OpenTag, prover: LeafReader, leaf: Assembly, start: int, stop: int, memory: memoryview, name: str
-) -> None:
-    # Just before they are read once more, from the page cache then: no tensor has to fit into memory.
-    for box in boxes_of_run(start, stop, leaf.shape):
-        prover.prove(leaf.within(box), name)
-    prover.finish()
-    opened.read_run(leaf, start, stop, memory)
-
-
 class _Directory:
     """Its files have no digests: only their headers prove anything."""
 
@@ -132,22 +110,8 @@ class _Directory:
     def state(self, topology: Topology) -> SaveState:
         return self._model.state(topology)
 
-    @contextmanager
-    def filler(self) -> Iterator[Fill]:
-        yield self._fill
+    def reader(self) -> LeafReader:
+        return LeafReader(self._files, {})
 
     def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
         return Carried()
-
-    def _fill(self, leaf: Assembly, start: int, stop: int, memory: memoryview, name: str) -> None:
-        self._files.read_run(leaf, start, stop, memory)
-        if _is_narrowed(leaf) and bool(torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype)).isinf().any()):
-            saved = " and ".join(sorted({part.stub.dtype for part in leaf.parts}))
-            raise DtypeMismatch(
-                f"{name}: imported from {saved} as {leaf.dtype}, values become infinite; choose a dtype of more range"
-            )
-
-
-def _is_narrowed(leaf: Assembly) -> bool:
-    cast, saved = torch_dtype(leaf.dtype), {torch_dtype(part.stub.dtype) for part in leaf.parts}
-    return cast.is_floating_point and any(torch.finfo(cast).max < torch.finfo(dtype).max for dtype in saved)

@@ -9,10 +9,9 @@ from functools import partial
 import torch
 
 from nxd_ckpt.convert.ahead import Ahead
+from nxd_ckpt.convert.filling import loses_range, read_run, refuse_overflow
 from nxd_ckpt.convert.shards import Shard
-from nxd_ckpt.core.box import boxes_of_run
-from nxd_ckpt.errors import DtypeMismatch
-from nxd_ckpt.formats.tensors import Assembly, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.runtime.arena import Arena
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -66,6 +65,7 @@ class ShardWriter:
         starts = range(0, shard.layout.nbytes, _WINDOW)
         with self._opened.reader() as reader:
             yield from self._ahead.filled(starts, partial(self._fill, reader, shard, leaves))
+            reader.finish()
 
     def _fill(
         self, reader: LeafReader, shard: Shard, leaves: Mapping[str, Assembly], start: int, arena: Arena
@@ -75,41 +75,15 @@ class ShardWriter:
         memory = arena.reserve(stop - start)
         head = shard.layout.head[start:stop]
         memory[: len(head)] = head
-        casts: list[tuple[str, torch.Tensor]] = []
+        casts: list[tuple[str, Assembly, torch.Tensor]] = []
         for form, offset in shard.layout.tensors:
             begin, end = max(start, offset), min(stop, offset + form.nbytes)
             if begin < end:
                 mine = memory[begin - start : end - start]
-                leaf = leaves[form.name]
-                tensors = list(read_run(reader, replace(leaf, dtype=form.dtype), begin - offset, mine, form.name))
-                casts += [(form.name, tensor) for tensor in tensors if _is_narrowed(leaf.dtype, form.dtype)]
-        reader.finish()
-        for name, tensor in casts:
-            _refuse_overflow(name, leaves[name], tensor)
+                leaf = replace(leaves[form.name], dtype=form.dtype)
+                tensors = list(read_run(reader, leaf, begin - offset, mine, form.name))
+                casts += [(form.name, leaf, tensor) for tensor in tensors if loses_range(leaf)]
+        reader.wait()
+        for cast in casts:
+            refuse_overflow(*cast)
         return memory
-
-
-def read_run(reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str) -> Iterator[torch.Tensor]:
-    """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, and to prove them.
-
-    Yields the tensors that it is then, each when it was asked for.
-    """
-    dtype = torch_dtype(leaf.dtype)
-    first, last = begin // dtype.itemsize, (begin + len(memory)) // dtype.itemsize
-    at = 0
-    for box in boxes_of_run(first, last, leaf.shape):
-        out = torch.frombuffer(memory, dtype=dtype, count=box.numel, offset=at).view(box.size)
-        reader.read_into(leaf.within(box), out, name, compare=True, proved=False)
-        at += box.numel * dtype.itemsize
-        yield out
-
-
-def _is_narrowed(saved: str, cast: str) -> bool:
-    before, after = torch_dtype(saved), torch_dtype(cast)
-    return after.is_floating_point and torch.finfo(after).max < torch.finfo(before).max
-
-
-def _refuse_overflow(name: str, leaf: Assembly, tensor: torch.Tensor) -> None:
-    if bool(tensor.isinf().any()):
-        dtypes = f"{leaf.dtype} as {tensor.dtype}"
-        raise DtypeMismatch(f"{name}: exported from {dtypes}, values become infinite; choose a dtype of more range")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from nxd_ckpt.convert.carrying import Carried
-from nxd_ckpt.convert.filling import Filling
+from nxd_ckpt.convert.filling import filled
 from nxd_ckpt.convert.inputs import open_input
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.core.manifest import RankLine
@@ -30,7 +30,6 @@ class Sink:
         self._job = job
         self._storage = job.target.open(job.durable)
         self._input = open_input(job, self._storage)
-        self._filling = Filling(self._input)
 
     def survey(self, rank: int) -> int:
         """The bytes that the rank's files will have, but for those taken over. Writes nothing.
@@ -39,45 +38,45 @@ class Sink:
         """
         return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
-    def write(self, rank: int, publication: Publication, progress: Progress) -> Vote:
-        """Write the rank's files and index, durably."""
+    def write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
+        """Write the files and indexes of these ranks, durably, side by side: at most :data:`TOGETHER` of them."""
         started = time.monotonic()
-        topology, folder = self._job.topology.at(rank), publication.folder
-        plan = self._plan(topology)
-        writer = self._write_files(plan, folder, progress)
-        carried = self._input.bring(topology, folder, progress)
-        return Vote(
-            rank,
-            plan=plan.agreed(self._job.target.name, topology),
-            replica=plan.replica,
-            index=self._write_index(writer, plan, carried, topology, publication),
-            replicated=writer.replicated_digest(),
-            nbytes=writer.nbytes + carried.nbytes,
-            seconds=round(time.monotonic() - started, 6),
-        )
+        topologies = [self._job.topology.at(rank) for rank in ranks]
+        plans = [self._plan(topology) for topology in topologies]
+        writers = self._write_files(plans, publication.folder, progress)
+        votes = []
+        for topology, plan, writer in zip(topologies, plans, writers, strict=True):
+            carried = self._input.bring(topology, publication.folder, progress)
+            vote = Vote(
+                topology.rank,
+                plan=plan.agreed(self._job.target.name, topology),
+                replica=plan.replica,
+                index=self._write_index(writer, plan, carried, topology, publication),
+                replicated=writer.replicated_digest(),
+                nbytes=writer.nbytes + carried.nbytes,
+                seconds=round(time.monotonic() - started, 6),
+            )
+            votes.append(vote)
+        return votes
 
     def _plan(self, topology: Topology) -> SavePlan:
         plan = plan_save(self._input.state(topology), topology)
         return replace(plan, parts=self._job.parts)
 
-    def _write_files(self, plan: SavePlan, folder: str, progress: Progress) -> FileWriter:
-        reported = 0
-
-        def report(nbytes: int) -> None:
-            nonlocal reported
-            progress(nbytes - reported)
-            reported = nbytes
-
-        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads:
-            writer = FileWriter(self._storage, folder, plan.files, report, threads)
+    def _write_files(self, plans: Sequence[SavePlan], folder: str, progress: Progress) -> list[FileWriter]:
+        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads, self._input.reader() as reader:
+            writers = [FileWriter(self._storage, folder, plan.files, _Steps(progress), threads) for plan in plans]
             try:
-                for wave, views in self._filling.waves(plan.files):
-                    writer.write(wave, views)
-                writer.finish()
+                for waves in filled(reader, [plan.files for plan in plans]):
+                    for one in waves:
+                        writers[one.number].write(one.wave, one.views)
+                for writer in writers:
+                    writer.finish()
             except BaseException:
-                writer.abort()
+                for writer in writers:
+                    writer.abort()
                 raise
-        return writer
+        return writers
 
     def _write_index(
         self, writer: FileWriter, plan: SavePlan, carried: Carried, topology: Topology, publication: Publication
@@ -90,3 +89,14 @@ class Sink:
             parameters={**written.parameters, **carried.parameters},
         )
         return RankLine(*write_index(self._storage, publication, names.index_file(topology.coordinates), index))
+
+
+class _Steps:
+    """Tells ``progress`` how many bytes each step wrote, of a writer that tells how many it wrote so far."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._reported = progress, 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._progress(nbytes - self._reported)
+        self._reported = nbytes

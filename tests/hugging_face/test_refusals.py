@@ -77,7 +77,7 @@ def test_values_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
     """They would become infinite."""
     state = JOB.model.state()
     state["model.norm.weight"][3] = 1e9
-    refused(tmp_path, DtypeMismatch, r"model\.norm\.weight: exported from float32 as .*float16", state, dtype="float16")
+    refused(tmp_path, DtypeMismatch, r"model\.norm\.weight: cast from float32 to .*float16", state, dtype="float16")
 
 
 def test_damage_in_the_checkpoint(tmp_path: Path) -> None:

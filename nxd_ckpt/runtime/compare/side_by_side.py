@@ -68,6 +68,8 @@ class SideBySide:
                 ahead = following
             if ahead is not None:
                 yield ahead.result()
+            for reader in (of_a, of_b):
+                reader.finish()
 
     def _fill(
         self, readers: tuple[LeafReader, LeafReader], pieces: list[_Piece[Key]], arenas: tuple[Arena, Arena]
@@ -79,7 +81,7 @@ class SideBySide:
             a, b = (_read(reader, leaf, piece, memory[piece.at :]) for reader, leaf, memory in sides)
             found.append((piece.pair.key, a, b))
         for reader in readers:
-            reader.finish()
+            reader.wait()
         return found
 
 

@@ -64,7 +64,7 @@ class Delivery:
     def _hand_over(self) -> None:
         asked, out, take = self._waiting.popleft()
         self._waiting_bytes -= out.nbytes
-        self._reader.finish(asked)
+        self._reader.wait(asked)
         take(out)
 
     def _overlaps(self, span: tuple[int, int]) -> bool:

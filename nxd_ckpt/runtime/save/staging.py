@@ -75,9 +75,9 @@ class Stager:
 
         The caller has waited for pending device work: all there is here are transfers (promise 10).
         """
-        if _nbytes(wave) > self.arena.nbytes:
+        if end_of(wave) > self.arena.nbytes:
             self._places.clear()  # they look into memory that is about to be replaced
-        views = views_of(wave, self.arena)
+        views = views_of(wave, self.arena.reserve(end_of(wave)))
         known, self._places = self._places, {}
         copies: list[_Copy] = []
         for span, view in zip(wave, views, strict=True):
@@ -99,9 +99,8 @@ class Stager:
         self.arena.release()
 
 
-def views_of(wave: Wave, arena: Arena) -> list[memoryview]:
-    """The arena's memory for each span of the wave, in order, whatever it holds."""
-    memory = arena.reserve(_nbytes(wave))
+def views_of(wave: Wave, memory: memoryview) -> list[memoryview]:
+    """The memory of each span of the wave, in order, whatever it holds."""
     return [memory[span.at : span.at + span.stop - span.start] for span in wave]
 
 
@@ -117,7 +116,8 @@ def contents_of(planned: PlannedFile, span: Span) -> Iterator[tuple[int, int, in
             yield number, 0, storage.nbytes, storage.offset
 
 
-def _nbytes(wave: Wave) -> int:
+def end_of(wave: Wave) -> int:
+    """Bytes of memory that the wave takes."""
     return max((span.at + span.stop - span.start for span in wave), default=0)
 
 

@@ -4,7 +4,8 @@ An index has a digest for every block of a tensor's bytes, so that a part is pro
 without indexes has one digest a tensor: there the whole tensor is read once to prove any part of it.
 
 What is asked for is done by the time of :meth:`LeafReader.finish`: cut and collected into pieces that several threads
-read, whose digests are compared while their bytes are still in the processor's cache.
+read, whose digests are compared while their bytes are still in the processor's cache. A block that several parts lie in
+is read once for all that ask for it in between.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ from nxd_ckpt.formats.assembly import (
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, itemsize
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.tag.proof import Digest, mismatch, naming
+from nxd_ckpt.runtime.tag.proofs import Expected, Proofs
 from nxd_ckpt.runtime.tag.read_pool import PIECE, ReadPool
 
 Leaf = TensorStub | Assembly
 
 _TOGETHER = 500
 """Ranges of a piece, at most: those of tiny tensors."""
+
+_PENDING = 64 * 2**20
+"""Bytes of blocks that are collected before they are read: what a conversion asks for at once, and no more."""
 
 
 class LeafReader:
@@ -52,11 +57,10 @@ class LeafReader:
     """
 
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
-        self._files, self._entries = files, entries
+        self._files, self._proofs = files, Proofs(entries)
         self.done = Counter()
         self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
-        self._proved: set[tuple[str, int]] = set()
-        self._proved_blocks: set[tuple[str, int, int]] = set()
+        self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], _Block](), 0
         self._file, self._ranges, self._nbytes = "", list[_Range](), 0
 
     def prove(self, leaf: Leaf, name: str) -> None:
@@ -85,21 +89,31 @@ class LeafReader:
                 return
             clear_padding(leaf, out)
             for part in leaf.parts:
-                if compare and not proved and self._entry(part.stub) is None:
-                    self._prove(part.stub, None, name)
                 if part.source.numel:
                     self._read_part(part, out, name, compare, proved)
 
     @property
     def asked(self) -> int:
-        """What :meth:`finish` takes to wait for all that was asked for until now."""
+        """What :meth:`wait` takes to wait for all that was asked for until now."""
+        self._read_blocks()
         return self._pool.submitted + bool(self._ranges)
 
-    def finish(self, asked: int | None = None) -> None:
-        """Return when what was asked for has been read, all or the earlier of it. Raises what reading it met."""
-        if asked is None or asked > self._pool.submitted:
+    def wait(self, asked: int | None = None) -> None:
+        """Return when what was asked for is in memory, all or the earlier of it. Raises what reading it met.
+
+        What is compared by one digest for all of a tensor may then still be unproved: :meth:`finish` proves the rest.
+        """
+        asked = self.asked if asked is None else asked
+        if asked > self._pool.submitted:
             self._flush()
-        self._pool.wait_for(self._pool.submitted if asked is None else asked)
+        self._pool.wait_for(asked)
+
+    def finish(self) -> None:
+        """Return when all that was asked for is in memory, and proved as far as that was asked for. Raises as above."""
+        self._read_blocks()
+        for stub, block, name in list(self._proofs.unread()):
+            self._block(stub, block, name)
+        self.wait()
 
     def close(self) -> None:
         """Stop reading and close the files. Returns when no thread reads any more."""
@@ -114,30 +128,14 @@ class LeafReader:
     ) -> None:
         self.close()
 
-    def _entry(self, stub: TensorStub) -> TensorEntry | None:
-        return self._entries.get((stub.file, stub.storage.offset))
-
     def _prove(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
         """Prove these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
-        place, entry = (stub.file, stub.storage.offset), self._entry(stub)
-        if place in self._proved:
-            return
-        if blocks is None or entry is None:
-            self._proved.add(place)
+        if blocks is not None and self._proofs.entry(stub) is not None:
+            for block in blocks:
+                self._block(stub, block, name)
+        elif not self._proofs.is_whole(stub):
+            self._proofs.claim_whole(stub)
             self._read_record(stub, None, name)
-            return
-        for block in blocks:
-            if self._is_new(stub, block):
-                offset, nbytes = _span(entry, block)
-                self._add(stub.file, _Range(offset, nbytes, None, name, entry.crc32[block]))
-
-    def _is_new(self, stub: TensorStub, block: int) -> bool:
-        """Whether nobody asked yet for this block to be proved, who asks now."""
-        place = stub.file, stub.storage.offset
-        if place in self._proved or (*place, block) in self._proved_blocks:
-            return False
-        self._proved_blocks.add((*place, block))
-        return True
 
     def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
         if not stub.is_contiguous:
@@ -147,8 +145,8 @@ class LeafReader:
         if len(memory) != stub.nbytes:
             raise InvalidArgument(f"{out.dtype} {tuple(out.shape)} for a tensor {stub.dtype} {stub.shape}")
         whole = stub.nbytes == stub.storage.nbytes
-        if compare and (whole or (stub.file, stub.storage.offset) not in self._proved):
-            self._proved.add((stub.file, stub.storage.offset))
+        if compare and (whole or not self._proofs.is_whole(stub)):
+            self._proofs.claim_whole(stub)
             self._read_record(stub, memory, name)
         else:
             self._read_plain(stub.file, stub.offset, memory, name)
@@ -160,7 +158,7 @@ class LeafReader:
         """
         storage = stub.storage
         # That 0 means "not recorded" is said of files that no index vouches for.
-        expected = storage.crc32 if self._entry(stub) is None else storage.crc32 or 0
+        expected = storage.crc32 if self._proofs.entry(stub) is None else storage.crc32 or 0
         if storage.nbytes <= PIECE and (memory is None or len(memory) == storage.nbytes):
             self._add(stub.file, _Range(storage.offset, storage.nbytes, memory, name, expected))
             return
@@ -173,47 +171,70 @@ class LeafReader:
 
     def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, proved: bool) -> None:
         part, out = as_stored(part, out)
-        entry, run = self._entry(part.stub), direct_run(part, out)
-        if run is not None:
-            if entry is None or not compare:
-                self._read_plain(part.stub.file, *run, name)
+        run = direct_run(part, out)
+        if compare and not proved:
+            if part.stub.is_contiguous:
+                for block in blocks_of(part):
+                    self._block(part.stub, block, name).wants.append(_Want(part, out, run))
             else:
-                self._read_run(entry, part, out, run, name, proved)
-        elif compare and not proved and entry is not None and part.stub.is_contiguous:
-            self._read_cuts(entry, part, out, name)
-        else:
-            if compare and not proved:
                 self._prove(part.stub, blocks_of(part), name)
+                self._read_slabs(part, out, name)
+        elif run is None:
             self._read_slabs(part, out, name)
+        elif compare and (entry := self._proofs.entry(part.stub)) is not None:
+            self._read_run(entry, part, run, name)
+        else:
+            self._read_plain(part.stub.file, *run, name)
 
-    def _read_run(
-        self, entry: TensorEntry, part: Part, out: torch.Tensor, run: Run, name: str, proved: bool
-    ) -> None:
+    def _read_run(self, entry: TensorEntry, part: Part, run: Run, name: str) -> None:
         """Read a part that is a run; whole blocks of it are compared where they arrive."""
         offset, memory = run
         for block in blocks_of(part):
-            begin, nbytes = _span(entry, block)
+            begin, nbytes = _span(part.stub, block)
             first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
-            whole = last - first == nbytes
-            if whole or proved or not self._is_new(part.stub, block):
-                target, expected = memory[first - offset : last - offset], entry.crc32[block] if whole else None
-                self._add(entry.file, _Range(first, last - first, target, name, expected))
-            else:
-                self._read_cut(entry, part, out, block, name)
+            expected = entry.crc32[block] if last - first == nbytes else None
+            self._add(entry.file, _Range(first, last - first, memory[first - offset : last - offset], name, expected))
 
-    def _read_cuts(self, entry: TensorEntry, part: Part, out: torch.Tensor, name: str) -> None:
-        """Read the blocks of a part that is no run; of those that are proved already, nothing but the part."""
-        for block in blocks_of(part):
-            if self._is_new(part.stub, block):
-                self._read_cut(entry, part, out, block, name)
-            else:
-                for piece in parts_in(part, *run_of_block(part.stub, block)):
-                    self._read_slabs(piece, out, name)
+    def _block(self, stub: TensorStub, block: int, name: str) -> _Block:
+        """The block among those that are to be read next, now at the latest."""
+        place = stub.file, stub.storage.offset, block
+        if place not in self._blocks:
+            nbytes = _span(stub, block)[1]
+            if self._blocks_nbytes + nbytes > _PENDING:
+                self._read_blocks()
+            self._blocks[place] = _Block(stub, block, name, [])
+            self._blocks_nbytes += nbytes
+        return self._blocks[place]
 
-    def _read_cut(self, entry: TensorEntry, part: Part, out: torch.Tensor, block: int, name: str) -> None:
-        """Read and compare a whole block, and cut the part out of it."""
-        deliver = partial(cut_out, part, out, block)
-        self._add(entry.file, _Range(*_span(entry, block), None, name, entry.crc32[block], deliver=deliver))
+    def _read_blocks(self) -> None:
+        """Ask for the blocks that are wanted, neighbours one after the other."""
+        blocks, self._blocks, self._blocks_nbytes = self._blocks, {}, 0
+        for _, one in sorted(blocks.items(), key=lambda item: item[0]):
+            with naming(one.name):
+                self._read_block(one)
+
+    def _read_block(self, one: _Block) -> None:
+        """Read all of a block where it is to be compared, or where several want it; else what is wanted of it."""
+        stub, (offset, nbytes) = one.stub, _span(one.stub, one.number)
+        where = f"{self._files.where(stub.file)}, record {stub.storage.record!r}"
+        count = -(-stub.storage.nbytes // CRC_BLOCK)
+        expected = self._proofs.claim(stub, one.number, count, one.name, where)
+        if expected is None and (len(one.wants) < 2 or one.wanted_nbytes < nbytes // 2):
+            for want in one.wants:
+                self._read_want(want, one)
+            return
+        target, others = one.shared_out(offset, nbytes)
+        deliver = partial(_deliver, others, one.number) if others else None
+        self._add(stub.file, _Range(offset, nbytes, target, one.name, *(expected or Expected()), deliver))
+
+    def _read_want(self, want: _Want, one: _Block) -> None:
+        """Read what is wanted of a block, and nothing else."""
+        if want.run is not None:
+            begin, memory = want.clipped(*_span(one.stub, one.number))
+            self._read_plain(one.stub.file, begin, memory, one.name)
+            return
+        for piece in parts_in(want.part, *run_of_block(one.stub, one.number)):
+            self._read_slabs(piece, want.out, one.name)
 
     def _read_slabs(self, part: Part, out: torch.Tensor, name: str) -> None:
         for slab in slabs_of(part):
@@ -262,17 +283,62 @@ class LeafReader:
             raise
         self.done.add(sum(one.nbytes for one in ranges))
         for one, memory in zip(ranges, memories, strict=True):
-            if one.expected is None and one.digest is None:
-                continue
-            found = crc32.crc32(memory)
-            with naming(one.name):
-                if one.digest is not None:
-                    one.digest.take(one.segment, found, one.nbytes)
-                elif found != one.expected:
-                    where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
-                    raise mismatch(where, one.expected or 0, found)
+            if one.expected is not None or one.digest is not None:
+                self._compare(file, one, memory)
             if one.deliver is not None:
                 one.deliver(memory)
+
+
+    def _compare(self, file: str, one: _Range, memory: memoryview) -> None:
+        found = crc32.crc32(memory)
+        with naming(one.name):
+            if one.digest is not None:
+                one.digest.take(one.segment, found, one.nbytes)
+            elif found != one.expected:
+                where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
+                raise mismatch(where, one.expected or 0, found)
+
+
+class _Want(NamedTuple):
+    """A part that is to be read; ``run`` is where its bytes go as they are, if they do."""
+
+    part: Part
+    out: torch.Tensor
+    run: Run | None
+
+    def clipped(self, offset: int, nbytes: int) -> Run:
+        """What the run has of these bytes of the file."""
+        assert self.run is not None
+        begin, memory = self.run
+        first, last = max(begin, offset), min(begin + len(memory), offset + nbytes)
+        return first, memory[first - begin : last - begin]
+
+
+class _Block(NamedTuple):
+    """A block of the stub's record, for those who want something of it; nobody, if it is only to be proved."""
+
+    stub: TensorStub
+    number: int
+    name: str
+    wants: list[_Want]
+
+    @property
+    def wanted_nbytes(self) -> int:
+        run = run_of_block(self.stub, self.number)
+        wanted = sum(piece.source.numel for want in self.wants for piece in parts_in(want.part, *run))
+        return wanted * itemsize(self.stub.dtype)
+
+    def shared_out(self, offset: int, nbytes: int) -> tuple[memoryview | None, list[_Want]]:
+        """The memory that the whole block is read into, one's own if it wants all of it, and those who want a copy."""
+        for number, want in enumerate(self.wants):
+            if want.run is not None and len(memory := want.clipped(offset, nbytes)[1]) == nbytes:
+                return memory, self.wants[:number] + self.wants[number + 1 :]
+        return None, self.wants
+
+
+def _deliver(wants: Sequence[_Want], block: int, memory: memoryview) -> None:
+    for want in wants:
+        cut_out(want.part, want.out, block, memory)
 
 
 class _Range(NamedTuple):
@@ -305,10 +371,10 @@ def _sources(leaf: Leaf) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
         yield from ((part.stub, blocks_of(part)) for part in leaf.parts)
 
 
-def _span(entry: TensorEntry, block: int) -> tuple[int, int]:
-    """Where the block begins in its file, and its bytes."""
+def _span(stub: TensorStub, block: int) -> tuple[int, int]:
+    """Where the block of the stub's record begins in its file, and its bytes."""
     begin = block * CRC_BLOCK
-    return entry.offset + begin, min(CRC_BLOCK, entry.nbytes - begin)
+    return stub.storage.offset + begin, min(CRC_BLOCK, stub.storage.nbytes - begin)
 
 
 def _segments(
