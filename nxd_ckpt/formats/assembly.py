@@ -55,16 +55,6 @@ def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
         out.zero_()
 
 
-def fill_run(leaf: Assembly, start: int, stop: int, out: memoryview, read: ReadRanges) -> None:
-    """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor."""
-    dtype = torch_dtype(leaf.dtype)
-    at = 0
-    for box in boxes_of_run(start, stop, leaf.shape):
-        length = box.numel * dtype.itemsize
-        fill(leaf.within(box), torch.frombuffer(out, dtype=dtype, count=box.numel, offset=at).view(box.size), read)
-        at += length
-
-
 def as_stored(part: Part, out: torch.Tensor) -> tuple[Part, torch.Tensor]:
     """Both with their dimensions in the order in which the part's bytes lie in the file, if they do in any."""
     order = None if part.stub.is_contiguous else part.stub.storage_order

@@ -16,7 +16,7 @@ import torch
 
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
-from nxd_ckpt.formats.assembly import fill, fill_run, read_assembly
+from nxd_ckpt.formats.assembly import fill, read_assembly
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Path,
@@ -131,10 +131,6 @@ class TagFiles:
             return
         with self.named(leaf.file):
             torch_zip.read_into(self._pread_into(leaf.file), leaf, out)
-
-    def read_run(self, leaf: Assembly, start: int, stop: int, out: memoryview) -> None:
-        """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor, not compared."""
-        fill_run(leaf, start, stop, out, self.read_ranges)
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each memory with the file's bytes from its offset on."""

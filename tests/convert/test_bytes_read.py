@@ -37,7 +37,9 @@ AT_MOST = 1.15
 ROWS, COLUMNS = 6144, 1024
 """24 MiB of fp32: six blocks of digests, and no multiple of one for most ranks."""
 
-CUT = {"rows": Partition(partition_dim=0), "columns": Partition(partition_dim=1), "both.bias": None, "norm": None}
+CUT = {"rows": 0, "columns": 1}
+"""The dimension that each of these is cut along; others are whole on every rank."""
+
 SHAPES = {"rows": (ROWS, COLUMNS), "columns": (COLUMNS, ROWS), "both.bias": (COLUMNS,), "norm": (ROWS, 96)}
 
 
@@ -62,8 +64,8 @@ def state() -> dict[str, torch.Tensor]:
     return {name: torch.rand(shape, generator=drawn) for name, shape in SHAPES.items()}
 
 
-def partitions() -> dict[str, Partition]:
-    return {name: cut for name, cut in CUT.items() if cut is not None}
+def partitions(tp: int) -> dict[str, Partition]:
+    return {name: Partition(dim, num_partitions=tp) for name, dim in CUT.items()}
 
 
 def save_tp(directory: Path, tp: int) -> Path:
@@ -71,12 +73,10 @@ def save_tp(directory: Path, tp: int) -> Path:
     whole = state()
 
     def what(rank: int) -> dict[str, Any]:
-        cuts = CUT.items()
-        return {"model": {n: whole[n] if c is None else whole[n].chunk(tp, c.partition_dim)[rank] for n, c in cuts}}
+        return {"model": {**whole, **{name: whole[name].chunk(tp, dim)[rank] for name, dim in CUT.items()}}}
 
     topologies = [Topology(tp=tp, rank=rank) for rank in range(tp)]
-    cuts = {name: Partition(cut.partition_dim, num_partitions=tp) for name, cut in partitions().items()}
-    save_as_every_rank(directory, "step_1", topologies, what, partitions=cuts, durable=False)
+    save_as_every_rank(directory, "step_1", topologies, what, partitions=partitions(tp), durable=False)
     return directory / "step_1"
 
 
@@ -153,7 +153,7 @@ def test_a_dcp_directory_is_read_once(tmp_path: Path, log: list[Operation], tp: 
     """Its tensors have one digest each."""
     directory = save_dcp(tmp_path / "dcp")
     log.clear()
-    from_dcp(directory, tmp_path / "out" / "step_1", tp=tp, partitions=partitions())
+    from_dcp(directory, tmp_path / "out" / "step_1", tp=tp, partitions=partitions(1))
     assert read(log) <= AT_MOST * nbytes_of(directory)
 
 

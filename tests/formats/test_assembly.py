@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.formats import assembly
-from nxd_ckpt.formats.assembly import blocks_of, fill_run, read_assembly
+from nxd_ckpt.formats.assembly import blocks_of, read_assembly
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Part,
     StorageSpan,
     TensorStub,
-    byte_view,
     contiguous_stride,
     itemsize,
     torch_dtype,
@@ -89,18 +88,6 @@ def test_every_element_comes_from_its_part(case: tuple[Files, Assembly, torch.Te
         found = read_assembly(leaf, files.read)
     assert torch.equal(expected, found)
     assert needed <= files.nbytes <= needed * 17 / 16
-
-
-@given(cases(), st.data())
-def test_any_run_of_elements(case: tuple[Files, Assembly, torch.Tensor, int], data: st.DataObject) -> None:
-    """A tensor larger than the memory that it goes through is put together run by run."""
-    files, leaf, expected, _ = case
-    start = data.draw(st.integers(0, leaf.numel))
-    stop = data.draw(st.integers(start, leaf.numel))
-    memory = torch.empty(stop - start, dtype=expected.dtype)
-    if memory.numel():
-        fill_run(leaf, start, stop, byte_view(memory), files.read)
-    assert torch.equal(expected.flatten()[start:stop], memory)
 
 
 @given(cases(), st.data(), st.sampled_from([4, 16, 2**20]))

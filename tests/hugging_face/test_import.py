@@ -264,7 +264,7 @@ def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
 
 def test_tensors_larger_than_a_wave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and transposed, in waves that cut through them: memory does not grow with the model."""
-    monkeypatch.setattr(filling, "WAVE", 4 * 2**20)
+    monkeypatch.setattr(filling, "WAVE", 8 * 2**20)
     state = {name: torch.randn(1024, 1500) for name in ("a.weight", "b.weight")}
     (tmp_path / "hf").mkdir()
     save_file(state, tmp_path / "hf" / "model.safetensors")

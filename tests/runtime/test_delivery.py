@@ -30,10 +30,13 @@ class Reader:
     def asked(self) -> int:
         return len(self.begun)
 
-    def finish(self, asked: int | None = None) -> None:
-        while self.done < (self.asked if asked is None else asked):
+    def wait(self, asked: int) -> None:
+        while self.done < asked:
             self.begun[self.done].fill_(self.done)
             self.done += 1
+
+    def finish(self) -> None:
+        self.wait(self.asked)
 
 
 @pytest.mark.parametrize(("mib", "most"), [([1] * 300, 64), ([100] * 5, 200), ([1, 100, 1, 1, 100, 100, 3], 200)])

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.box import Box
+from nxd_ckpt.convert.filling import read_run
+from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.entries import TensorEntry
 from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
-from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag import reading
 from nxd_ckpt.runtime.tag.proof import Entries
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from tests.formats.test_assembly import Files, cases
+from tests.formats.test_assembly import Files, cases, index
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -55,6 +58,18 @@ def reader_of(contents: dict[str, bytes], entries: Entries, log: list[Operation]
     for key, data in contents.items():
         storage.link_new(key, data)
     return LeafReader(TagFiles(HookedStorage(storage, log.append), ""), entries)
+
+
+def with_digest(stub: TensorStub, files: Files) -> TensorStub:
+    """As it is read of a file that says what its bytes are."""
+    raw = files.contents[stub.file][stub.storage.offset :]
+    return replace(stub, storage=replace(stub.storage, crc32=crc32.crc32(raw)))
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+    sizes = [draw(st.integers(1, size)) for size in shape]
+    return Box(tuple(draw(st.integers(0, a - b)) for a, b in zip(shape, sizes, strict=True)), tuple(sizes))
 
 
 def touched(leaf: Assembly) -> list[tuple[str, int]]:
@@ -97,6 +112,60 @@ def test_windows_of_a_tensor_share_blocks(case: Case, data: st.DataObject) -> No
             reader.read_into(leaf.within(window), found[-1], "w", compare=True, proved=False)
         reader.finish()
     assert torch.equal(expected, torch.cat(found, dim))
+
+
+@given(cases(), st.data())
+def test_what_is_asked_for_together_is_read_once(case: Case, data: st.DataObject) -> None:
+    """Any runs of elements and any boxes, overlapping or not: each block of theirs is read once for all of them."""
+    files, leaf, expected, _ = case
+    log: list[Operation] = []
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with blocks_of_32_bytes(), reader_of(files.contents, entries := entries_of(leaf, files), log) as reader:
+        wanted = set()
+        for box in data.draw(st.lists(boxes_in(leaf.shape), min_size=1, max_size=4)):
+            out = torch.full(box.size, -1.0, dtype=expected.dtype)
+            found.append((expected[index(box)], out))
+            wanted.update(touched(leaf.within(box)))
+            reader.read_into(leaf.within(box), out, "w", compare=True, proved=False)
+        start = data.draw(st.integers(0, leaf.numel))
+        memory = torch.full((data.draw(st.integers(start, leaf.numel)) - start,), -1.0, dtype=expected.dtype)
+        if memory.numel():
+            found.append((expected.flatten()[start : start + len(memory)], memory))
+            for box in boxes_of_run(start, start + len(memory), leaf.shape):
+                wanted.update(touched(leaf.within(box)))
+            deque(read_run(reader, leaf, start * memory.itemsize, byte_view(memory), "w"), 0)
+        reader.finish()
+        sizes = {file: entry.nbytes for (file, _), entry in entries.items()}
+        needed = sum(min(BLOCK, sizes[file] - block * BLOCK) for file, block in wanted)
+    assert all(torch.equal(one, other) for one, other in found)
+    assert needed == sum(operation.nbytes for operation in log)
+
+
+@given(cases(), st.data())
+def test_one_digest_for_a_tensor_is_compared_when_all_of_it_was_read(case: Case, data: st.DataObject) -> None:
+    """Without an index: windows are there one by one, every byte is read, and one that changed is found at the end."""
+    files, leaf, expected, _ = case
+    leaf = replace(leaf, parts=tuple(replace(part, stub=with_digest(part.stub, files)) for part in leaf.parts))
+    changed = dict(files.contents)
+    damaged = data.draw(st.sampled_from([None, *sorted(changed)]))
+    if damaged is not None:
+        at = data.draw(st.integers(24, len(changed[damaged]) - 1))
+        changed[damaged] = changed[damaged][:at] + bytes([changed[damaged][at] ^ 4]) + changed[damaged][at + 1 :]
+    log: list[Operation] = []
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with blocks_of_32_bytes(), reader_of(changed, {}, log) as reader:
+        try:
+            for box in data.draw(st.lists(boxes_in(leaf.shape), min_size=1, max_size=3)):
+                out = torch.full(box.size, -1.0, dtype=expected.dtype)
+                found.append((expected[index(box)], out))
+                reader.read_into(leaf.within(box), out, "w", compare=True, proved=False)
+                reader.wait()
+            reader.finish()
+            problem = ""
+        except DigestMismatch as error:
+            problem = str(error)
+    assert (damaged in {operation.key for operation in log if operation.nbytes}) == ("tensor 'w'" in problem)
+    assert problem or all(torch.equal(one, other) for one, other in found)
 
 
 @given(cases(), st.data())

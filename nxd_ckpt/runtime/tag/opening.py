@@ -17,7 +17,7 @@ from nxd_ckpt.core.tags import Tag, latest, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import Assembly, TensorStub
+from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import describe_incomplete, list_tags, recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
@@ -258,10 +258,6 @@ class OpenTag:
 
     def read(self, leaf: TensorStub) -> torch.Tensor:
         return self._layout.files.read(leaf)
-
-    def read_run(self, leaf: Assembly, start: int, stop: int, out: memoryview) -> None:
-        """Fill ``out`` with the elements ``start <= index < stop`` of the row-major tensor; proves nothing."""
-        self._layout.files.read_run(leaf, start, stop, out)
 
     def reader(self) -> LeafReader:
         """Reads and proves the leaves of this tag's trees, as far as those have been made by now."""
