@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
+from nxd_ckpt.convert.adapters import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.convert.crew import joined
 from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
@@ -18,6 +19,7 @@ from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place
 from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.errors import InvalidArgument, PartNotFound
 from nxd_ckpt.formats.safetensors import TensorForm
@@ -148,6 +150,9 @@ def export_checkpoint(
         if tokenizer is not None:
             files += read_tokenizer(os.fspath(tokenizer), storage_options)
         opened = _open(source)
+        settings = settings_of(opened)
+        if settings is not None:
+            chosen = adapter_mapping(chosen, settings)
         mapped = MappedTag(opened, chosen, sizes, master_weights=master_weights, param_names=param_names)
         mapped_optimizer = MappedOptimizer(opened, mapped) if optimizer else None
         return _Job(source, target, opened, chosen, mapped, mapped_optimizer, files, size, dtype)
@@ -186,7 +191,9 @@ class _Job:
         self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
         self._mapping, self._optimizer, self._files = mapping, optimizer, files
         self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.tensors]
-        self._weights = plan_shards(self._forms, size_per_shard)
+        self._adapters = mapping if isinstance(mapping, AdapterMapping) else None
+        one_file = [Shard(ADAPTER_MODEL, tuple(self._forms))]
+        self._weights = plan_shards(self._forms, size_per_shard) if self._adapters is None else one_file
         entries = [] if optimizer is None else optimizer.tensors
         self._state = [TensorForm(one.name, one.dtype, one.shape) for one in entries]
         self._moments = plan_shards(self._state, size_per_shard, OPTIMIZER) if self._state else []
@@ -216,16 +223,20 @@ class _Job:
 
     def last_files(self) -> Iterator[ModelFile]:
         """What is written when all shards are."""
-        sizes: dict[str, int] = {}
-        for form in self._forms:
-            sizes[form.dtype] = sizes.get(form.dtype, 0) + form.nbytes
-        yield from with_dtype(self._files, max(sizes, key=sizes.__getitem__))
+        if self._adapters is None:
+            sizes: dict[str, int] = {}
+            for form in self._forms:
+                sizes[form.dtype] = sizes.get(form.dtype, 0) + form.nbytes
+            yield from with_dtype(self._files, max(sizes, key=sizes.__getitem__))
+        else:
+            base_model = config_in(self._files).get("_name_or_path")
+            yield adapter_config(self._adapters.settings, [form.name for form in self._forms], base_model)
         if self._optimizer is not None:
             yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self._optimizer.document, indent=2).encode() + b"\n")
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
         # Some readers take every safetensors file for the model's where no index says which are.
-        if len(self.shards) > 1:
+        if len(self.shards) > 1 and self._adapters is None:
             yield ModelFile(INDEX, index_of(self._weights))
 
 

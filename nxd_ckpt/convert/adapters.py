@@ -1,0 +1,55 @@
+"""The adapters of a tag as PEFT's files: adapter_model.safetensors and adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nxd_ckpt.convert.model_files import ModelFile
+from nxd_ckpt.core.adapter_mapping import PREFIX
+from nxd_ckpt.core.lora import CONFIG, is_adapter
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.runtime.tag.opening import OpenTag
+
+ADAPTER_MODEL = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_AS_IN_NXD = ("lora_alpha", "lora_dropout", "bias", "use_rslora")
+
+
+def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
+    """NxD's ``LoraConfig`` of the adapters in the tag; None of a tag without adapters.
+
+    Raises PartNotFound for adapters without it: what they are multiplied by is not known.
+    """
+    if not opened.parts.model or not any(map(is_adapter, opened.model_names())):
+        return None
+    for stage in range(opened.topology.pp):
+        found = opened.model_tree(Coordinates(stage)).get(CONFIG)
+        if isinstance(found, Mapping):
+            return found
+    raise PartNotFound(
+        f"{opened.where} holds LoRA adapters, but not what they are multiplied by: neuronx_distributed keeps that in "
+        "tags with save_lora_config_adapter=True only; load this one into the live model, and save that with nxd_ckpt"
+    )
+
+
+def adapter_config(settings: Mapping[str, Any], names: Iterable[str], base_model: Any) -> ModelFile:
+    """PEFT's adapter_config.json, for adapters with these ``names`` in its file."""
+    names = [name.removeprefix(PREFIX) for name in names]
+    layers = dict.fromkeys(name.partition(".lora_")[0] for name in names if is_adapter(name))
+    others = dict.fromkeys(
+        name.rpartition(".")[0] for name in names if not is_adapter(name) and not name.endswith(".bias")
+    )
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": settings.get("lora_rank", settings.get("r")),
+        **{key: settings[key] for key in _AS_IN_NXD if key in settings},
+        "target_modules": list(layers),
+        "modules_to_save": list(others) or None,
+    }
+    return ModelFile(_ADAPTER_CONFIG, json.dumps(document, indent=2).encode() + b"\n")

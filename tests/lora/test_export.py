@@ -1,0 +1,147 @@
+"""Adapters as PEFT's files: the real client loads them, and computes what the trained model would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from nxd_ckpt import Topology, save_checkpoint
+from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.errors import PartNotFound
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import write_config
+from tests.hugging_face.sharded import CausalLM
+from tests.interop.saving import save_as_every_rank
+from tests.lora.doubles import LoraConfig, LoraModel
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+RANK, ALPHA = 2, 8
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "separate": (4, {"tp": 2}),
+    "linear": (2, {"tp": 4, "qkv": "linear", "copies": 2}),
+    "coalesced": (4, {"tp": 2, "pp": 2, "qkv": "coalesced"}),
+    "alone": (4, {}),
+}
+TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def model_of(kv_heads: int) -> Model:
+    return Model("llama", 2, 4, kv_heads, 4, 12, 24)
+
+
+def adapters_of(model: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(A, B) of every Hugging Face layer; layers that NxD fuses have the same A."""
+    torch.manual_seed(5)
+    shared: dict[tuple[str, str], torch.Tensor] = {}
+    found = {}
+    for name, weight in model.state().items():
+        layer, _, last = name.removesuffix(".weight").rpartition(".")
+        if last.endswith("_proj"):
+            fused = last if last in ("o_proj", "down_proj") else layer
+            a = shared.setdefault((layer, fused), torch.randn(RANK, weight.shape[1]))
+            found[f"{layer}.{last}"] = a, torch.randn(len(weight), RANK)
+    return found
+
+
+def live(job: Job, at: Topology, **options: Any) -> LoraModel:
+    """A rank's model with its part of these adapters: cut, ordered and fused as the weights that they are added to."""
+    adapters = adapters_of(job.model)
+    model = LoraModel(CausalLM(job, at), LoraConfig(RANK, ALPHA, target_modules=TARGETS, **options), at)
+    # Weights whose columns are all one column of B, or whose rows are one row of A, go through the job as weights do.
+    held: dict[str, list[State]] = {"A": [], "B": []}
+    for one in range(RANK):
+        by_rows = {f"{name}.weight": a[one].expand(len(b), -1) for name, (a, b) in adapters.items()}
+        by_columns = {f"{name}.weight": b[:, one, None].expand(-1, a.shape[1]) for name, (a, b) in adapters.items()}
+        for letter, weights in (("A", by_rows), ("B", by_columns)):
+            held[letter].append(job.rank({**job.model.state(), **weights}, at.tp_rank))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            layer, found, rest = name.rpartition(".lora_")
+            letter, _, weight = rest.partition(".")
+            if found:
+                source = next(key for key in held["A"][0] if key.startswith(f"{layer}.{weight}"))
+                parts = [state[source] for state in held[letter]]
+                rows = torch.stack([part[0] if letter == "A" else part[:, 0] for part in parts])
+                parameter.copy_(rows if letter == "A" else rows.T)
+    return model
+
+
+def save(directory: Path, job: Job) -> Path:
+    sizes = Topology(tp=job.tp, pp=job.pp)
+    topologies = [sizes.at(rank) for rank in range(sizes.world_size)]
+    save_as_every_rank(directory, "t", topologies, lambda rank: {"model": live(job, topologies[rank])}, durable=False)
+    return directory / "t"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_computes_with_exported_adapters(tmp_path: Path, name: str) -> None:
+    """The logits of the base with its weights changed by hand: B A, times alpha by rank."""
+    kv_heads, how = CASES[name]
+    job = Job(model_of(kv_heads), **how)
+    config = transformers.LlamaConfig(**job.model.config, max_position_embeddings=32)
+    torch.manual_seed(7)
+    base = transformers.LlamaForCausalLM(config).eval()
+    config.save_pretrained(tmp_path / "config")
+    tag = save(tmp_path / "run", job)
+
+    export_checkpoint(
+        tag, tmp_path / "out", config=tmp_path / "config", kv_size_multiplier=job.copies, hardware=job.hardware
+    )
+
+    assert ["adapter_config.json", "adapter_model.safetensors"] == sorted(p.name for p in (tmp_path / "out").iterdir())
+    tokens = torch.arange(16).reshape(2, 8)
+    changed = {key: value.clone() for key, value in base.state_dict().items()}
+    for layer, (a, b) in adapters_of(job.model).items():
+        changed[f"{layer}.weight"] += b @ a * ALPHA / RANK
+    expected = transformers.LlamaForCausalLM(config).eval()
+    expected.load_state_dict(changed)
+    with torch.no_grad():
+        tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+        assert torch.allclose(expected(tokens).logits, tuned(tokens).logits, atol=1e-4, rtol=1e-4)
+    document = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert sorted(adapters_of(job.model)) == sorted(document["target_modules"])
+
+
+def test_adapters_without_their_configuration_are_refused(tmp_path: Path) -> None:
+    """What NxD saves by default does not say what they are multiplied by."""
+    job = Job(model_of(4))
+    save_checkpoint(tmp_path, "t", live(job, Topology()), ignore_keys=["model/lora_config"], durable=False)
+    with pytest.raises(PartNotFound, match="save_lora_config_adapter=True"):
+        export_checkpoint(tmp_path / "t", tmp_path / "out", mapping="llama")
+
+
+def test_modules_that_were_trained_as_a_whole_are_exported(tmp_path: Path) -> None:
+    """With their names in PEFT's configuration, which then takes them in place of the base's."""
+    job = Job(model_of(4))
+    config = transformers.LlamaConfig(**job.model.config, max_position_embeddings=32)
+    config.save_pretrained(tmp_path / "config")
+    model = live(job, Topology(), modules_to_save=["model.norm"])
+    with torch.no_grad():
+        model.module.get_parameter("model.norm.weight").fill_(3.0)
+    save_checkpoint(tmp_path, "t", model, durable=False)
+    export_checkpoint(tmp_path / "t", tmp_path / "out", config=tmp_path / "config")
+    tuned = peft.PeftModel.from_pretrained(transformers.LlamaForCausalLM(config), tmp_path / "out")
+    merged = tuned.merge_and_unload()
+    assert bool((merged.model.norm.weight == 3.0).all())
+    assert bool((merged.model.layers[0].input_layernorm.weight == 1.0).all())
+
+
+def test_a_base_that_was_saved_with_its_adapters_is_left_out(tmp_path: Path) -> None:
+    """The files are the same as of adapters alone."""
+    job = Job(model_of(4))
+    for tag, options in (("alone", {}), ("both", {"save_lora_base": True, "merge_sharded_lora": False})):
+        save_checkpoint(tmp_path, tag, live(job, Topology(), **options), durable=False)
+        export_checkpoint(tmp_path / tag, tmp_path / f"{tag}-out", mapping="llama", config=written(tmp_path, job))
+    files = [(tmp_path / f"{tag}-out" / "adapter_model.safetensors").read_bytes() for tag in ("alone", "both")]
+    assert files[0] == files[1]
+
+
+def written(directory: Path, job: Job) -> Path:
+    return write_config(directory / "config", job.model.config).parent
