@@ -17,7 +17,7 @@ from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
 from nxd_ckpt.runtime.environment import default_topology
@@ -42,6 +42,7 @@ in_forked_children(_begin_anew)
 Directory = Union[str, "os.PathLike[str]"]
 
 
+@as_checkpoint_errors()
 def save_checkpoint(
     checkpoint_dir_str: Directory | None = None,
     tag: Tag | None = None,
@@ -157,6 +158,7 @@ def save_checkpoint(
     )
 
 
+@as_checkpoint_errors()
 def load_checkpoint(
     path: Directory | None = None,
     tag: Tag | None = None,
@@ -273,6 +275,7 @@ def load_checkpoint(
     )
 
 
+@as_checkpoint_errors()
 def has_checkpoint(
     checkpoint_dir_str: Directory | None = None,
     *,

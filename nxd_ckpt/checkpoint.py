@@ -21,7 +21,7 @@ from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
+from nxd_ckpt.errors import CheckpointNotFound, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
@@ -76,11 +76,13 @@ class Checkpoint:
         return self._opened.manifest
 
     @property
+    @as_checkpoint_errors()
     def topology(self) -> Topology:
         """The sizes it was saved on, seen from rank 0."""
         return self._opened.topology
 
     @property
+    @as_checkpoint_errors()
     def parts(self) -> Parts:
         """What it holds."""
         return self._opened.parts
@@ -91,6 +93,7 @@ class Checkpoint:
         return self._opened
 
     @cached_property
+    @as_checkpoint_errors()
     def whole(self) -> WholeTag:
         """The tag as global tensors, for tools."""
         return WholeTag(
@@ -98,6 +101,7 @@ class Checkpoint:
         )
 
     @cached_property
+    @as_checkpoint_errors()
     def metadata(self) -> Mapping[str, GlobalTensor]:
         """Every tensor of model and optimizer by its name, with dtype, shape, bytes and partition; none is read.
 
@@ -115,16 +119,19 @@ class Checkpoint:
         return [name for name in self.metadata if not patterns or any(fnmatchcase(name, one) for one in patterns)]
 
     @property
+    @as_checkpoint_errors()
     def values(self) -> Mapping[str, Any]:
         """What stands beside the tensors and is none, by such names: steps that are Python numbers, extra state."""
         return MappingProxyType(self.whole.values)
 
     @property
+    @as_checkpoint_errors()
     def param_groups(self) -> list[dict[str, Any]]:
         """The options of each of the optimizer's param groups, and under "params" the names of its parameters."""
         groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
         return groups
 
+    @as_checkpoint_errors()
     def read(self, name: str, box: Box | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
         """The tensor of that name, whole or what is inside ``box``, on the CPU; its digests are proved.
 
@@ -145,6 +152,7 @@ class Checkpoint:
             leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
         return self._put_together(leaf, name)
 
+    @as_checkpoint_errors()
     def model_state(self, rank: int = 0) -> dict[str, Any]:
         """The model's state dict as the global ``rank`` held it, on the CPU.
 
@@ -154,18 +162,22 @@ class Checkpoint:
         state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
         return state
 
+    @as_checkpoint_errors()
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """The optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
         state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
         return state
 
+    @as_checkpoint_errors()
     def scheduler_state(self) -> Any:
         return self._opened.scheduler()
 
+    @as_checkpoint_errors()
     def user_content(self) -> Any:
         """What the user saved beside the state; None if nothing."""
         return self._opened.user_content()
 
+    @as_checkpoint_errors()
     def rank_content(self, rank: int) -> Any:
         """What the global ``rank`` saved for itself."""
         return self._opened.rank_content(rank)
@@ -186,6 +198,7 @@ class Checkpoint:
         return out
 
 
+@as_checkpoint_errors()
 def open_checkpoint(
     path: str | os.PathLike[str],
     tag: Tag | None = None,

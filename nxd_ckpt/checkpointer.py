@@ -13,7 +13,7 @@ from typing import Any
 
 from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree, as_checkpoint_errors
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.environment import default_topology, versions
@@ -74,6 +74,7 @@ class Checkpointer:
             than two seconds.
     """
 
+    @as_checkpoint_errors()
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -100,6 +101,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
 
+    @as_checkpoint_errors()
     def save(
         self,
         tag: Tag,
@@ -156,6 +158,7 @@ class Checkpointer:
             self._wait_for(saving, pending)
         return PendingSave(pending)
 
+    @as_checkpoint_errors()
     def load(
         self,
         tag: Tag | None = None,
@@ -233,6 +236,7 @@ class Checkpointer:
             pending.decided.wait()
         PendingSave(pending).wait()
 
+    @as_checkpoint_errors()
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""
         require_own(self._pid, self.storage.url)
@@ -242,6 +246,7 @@ class Checkpointer:
             save.decided.wait()
         self._raise_unreported()
 
+    @as_checkpoint_errors()
     def close(self) -> None:
         """Finish what is in flight, give the directory and the memory back, raise what failed and was not raised."""
         require_own(self._pid, self.storage.url)
@@ -251,6 +256,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
+    @as_checkpoint_errors()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -261,6 +267,7 @@ class Checkpointer:
         else:
             self._shut(_GRACE)
 
+    @as_checkpoint_errors()
     def abandon(self, grace: float = _GRACE) -> None:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         self._shut(grace)
@@ -366,7 +373,8 @@ def _named(tag: object, values: Mapping[str, Any] | None) -> tuple[str, Checkpoi
 def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
     try:
-        saving.conclude(pending.voted.set)
+        with as_checkpoint_errors():
+            saving.conclude(pending.voted.set)
     except CheckpointError as problem:
         error = problem
     except Exception as problem:  # a defect of ours must not leave a waiter hanging

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.runtime.compare.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.runtime.compare.tensors import TensorComparison, TensorDifference
 from nxd_ckpt.runtime.progress import watched
@@ -49,6 +49,7 @@ class Difference:
         return bool(self.tensors or self.values or self.problems)
 
 
+@as_checkpoint_errors()
 def diff_checkpoints(
     a: Checkpoint,
     b: Checkpoint,

@@ -21,6 +21,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     │   └── TopologyMismatch                     saved on other dp/tp/pp/ep sizes
     ├── DirectoryInUse                           another live job writes here
     ├── DirectoryNotShared                       the ranks see different directories
+    ├── StorageError (OSError)                   a file system or store refused or failed
     ├── StagingTooLarge (MemoryError)            one tensor does not fit under the staging cap
     ├── SaveFailed                               this save did not become visible, on any rank
     │   └── RanksDisagree                        on the tag, or on what is being saved
@@ -34,6 +35,7 @@ other rank (:func:`to_wire`, :func:`from_wire`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CheckpointError(Exception):
@@ -112,6 +114,13 @@ class DirectoryNotShared(CheckpointError):
     """The ranks of the job do not see the same checkpoint directory."""
 
 
+class StorageError(CheckpointError, OSError):
+    """A file system or store refused or failed: permissions, a full or read-only disk, a network.
+
+    ``errno`` is the system's, where it gave one; the error itself is the ``__cause__``.
+    """
+
+
 class StagingTooLarge(CheckpointError, MemoryError):
     """The state cannot be staged within the memory cap, not even in waves."""
 
@@ -143,16 +152,34 @@ def to_wire(error: BaseException) -> tuple[str, str]:
     name = type(error).__name__
     if isinstance(error, CheckpointError):
         return name, str(error)
-    return "CheckpointError", f"{name}: {error}"
+    return "StorageError" if isinstance(error, OSError) else "CheckpointError", f"{name}: {error}"
 
 
 def in_words(wire: tuple[str, str]) -> str:
     """``DigestMismatch: model/x.pt ...``; errors of other libraries already carry their class."""
     name, message = wire
-    return message if name == "CheckpointError" else f"{name}: {message}"
+    return message if name in ("CheckpointError", "StorageError") else f"{name}: {message}"
 
 
 def from_wire(name: str, message: str, rank: int) -> CheckpointError:
     """The exception that ``rank`` raised, as the same class, its message led by the rank."""
     known = {cls.__name__: cls for cls in _tree(CheckpointError)}
     return known.get(name, CheckpointError)(f"on rank {rank}: {message}")
+
+
+@contextmanager
+def as_checkpoint_errors() -> Iterator[None]:
+    """What users call is decorated with this: an error of the system, or of a store, leaves it as a CheckpointError.
+
+    Inside, it stays what it is: who asks for a file must be able to tell one that is missing from a full disk.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        translated = StorageError(to_wire(error)[1])
+        translated.errno = error.errno
+        raise translated from error
+    except EOFError as error:  # a file became shorter while it was read
+        raise MalformedFile(str(error)) from error

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    DigestMismatch,
+    MalformedFile,
+    PartNotFound,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory
@@ -54,6 +61,7 @@ class Verification:
     ours: bool = True
 
 
+@as_checkpoint_errors()
 def verify_checkpoint(
     path: str | os.PathLike[str],
     tag: Tag | None = None,

@@ -30,7 +30,7 @@ from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, torch_dtype
 from nxd_ckpt.runtime.tag.dcp_state import DcpState
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -127,6 +127,7 @@ class StorageReader(TorchStorageReader):
         """The plans as they are."""
         return plans
 
+    @as_checkpoint_errors()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; done when this returns.
 

@@ -15,7 +15,7 @@ from nxd_ckpt.convert.cp_publication import copy_publication
 from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.runtime.agreement import Alone
@@ -42,6 +42,7 @@ class Copy:
     copied_nbytes: int = 0
 
 
+@as_checkpoint_errors()
 def copy_checkpoint(
     src: StrPath,
     dst: StrPath,

@@ -21,7 +21,7 @@ from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.layout import legacy
@@ -76,6 +76,7 @@ class Export:
         return sum(self.files.values())
 
 
+@as_checkpoint_errors()
 def export_checkpoint(
     tag: StrPath,
     out: StrPath,

@@ -13,12 +13,13 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.tag.opening import OpenTag
 
 OPTIMIZERS = ("zero1", "plain")
 
 
+@as_checkpoint_errors()
 def from_dcp(
     dcp_directory: StrPath,
     tag: StrPath,

@@ -16,12 +16,13 @@ from nxd_ckpt.convert.model_files import config_in, read_config
 from nxd_ckpt.convert.places import Options, StrPath, locate_output, place_of, written_with
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.mappings import Given, find_mapping
 from nxd_ckpt.runtime.agreement import on_all
 from nxd_ckpt.runtime.hugging_face.imported_model import ImportTarget
 
 
+@as_checkpoint_errors()
 def import_checkpoint(
     hf_directory: StrPath,
     tag: StrPath,

@@ -13,7 +13,7 @@ from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, prove
 from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
-from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound
+from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -36,6 +36,7 @@ class Packed:
     nbytes: int
 
 
+@as_checkpoint_errors()
 def pack_checkpoint(
     tag: StrPath,
     out: StrPath,

@@ -13,11 +13,12 @@ from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.target import Target
 
 
+@as_checkpoint_errors()
 def reshard(
     input_dir: StrPath,
     output_dir: StrPath,

@@ -12,7 +12,7 @@ from nxd_ckpt.convert.places import Options, StrPath, locate_input, place_of, re
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.errors import PartNotFound, TopologyMismatch
+from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.dcp_state import DcpState
@@ -21,6 +21,7 @@ from nxd_ckpt.runtime.tag.whole_tag import WholeTag
 logger = logging.getLogger("nxd_ckpt")
 
 
+@as_checkpoint_errors()
 def to_dcp(
     tag: StrPath,
     dcp_directory: StrPath,

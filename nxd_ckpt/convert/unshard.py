@@ -30,7 +30,7 @@ from nxd_ckpt.convert.unsharded import (
     split,
 )
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.runtime.progress import Counter, report, watched
@@ -68,6 +68,7 @@ class Unsharded:
         return sum(self.files.values())
 
 
+@as_checkpoint_errors()
 def unshard_checkpoint(
     tag_dir: StrPath,
     output_dir: StrPath,

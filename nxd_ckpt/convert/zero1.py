@@ -12,13 +12,14 @@ from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_outpu
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, as_checkpoint_errors
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.target import Target
 
 _SHARDED = ("zero1", "zero1_dcp")
 
 
+@as_checkpoint_errors()
 def convert_zero1(
     input_dir: StrPath,
     output_dir: StrPath,

@@ -101,7 +101,8 @@ def test_errors_of_the_operating_system_are_one_line_too(
 
     monkeypatch.setattr("nxd_ckpt.storage.local.LocalStorage.read", refuse)
     outcome = run("verify", examples)
-    assert (1, "nxd-ckpt: error: [Errno 13] Permission denied: 'manifest.json'\n") == (outcome.code, outcome.err)
+    said = "nxd-ckpt: error: PermissionError: [Errno 13] Permission denied: 'manifest.json'\n"
+    assert (1, said) == (outcome.code, outcome.err)
 
 
 def test_an_interrupt_is_quiet(run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,9 +291,9 @@ def test_a_reader_that_fails_in_the_middle(ranks: WorkerPool, saved: dict[str, P
     """All ranks raise its error, though their timeout is far; and the same processes load the next time."""
     what = Loading(saved["plain"], layout(dp=4), [SHARED | {"verify": False}], fails=fails)
     outcomes = ranks.run(load, what, timeout=30)
-    own = ("OSError", "[Errno 5] the disk is gone")
+    own = ("StorageError", "OSError: [Errno 5] the disk is gone")
     partly = "The live state is partly overwritten: load another tag before training on"
-    others = ("CheckpointError", f"on rank {fails}: OSError: {own[1]}. {partly}")
+    others = ("StorageError", f"on rank {fails}: {own[1]}. {partly}")
     assert [own if rank == fails else others for rank in range(RANKS)] == [(one.kind, one.told) for one in outcomes]
     assert [None] * RANKS == [one.kind for one in ranks.run(load, Loading(saved["plain"], layout(dp=4)))]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_proxy import Fault, S3Proxy
@@ -125,7 +125,7 @@ def test_a_bucket_that_is_read_only(proxy: S3Proxy, s3_server: S3Server, bucket:
     before = s3_server.keys(bucket)
     proxy.faults.append(Fault("^(PUT|POST|DELETE)", "refuse", FOR_EVER, 403, "AccessDenied"))
     options = through(proxy)
-    with pytest.raises(PermissionError, match="do not allow"):
+    with pytest.raises(StorageError, match="do not allow"):
         Checkpointer(url, storage_options=options).save("u", state)
     load_checkpoint(url, model=state, storage_options=options)
     assert 1 == int(state["weight"].max())

@@ -135,6 +135,7 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
             )
         _claim(session, run_id, first=False)
     else:
+        _must_be_writable(session)
         _must_see(session, RUNS, [run_id], session.timeout)  # rank 0 may come as late as any rank
         _must_be_live(session)
         _see_probe(session, session.timeout)
@@ -181,6 +182,17 @@ def _see_probe(session: Session, within: float) -> None:
     found = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
     if found != session.run_id:
         session.storage.renames = False
+
+
+def _must_be_writable(session: Session) -> None:
+    """Raise what the storage says where this rank may not write: it need not wait for rank 0 to hear of that."""
+    key = f"{PROBES}/{session.run_id}-rank_{session.topology.rank}"
+    try:
+        session.storage.write(key, b"1")
+        session.storage.remove(key)
+    except OSError as error:
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise
 
 
 def _must_be_live(session: Session) -> None:
