@@ -2,6 +2,10 @@
 
 The first shards ordinary parameters over dp, the second expert parameters over the replicas of each expert. In the
 state dict the entries from an offset on are the second's; its own indices restart at 0.
+
+Learning-rate schedulers know the outer param groups only. Each step begins with copying their options onto the inner
+groups, so these are one step behind in between. Upstream saves and loads the inner ones: its resumed runs go on with
+the outer groups' initial learning rate. Here the outer groups' options are saved, and all three lists are restored.
 """
 
 from __future__ import annotations
@@ -12,7 +16,16 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters.optimizer_names import if_known
-from nxd_ckpt.adapters.optimizer_state import Keeps, Read, Slot, describe_path, keeps_nothing
+from nxd_ckpt.adapters.optimizer_state import (
+    OF_PARAMETERS,
+    Group,
+    Keeps,
+    Read,
+    Slot,
+    describe_path,
+    keeps_nothing,
+    restore_groups,
+)
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS, Zero1Optimizer, check_kind
 from nxd_ckpt.core.topology import Topology
@@ -43,6 +56,10 @@ class ExpertZero1Optimizer:
 
     def capture(self) -> State:
         tree = self._optimizer.state_dict()
+        outer = self._optimizer.param_groups
+        tree["param_groups"] = [
+            {**inner, **_options(group)} for inner, group in zip(tree["param_groups"], [*outer, *outer], strict=True)
+        ]
         offsets = {"base_state": tree["ep_base_state_offset"], MASTERS: tree["ep_shape_info_offset"]}
         ordinary, experts = self._ordinary.master_weights(), self._experts.master_weights()
         if ordinary is not None and experts is not None:
@@ -67,12 +84,9 @@ class ExpertZero1Optimizer:
         ordinary, experts = split(saved)
         self._ordinary.load(ordinary, read, keeps)
         self._experts.load(experts, read, keeps)
-        # Before each step upstream copies the outer groups' options onto the inner optimizers.
-        inner = self._optimizer.non_ep_zero_optimizer.param_groups, self._optimizer.ep_zero_optimizer.param_groups
-        given = ordinary["param_groups"], experts["param_groups"]
-        for outer, *restored in zip(self._optimizer.param_groups, *inner, *given, strict=True):
-            own, options = restored[0::2] if restored[0]["params"] else restored[1::2]
-            outer.update({option: own[option] for option in options if option != "params"})
+        pairs = zip(ordinary["param_groups"], experts["param_groups"], strict=True)
+        given = [one if one["params"] else other for one, other in pairs]  # on other sizes an empty one has no options
+        restore_groups([self._optimizer.param_groups], given, read)
 
     def follow(self, keeps: Keeps) -> None:
         self._ordinary.follow(keeps)
@@ -98,6 +112,10 @@ def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 part[section] = _rows(saved[section], saved[key], expert)
         parts.append(part)
     return parts[0], parts[1]
+
+
+def _options(group: Group) -> Group:
+    return {option: value for option, value in group.items() if option not in OF_PARAMETERS}
 
 
 def _rows(entries: Mapping[int, Any], offset: int, expert: bool) -> dict[int, Any]:

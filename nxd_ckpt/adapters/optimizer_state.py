@@ -44,6 +44,9 @@ def keeps_nothing(name: str) -> bool:
 Group = dict[str, Any]
 _Entries = dict[Any, Any]
 
+OF_PARAMETERS = ("params", "param_names")
+"""What a param group says of its parameters; the rest are options."""
+
 STEP = "step"
 
 ON_HOST = (STEP, "mu_product")
@@ -159,7 +162,7 @@ def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read
     for number, options in enumerate(saved):
         first, *others = (groups[number] for groups in live)
         for option, value in options.items():
-            if option in ("params", "param_names"):
+            if option in OF_PARAMETERS:
                 continue
             first[option] = _option(option, value, first.get(option), read)
             for group in others:

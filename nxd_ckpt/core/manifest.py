@@ -108,6 +108,11 @@ class Manifest:
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether it was made of another checkpoint's files: nothing live was staged for it."""
+        return "stage_seconds" not in self.timings
+
 
 def dump_index(index: RankIndex) -> bytes:
     at = index.coordinates

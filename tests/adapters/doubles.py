@@ -69,13 +69,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class ExpertShardedOptimizer(torch.optim.Optimizer):
-    """NxD's optimizer for expert parallelism: two of the above, merged in one state dict."""
+    """NxD's optimizer for expert parallelism: two of the above, merged in one state dict.
 
-    def __init__(self, params, rank, dp_groups, expert_dp_groups, **options):
-        super().__init__([dict(group) for group in params], {"lr": options["lr"]})
+    Schedulers know its own groups only. A step copies their options onto the inner ones, whose the state dict has.
+    """
+
+    def __init__(self, params, rank, dp_groups, expert_dp_groups, *, dtype=torch.float32, save_master_weights=False,
+                 **defaults):
+        options = {"dtype": dtype, "save_master_weights": save_master_weights, **defaults}
         ordinary, experts = ([_with_params(group, wanted) for group in params] for wanted in (False, True))
         self.non_ep_zero_optimizer = ShardedOptimizer(ordinary, rank, dp_groups, **options)
         self.ep_zero_optimizer = ShardedOptimizer(experts, rank, expert_dp_groups, **options)
+        super().__init__([dict(group) for group in params], defaults)
+
+    def step(self, closure=None):
+        for inner in (self.non_ep_zero_optimizer, self.ep_zero_optimizer):
+            for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+                own.update({option: value for option, value in group.items() if option != "params"})
+            inner.step()
 
     def state_dict(self):
         ordinary, experts = self.non_ep_zero_optimizer.state_dict(), self.ep_zero_optimizer.state_dict()
@@ -91,16 +102,33 @@ class ExpertShardedOptimizer(torch.optim.Optimizer):
             "shape_info": ordinary["shape_info"] | {shapes + k: v for k, v in experts["shape_info"].items()},
         }
 
+    def load_state_dict(self, state_dict):
+        raise AssertionError("an adapter must not call the optimizer's own load_state_dict")
 
-class NxDWrapper:
-    """What NxD's trainer returns for an optimizer: the optimizer behind an attribute."""
+
+class NxDWrapper(torch.optim.Optimizer):
+    """What NxD's trainer returns for an optimizer: the optimizer behind an attribute, and looks like it."""
 
     def __init__(self, optimizer):
         self.optimizer, self.nxd_config = optimizer, {"optimizer_config": {"zero_one_enabled": True}}
 
     @property
-    def param_groups(self):
+    def param_groups(self):  # type: ignore[override]
         return self.optimizer.param_groups
+
+    @property
+    def defaults(self):  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def state(self):  # type: ignore[override]
+        return self.optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=False):
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self):
         return self.optimizer.state_dict()

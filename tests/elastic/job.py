@@ -14,7 +14,6 @@ from nxd_ckpt import Partition
 from tests.elastic.ranks import Pipeline, Stage, entries_of, mark
 from tests.elastic.whole import Layout, Weight
 from tests.training.model import (
-    ExpertOptimizer,
     Setup,
     _all_reduce,
     _Copy,
@@ -180,9 +179,7 @@ class Trainer:
             return torch.optim.AdamW(trained, **settings)
         # Norms that are clipped depend on how often a replicated gradient is counted, and so on the sizes.
         settings |= {"grad_clipping": False, "save_master_weights": self.setup.master_weights, "pin_layout": False}
-        if self.topology.ep > 1:
-            return ExpertOptimizer(trained, self.topology, settings)
-        return zero1(trained, dp_groups(self.topology), self.topology, settings)
+        return zero1(trained, self.topology, settings)
 
 
 class _Sum(torch.autograd.Function):

@@ -15,7 +15,7 @@ from tests.elastic.ranks import Pipeline
 from tests.hugging_face.layers import place
 from tests.hugging_face.reference import Job, State
 from tests.hugging_face.sharded import CausalLM
-from tests.training.model import ExpertOptimizer, dp_groups, zero1
+from tests.training.model import zero1
 
 STEPS, BATCH, LENGTH = 3, 4, 8
 # With so large an eps a gradient that is too large, as one that was added up once too often, makes a difference.
@@ -136,6 +136,4 @@ def _optimizer(run: Run, at: Topology, module: CausalLM) -> Any:
     if not run.zero1:
         return torch.optim.AdamW(parameters, **ADAMW)
     settings = {**ADAMW, "grad_clipping": False, "save_master_weights": True, "pin_layout": False}
-    if at.ep > 1:
-        return ExpertOptimizer(parameters, at, settings)
-    return zero1(parameters, dp_groups(at), at, settings)
+    return zero1(parameters, at, settings)

@@ -198,6 +198,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything that must survive, on the CPU."""
+        if hasattr(self.optimizer, "hand_down"):  # what the scheduler did since the last step
+            self.optimizer.hand_down()
         return {
             "model": _cpu(self.model.state_dict()),
             "optimizer": _cpu(self.optimizer.state_dict()),
@@ -218,62 +220,20 @@ class Trainer:
             return torch.optim.AdamW(parameters, **settings)
         settings["save_master_weights"] = self.setup.master_weights
         settings["pin_layout"] = False
-        if self.topology.ep > 1:
-            return ExpertOptimizer(parameters, self.topology, settings)
-        return zero1(parameters, dp_groups(self.topology), self.topology, settings)
+        return zero1(parameters, self.topology, settings)
 
 
-def zero1(parameters: Any, groups: list[list[int]], topology: Topology, settings: dict[str, Any]) -> Any:
+def zero1(parameters: Any, topology: Topology, settings: dict[str, Any]) -> Any:
+    """The ZeRO-1 optimizer that NxD would make: torch-xla's own, under expert parallelism a double of NxD's."""
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
+    from tests.training.nxd_optimizers import ExpertZero1
+
     norms = tp_groups(topology) if topology.tp > 1 else None
-    return ZeroRedundancyOptimizer(
-        parameters, torch.optim.AdamW, sharding_groups=groups, grad_norm_groups=norms, **settings
-    )
-
-
-class ExpertOptimizer(torch.optim.Optimizer):
-    """What NxD's expert-parallel ZeRO-1 optimizer offers: two inner ones, one state dict with offsets."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], topology: Topology, settings: dict[str, Any]) -> None:
-        plain = [p for p in parameters if not getattr(p, "expert_model_parallel", False)]
-        experts = [p for p in parameters if getattr(p, "expert_model_parallel", False)]
-        self.non_ep_zero_optimizer = zero1(plain, dp_groups(topology), topology, settings)
-        self.ep_zero_optimizer = zero1(experts, expert_dp_groups(topology), topology, settings)
-        super().__init__(parameters, {"lr": settings["lr"]})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._hand_down()
-        self.non_ep_zero_optimizer.step()
-        self.ep_zero_optimizer.step()
-
-    def _hand_down(self) -> None:
-        """The scheduler knows the outer groups only; the inner ones follow, as upstream's do."""
-        for inner in (self.non_ep_zero_optimizer, self.ep_zero_optimizer):
-            for group in inner.param_groups:
-                group["lr"] = self.param_groups[0]["lr"]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._hand_down()
-        first, second = self.non_ep_zero_optimizer.state_dict(), self.ep_zero_optimizer.state_dict()
-        count = sum(len(group["params"]) for group in first["param_groups"])
-
-        def both(key: str) -> dict[int, Any]:
-            return {**first[key], **{count + index: value for index, value in second[key].items()}}
-
-        return {
-            "ep_param_id_offset": 1,
-            "ep_param_group_offset": len(first["param_groups"]),
-            "ep_base_state_offset": count,
-            "ep_shape_info_offset": count,
-            "param_groups": first["param_groups"] + second["param_groups"],
-            "state": {},
-            "base_state": both("base_state"),
-            "shape_info": both("shape_info"),
-        }
+    settings = {"sharding_groups": dp_groups(topology), "grad_norm_groups": norms, **settings}
+    if topology.ep > 1:
+        return ExpertZero1(parameters, torch.optim.AdamW, expert_dp_groups(topology), **settings)
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)
 
 
 def _cpu(tree: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -27,11 +28,14 @@ from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.load.parts import demand, own_content, part_names
 from nxd_ckpt.runtime.load.renamed_tag import RenamedTag
 from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.runtime.load.source import open_source
 from nxd_ckpt.runtime.progress import is_watched, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf
 from nxd_ckpt.storage.cached import CachedStorage
+
+logger = logging.getLogger("nxd_ckpt")
 
 _MEASURED = 64 * 2**20
 """Bytes that are read to learn how fast reading is."""
@@ -100,6 +104,8 @@ class PreparedLoad:
                 "keeps learning rates; build them as when it was saved, or load with scheduler=None"
             )
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
+        if self._trees.continues_optimizer and lacks_scheduled_rates(opened):
+            self._take_scheduled_rates()
         content = None if self.filtered.covers("user_content") else opened.user_content()
         self.user_content = self.filtered.pruned("user_content", content)
         wants_own = options.rank_content is not None and not self.filtered.covers("rank_content")
@@ -112,6 +118,16 @@ class PreparedLoad:
     def refuse_unmatched(self, agreement: Agreement) -> None:
         """Raise KeyMismatch on all ranks where no rank's model has a name that is in the tag; all ranks at once."""
         refuse_unmatched(agreement, self._topology, bool(self._trees.names), self._trees.unmatched)
+
+    def _take_scheduled_rates(self) -> None:
+        if self._scheduler is not None:
+            self._trees.optimizer_tree = with_scheduled_rates(self._trees.optimizer_tree, self._scheduler_state)
+        else:
+            logger.warning(
+                "%s: learning rates are those of the last step, as NxD saves them with expert parallelism and ZeRO-1; "
+                "pass scheduler= for those that it set after",
+                self._opened.where,
+            )
 
     def share(self, agreement: Agreement) -> None:
         """Find out what the data-parallel replicas have in common; all ranks at once."""

@@ -80,6 +80,7 @@ class Source:
         )
         self._model, self._optimizer = sides.model, sides.optimizer
         self.is_regrouped = False
+        self._left_alone: frozenset[str] = frozenset()
 
     def live_names(self) -> list[str] | None:
         """The parameters and buffers that the live objects hold; None where they take what there is."""
@@ -123,7 +124,7 @@ class Source:
         trees = LoadTrees(model, optimizer)
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._model_tree(model)
-            trees.names = model.validate(trees.model_tree, self._options.strict_names, filtered.ignores_model)
+            trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
@@ -258,15 +259,28 @@ class Source:
             )
         found = {name: leaf for name in missing if (leaf := self._master_weight(name, tree[name])) is not None}
         lost = [name for name in missing if name not in found]
-        if lost and self._options.strict_names:
+        trained = [name for name in lost if self._is_trained(name)]
+        if trained and self._options.strict_names:
             raise PartNotFound(
-                f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
-                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
-                "master weights can be matched by name; strict=False leaves those tensors as they are"
+                f"{where}: no file holds {', '.join(trained[:5])} ({len(trained)} tensors; {tree[trained[0]].file} is "
+                "missing) and no master weights stand for them. Pass the live model and optimizer, or param_names=, so "
+                "that master weights can be matched by name; strict=False leaves those tensors as they are"
             )
-        if lost:
-            logger.warning("%s: not restored, no file holds them: %s", where, ", ".join(lost))
+        if lost and self._topology.dp_rank == self._topology.tp_rank == 0:
+            logger.warning(
+                "%s: left as they are, since NxD saved no frozen parameters and buffers beside master weights: %s",
+                where,
+                ", ".join(lost),
+            )
+        self._left_alone = frozenset(lost)
         return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether it is a parameter of the optimizer's, as far as a live module tells."""
+        return self._model is None or self._model.is_trained(name)
+
+    def _leaves_alone(self, name: str) -> bool:
+        return name in self._left_alone or self._filter.ignores_model(name)
 
     def _master_weight(self, name: str, missing: MissingTensor) -> Assembly | None:
         spec = self._sides.specs.get(name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter
+from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.optimizer_state import Keeps, keeps_nothing
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
@@ -33,6 +34,11 @@ class LoadTrees:
     is_regrouped: bool = False
     keeps: Keeps = keeps_nothing
     unmatched: str | None = None
+
+    @property
+    def continues_optimizer(self) -> bool:
+        """Whether a live optimizer goes on from what was saved; a dict simply gets it."""
+        return bool(self.optimizer_tree) and not isinstance(self.optimizer, DictOptimizer)
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Everything that will be read, by its global name."""

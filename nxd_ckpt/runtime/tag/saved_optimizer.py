@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.adapters.expert_zero1 import split
+from nxd_ckpt.adapters.optimizer_state import OF_PARAMETERS
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
-
-_OF_PARAMETERS = ("params", "param_names")
 
 
 @dataclass(frozen=True)
@@ -96,4 +95,4 @@ def _zero1(tree: Mapping[str, Any], expert: bool) -> list[SavedSlot]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
+    return {option: value for option, value in group.items() if option not in OF_PARAMETERS}

@@ -1,0 +1,71 @@
+"""Every kind of optimizer with every kind of scheduler: a resumed run steps with the same options, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nxd_ckpt
+from nxd_ckpt import Topology
+from nxd_ckpt.testing.workers import WorkerPool
+from tests.adapters.doubles import ExpertShardedOptimizer, NxDWrapper, ShardedOptimizer
+from tests.training import scheduled_ranks
+from tests.training.schedules import SCHEDULERS, SETTINGS, Groups, Kind, differences
+
+ALONE = [[0]]
+
+
+def adamw(groups: Groups, topology: Topology) -> Any:
+    return torch.optim.AdamW(groups, **SETTINGS)
+
+
+def sgd(groups: Groups, topology: Topology) -> Any:
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def zero1(groups: Groups, topology: Topology) -> Any:
+    return ShardedOptimizer(groups, 0, ALONE, save_master_weights=True, **SETTINGS)
+
+
+def expert_zero1(groups: Groups, topology: Topology) -> Any:
+    return ExpertShardedOptimizer(groups, 0, ALONE, ALONE, **SETTINGS)
+
+
+def wrapped(make: Any) -> Any:
+    return lambda groups, topology: NxDWrapper(make(groups, topology))
+
+
+KINDS = {
+    "torch": Kind(adamw),
+    "torch SGD": Kind(sgd),
+    "dict": Kind(adamw, as_dict=True),
+    "ZeRO-1": Kind(zero1),
+    "expert ZeRO-1": Kind(expert_zero1),
+    "NxD's wrapper of torch": Kind(wrapped(adamw)),
+    "NxD's wrapper of ZeRO-1": Kind(wrapped(zero1)),
+    "NxD's wrapper of expert ZeRO-1": Kind(wrapped(expert_zero1)),
+}
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_steps_as_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
+    """With every scheduler: losses, learning rates and momenta of all param groups are equal to the last bit."""
+    found = [
+        differences(KINDS[kind], scheduler, str(tmp_path), Topology(), torch.device("cpu")) for scheduler in SCHEDULERS
+    ]
+    nxd_ckpt.close_checkpointers()
+    assert [] == [each for one in found for each in one]
+
+
+@pytest.mark.xla
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_resumed_ranks_step_as_the_uninterrupted_ones(xla_ranks: WorkerPool, tmp_path: Path, ep: int) -> None:
+    """The same on emulated ranks with torch-xla's ZeRO-1; with experts two of them, joined as NxD does."""
+    schedulers = ["StepLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
+    found = xla_ranks.run(scheduled_ranks.all_differences, str(tmp_path), ep, schedulers, timeout=240)
+    assert [[]] * 4 == found
