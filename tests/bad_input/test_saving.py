@@ -52,12 +52,6 @@ def test_a_tag_must_be_given(tmp_path: Path) -> None:
         ({"num_kept_ckpts": -2}, errors.InvalidArgument, r"num_kept_ckpts.*-2"),
         ({"num_workers": 0}, errors.InvalidArgument, r"num_workers.*0"),
         ({"use_zero1_dcp": True}, errors.UnsupportedState, r"use_zero1_dcp=True is for ZeRO-1.*leave it out"),
-        ({"avoid_saving_lower_precision_weights": True}, errors.InvalidArgument, r"needs use_xser=True"),
-        (
-            {"avoid_saving_lower_precision_weights": True, "use_xser": True},
-            errors.InvalidArgument,
-            r"no master weights.*save_master_weights=True",
-        ),
         ({"partitions": {"nowhere": Partition()}}, errors.InvalidArgument, r"nowhere"),
         ({"param_names": [["one"]]}, errors.InvalidArgument, r"\[3\] names, found \[1\]"),
         ({"param_names": [["up", "up", "down"]]}, errors.InvalidArgument, r"unique.*up"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Partition, load_checkpoint
-from tests.golden.checkpoints import Saved, module_like, saved
+from tests.adapters.doubles import ExpertShardedOptimizer
+from tests.golden.checkpoints import Saved, groups_like, module_like, saved
 from tests.golden.test_live import sharded
 from tests.interop.files import names_below, torch_files, unpickled
 from tests.interop.saving import save_as_every_rank
@@ -121,6 +122,38 @@ def test_weights_left_out_leave_only_what_no_master_weight_covers(golden: Path, 
         model: dict[str, Any] = {}
         load_checkpoint(tmp_path, "step_3", model, topology=topology)
         assert None is difference(golden_one.held("step_3", rank)["model"], model)
+
+
+@pytest.mark.parametrize(
+    ("name", "use_xser", "why"),
+    [
+        ("e_dp2_tp2_bf16_master_pt", False, "without use_xser=True"),
+        ("g_dp2_tp2_nozero1_xser", True, "the optimizer holds no master weights"),
+        ("i_dp4_ep2_zero1_pt", True, "with expert parallelism NxD loads no master weights"),
+    ],
+)
+def test_weights_are_left_out_only_where_nxd_can_load_the_rest(
+    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, use_xser: bool, why: str
+) -> None:
+    """Else all of them are saved, as by NxD, whose loader asks for each; a warning says why."""
+    golden_one = saved(golden, name)
+
+    def what(rank: int) -> dict[str, Any]:
+        held = golden_one.held("step_3", rank)
+        if golden_one.config["ep"] == 1:
+            return {"model": held["model"], "optimizer": held["optimizer"]}
+        model = module_like(held)
+        groups = golden_one.config["dp_groups"], golden_one.config["edp_groups"]
+        optimizer = ExpertShardedOptimizer(groups_like(held, model), rank, *groups, lr=0.1, save_master_weights=True)
+        return {"model": model, "optimizer": optimizer}
+
+    for tag, left_out in (("all", False), ("asked", True)):
+        options = {"use_xser": use_xser, "avoid_saving_lower_precision_weights": left_out}
+        save_as_every_rank(tmp_path, tag, golden_one.topologies, what, **options)
+    assert names_below(tmp_path / "all") == names_below(tmp_path / "asked")
+    assert [] == contents_differ(tmp_path / "all", tmp_path / "asked")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"avoid_saving_lower_precision_weights=True has no effect, all weights are saved: {why}" in warning
 
 
 def test_experts_in_bare_dicts_are_not_lost(golden: Path, tmp_path: Path) -> None:

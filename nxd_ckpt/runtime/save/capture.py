@@ -32,7 +32,8 @@ class SaveOptions:
         num_kept_ckpts: complete tags to keep; None or -1 keeps all.
         zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
         use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
-        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for.
+        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for. As
+            in NxD without effect but for a warning: without ``use_xser``, without saved master weights, with experts.
         param_names: optimizer's parameter names, per group in order, where they cannot be known from a live model.
         partitions: how parameters are cut, where their attributes were lost.
         trust_pickle: allow user content that only an unsafe load can read back.
@@ -62,8 +63,6 @@ class SaveOptions:
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
         if self.overwrite not in (None, True, False):
             raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
-        if self.avoid_saving_lower_precision_weights and not self.use_xser:
-            raise InvalidArgument("avoid_saving_lower_precision_weights=True needs use_xser=True, as in NxD")
         if self.avoid_saving_lower_precision_weights and self.weights_only:
             raise InvalidArgument(
                 "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"

@@ -16,6 +16,7 @@ rank content         every rank its own file
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,9 +25,9 @@ from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import ModelState, State
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
@@ -34,11 +35,17 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.save.dcp_plan import plan_dcp
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile, pieces_of
 
+logger = logging.getLogger("nxd_ckpt")
+
 
 @dataclass(frozen=True)
 class SaveState:
     """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts,
-    ``left_out`` says in words what was not to be saved."""
+    ``left_out`` says in words what was not to be saved.
+
+    Without ``lower_precision_weights`` those that the optimizer's master weights stand for are left out, if NxD would
+    leave them out: only then can it load the rest.
+    """
 
     model: ModelState | None = None
     optimizer: State | None = None
@@ -69,8 +76,18 @@ class SaveState:
             rank_content=self.rank_content is not None,
             use_xser=self.use_xser,
             master_weights=master_weights,
-            lower_precision_weights=self.lower_precision_weights,
+            lower_precision_weights=self.lower_precision_weights or bool(self.needs_all_weights(master_weights)),
         )
+
+    def needs_all_weights(self, master_weights: bool) -> str | None:
+        """Why no weights of the model can be left out; None where they can."""
+        if not self.use_xser:
+            return "without use_xser=True NxD loads every weight from the model's files"
+        if not master_weights:
+            return "the optimizer holds no master weights that could stand for them (save_master_weights=True)"
+        if self.optimizer is not None and EXPERT_KEYS[0] in self.optimizer.tree:
+            return "with expert parallelism NxD loads no master weights"
+        return None
 
 
 @dataclass(frozen=True)
@@ -105,21 +122,17 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
 
     The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly).
 
-    Raises:
-        InvalidArgument: weights are to be left out, but the optimizer has no master weights to stand for them; or
-            ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
+    Raises InvalidArgument: ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
     """
     parts = state.parts(state.has_master_weights())
-    if not state.lower_precision_weights and not parts.master_weights:
-        raise InvalidArgument(
-            "avoid_saving_lower_precision_weights=True, but the optimizer holds no master weights that could stand "
-            "for the model's: construct it with save_master_weights=True"
-        )
+    if parts.lower_precision_weights and not state.lower_precision_weights and topology.rank == 0:
+        why = state.needs_all_weights(parts.master_weights)
+        logger.warning("avoid_saving_lower_precision_weights=True has no effect, all weights are saved: %s", why)
     files = []
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     shared = [part for part in (state.model, state.optimizer) if part is not None]
     if state.model is not None:
-        skipped = set() if state.lower_precision_weights else _covered(state)
+        skipped = set() if parts.lower_precision_weights else _covered(state)
         key = names.model_file(topology, topology.coordinates)
         experts_only = topology.ep_rank > 0
         files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
