@@ -160,10 +160,6 @@ class ModelAdapter:
         """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
         return None if _is_extra_state(name) else memory_for(self._live.get(name))
 
-    def is_trained(self, name: str) -> bool:
-        """Whether it may be a parameter that an optimizer has; of plain tensors nobody knows."""
-        return True
-
     def is_on_host(self, name: str) -> bool:
         """Whether it is a live tensor on the CPU."""
         live = self._live.get(name)
@@ -205,10 +201,6 @@ class ModuleModel(ModelAdapter):
         super().__init__(dict(live), may_be_meta)
         self._model = model
         self._modules = list(model.local_modules()) if self._is_stage else [model]
-
-    def is_trained(self, name: str) -> bool:
-        live = self._live[name]
-        return isinstance(live, torch.Tensor) and live.requires_grad
 
     @cached_property
     def _held(self) -> set[int]:

@@ -120,7 +120,7 @@ def test_live_plain_optimizers_continue_from_it(golden: Path, name: str) -> None
 def test_weights_that_were_left_out_are_restored(
     golden: Path, caplog: pytest.LogCaptureFixture, strict: bool
 ) -> None:
-    """A live model gets its weights from the master weights; frozen ones and buffers, in no file, stay, by a warning."""
+    """A live model gets its weights from the master weights; frozen ones and buffers stay, with a warning."""
     golden_one = saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser")
     for rank, topology in enumerate(golden_one.topologies):
         held = golden_one.held("step_3", rank)

@@ -152,8 +152,8 @@ def test_weights_are_left_out_only_where_nxd_can_load_the_rest(
         save_as_every_rank(tmp_path, tag, golden_one.topologies, what, **options)
     assert names_below(tmp_path / "all") == names_below(tmp_path / "asked")
     assert [] == contents_differ(tmp_path / "all", tmp_path / "asked")
-    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert f"avoid_saving_lower_precision_weights=True has no effect, all weights are saved: {why}" in warning
+    [warning] = [text for text in caplog.messages if "avoid_saving_lower_precision_weights" in text]
+    assert warning.startswith(f"avoid_saving_lower_precision_weights=True has no effect, all weights are saved: {why}")
 
 
 def test_experts_in_bare_dicts_are_not_lost(golden: Path, tmp_path: Path) -> None:

@@ -259,12 +259,11 @@ class Source:
             )
         found = {name: leaf for name in missing if (leaf := self._master_weight(name, tree[name])) is not None}
         lost = [name for name in missing if name not in found]
-        trained = [name for name in lost if self._is_trained(name)]
-        if trained and self._options.strict_names:
+        if lost and self._options.strict_names and not self._knows_masters:
             raise PartNotFound(
-                f"{where}: no file holds {', '.join(trained[:5])} ({len(trained)} tensors; {tree[trained[0]].file} is "
-                "missing) and no master weights stand for them. Pass the live model and optimizer, or param_names=, so "
-                "that master weights can be matched by name; strict=False leaves those tensors as they are"
+                f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
+                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
+                "master weights can be matched by name; strict=False leaves those tensors as they are"
             )
         if lost and self._topology.dp_rank == self._topology.tp_rank == 0:
             logger.warning(
@@ -275,9 +274,11 @@ class Source:
         self._left_alone = frozenset(lost)
         return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
 
-    def _is_trained(self, name: str) -> bool:
-        """Whether it is a parameter of the optimizer's, as far as a live module tells."""
-        return self._model is None or self._model.is_trained(name)
+    @property
+    def _knows_masters(self) -> bool:
+        """Whether it is known which live names all the master weights belong to: then no others were trained."""
+        known = not any(name.startswith("#") for name in self._optimizer_source.names())
+        return known and self._model is not None and bool(self._model.names())
 
     def _leaves_alone(self, name: str) -> bool:
         return name in self._left_alone or self._filter.ignores_model(name)
