@@ -22,7 +22,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointNotFound, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
@@ -191,7 +191,7 @@ class Checkpoint:
         return map_tensors(tree, read, (TensorStub, Assembly, MissingTensor))
 
     def _put_together(self, leaf: TensorStub | Assembly, name: str) -> torch.Tensor:
-        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+        out = allocated(leaf.shape, leaf.dtype)
         with self._opened.reader() as reader:
             reader.read_into(leaf, out, name, compare=True, proved=False)
             reader.finish()

@@ -23,6 +23,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── DirectoryNotShared                       the ranks see different directories
     ├── StorageError (OSError)                   a file system or store refused or failed
     ├── StagingTooLarge (MemoryError)            one tensor does not fit under the staging cap
+    ├── HostExhausted (MemoryError)              this host has no memory, or no threads, left
     ├── SaveFailed                               this save did not become visible, on any rank
     │   └── RanksDisagree                        on the tag, or on what is being saved
     ├── OutcomeUnknown                           rank 0 gave no verdict in time: look at the directory
@@ -34,6 +35,7 @@ other rank (:func:`to_wire`, :func:`from_wire`).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -125,6 +127,10 @@ class StagingTooLarge(CheckpointError, MemoryError):
     """The state cannot be staged within the memory cap, not even in waves."""
 
 
+class HostExhausted(CheckpointError, MemoryError):
+    """The host, or a limit set on the process, has no memory or no threads left for what was asked."""
+
+
 class SaveFailed(CheckpointError):
     """A save did not become visible; the message names rank, file and cause."""
 
@@ -147,8 +153,22 @@ def _tree(base: type[CheckpointError]) -> Iterator[type[CheckpointError]]:
         yield from _tree(child)
 
 
+def _exhausted(error: BaseException) -> BaseException:
+    """What a host raises that is out of memory or threads, as HostExhausted; anything else as it is."""
+    if isinstance(error, CheckpointError):
+        return error
+    is_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    if not is_thread and not isinstance(error, MemoryError) and getattr(error, "errno", None) != errno.ENOMEM:
+        return error
+    return HostExhausted(
+        f"this host, or a limit set on the process, has no {'threads' if is_thread else 'memory'} left "
+        f"({type(error).__name__}: {error}); free some, or raise the limit (ulimit, the container's)"
+    )
+
+
 def to_wire(error: BaseException) -> tuple[str, str]:
     """``error`` as (class name, message), to be sent to other ranks."""
+    error = _exhausted(error)
     name = type(error).__name__
     if isinstance(error, CheckpointError):
         return name, str(error)
@@ -169,7 +189,8 @@ def from_wire(name: str, message: str, rank: int) -> CheckpointError:
 
 @contextmanager
 def as_checkpoint_errors() -> Iterator[None]:
-    """What users call is decorated with this: an error of the system, or of a store, leaves it as a CheckpointError.
+    """What users call is decorated with this: an error of the system, or of a store, leaves it as a CheckpointError,
+    and so does the end of the host's memory or threads.
 
     Inside, it stays what it is: who asks for a file must be able to tell one that is missing from a full disk.
     """
@@ -177,7 +198,12 @@ def as_checkpoint_errors() -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        told = _exhausted(error)
+        if told is not error:
+            raise told from error
+        if not isinstance(error, OSError):
+            raise
         translated = StorageError(to_wire(error)[1])
         translated.errno = error.errno
         raise translated from error

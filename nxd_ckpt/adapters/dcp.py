@@ -31,7 +31,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import Assembly, dtype_name, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
 from nxd_ckpt.runtime.tag.dcp_state import DcpState
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
@@ -257,7 +257,7 @@ class _Delivery:
             return
         for rows in _rows(leaf):
             window = Box.whole(leaf.shape) if rows is None else Box.whole(leaf.shape).narrowed(0, rows.start, len(rows))
-            scratch = torch.empty(window.size, dtype=torch_dtype(leaf.dtype))
+            scratch = allocated(window.size, leaf.dtype)
             self._read(leaf.within(window), scratch, item)
             self._reader.wait()
             (target if rows is None else target.narrow(0, rows.start, len(rows))).copy_(scratch)

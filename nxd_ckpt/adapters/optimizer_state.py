@@ -14,7 +14,7 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
-from nxd_ckpt.formats.tensors import Path, torch_dtype
+from nxd_ckpt.formats.tensors import Path, allocated
 
 
 class Read(Protocol):
@@ -280,7 +280,7 @@ def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, read: 
 def _new(leaf: Any, read: Read) -> torch.Tensor:
     """The leaf as a new CPU tensor, filled by the time that the load is over."""
     dtype, shape = form_of(leaf)
-    memory = torch.empty(shape, dtype=torch_dtype(dtype))
+    memory = allocated(shape, dtype)
     read.into(leaf, memory)
     return memory
 

@@ -15,7 +15,7 @@ import torch
 
 from nxd_ckpt.convert.torch_writer import write_torch_files
 from nxd_ckpt.core.dcp_chunks import DcpChunk
-from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, allocated, itemsize
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
@@ -109,7 +109,7 @@ class DcpWriter:
             for name, leaf in leaves.items():
                 tensors[name] = leaf
                 if isinstance(leaf, Assembly):
-                    tensors[name] = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+                    tensors[name] = allocated(leaf.shape, leaf.dtype)
                     reader.read_into(leaf, tensors[name], name, compare=True, proved=False)
             reader.finish()
         yield from tensors.items()

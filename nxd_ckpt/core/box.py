@@ -6,8 +6,10 @@ element. Boxes are half open: they cover ``offset <= index < offset + size`` in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from nxd_ckpt.errors import InvalidArgument
@@ -109,6 +111,33 @@ def box_of(index: Box | slice | tuple[slice, ...], shape: tuple[int, ...]) -> Bo
         start, stop, _ = one.indices(shape[dim])
         offset[dim], size[dim] = start, max(0, stop - start)
     return Box(tuple(offset), tuple(size))
+
+
+_CUT = 12
+"""Dimensions that a tensor is cut along, at most: 2**12 corners a box."""
+
+
+def are_all_of(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether ``boxes`` together are all of ``whole``, each element once.
+
+    A box is known by its corners, each with the sign +1 where an even number of its coordinates are ends, else -1.
+    Where boxes meet, their corners cancel out; what is left are the corners of the whole, if and only if each element
+    is in one box. That takes no comparison of each box with each other one.
+
+    Raises:
+        InvalidArgument: they are cut along more dimensions than any tensor is.
+    """
+    filled = [box for box in boxes if box.numel]
+    if not all(whole.contains(box) for box in filled):
+        return False
+    cut = [dim for dim, size in enumerate(whole.size) if any(box.size[dim] != size for box in filled)]
+    if len(cut) > _CUT:
+        raise InvalidArgument(f"a tensor is cut along {len(cut)} dimensions, at most {_CUT} are read")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in [*((box, 1) for box in filled), *([(whole, -1)] if whole.numel else [])]:
+        for ends in product(*(((box.offset[dim], 1), (box.offset[dim] + box.size[dim], -1)) for dim in cut)):
+            corners[tuple(place for place, _ in ends)] += weight * prod(sign for _, sign in ends)
+    return not any(corners.values())
 
 
 def boxes_of_run(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:

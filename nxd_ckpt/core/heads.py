@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nxd_ckpt.core.limits import HEADS
 from nxd_ckpt.errors import InvalidArgument
 
 HARDWARE = ("trn1", "trn2")
@@ -52,6 +53,8 @@ class Heads:
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.copies) < 1:
             raise InvalidArgument(f"heads, kv_heads, head_dim and kv_size_multiplier must be at least 1, found {self}")
+        if self.kv_heads * self.copies > HEADS:
+            raise InvalidArgument(f"{self.kv_heads} key-value heads, {self.copies} times each: at most {HEADS}")
         if self.hardware not in HARDWARE:
             raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {self.hardware!r}")
         if self.heads % (self.kv_heads * self.copies):

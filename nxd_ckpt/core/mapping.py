@@ -17,14 +17,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE
+from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 
 Numbers = Mapping[str, int]
 """What placeholders stand for."""
+
+
+def _readable(count: int, what: str) -> int:
+    """``count``, if a model can have so many tensors. Raises InvalidArgument."""
+    if count > MODEL_TENSORS:
+        raise InvalidArgument(f"config.json tells of {count} tensors with {what}; at most {MODEL_TENSORS} are read")
+    return count
+
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _SHOWN = 10
@@ -51,7 +61,7 @@ class Pattern:
     def _regex(self) -> re.Pattern[str]:
         found = ""
         for number, part in enumerate(_PLACEHOLDER.split(self.text)):  # every second one is a placeholder
-            group = f"(?P={part})" if f"(?P<{part}>" in found else rf"(?P<{part}>0|[1-9]\d*)"
+            group = f"(?P={part})" if f"(?P<{part}>" in found else rf"(?P<{part}>0|[1-9]\d{{0,17}})"
             found += group if number % 2 else re.escape(part)
         return re.compile(found)
 
@@ -93,7 +103,8 @@ class Rule:
 
     def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
         """The Hugging Face tensors in the NxD tensor with these numbers."""
-        stack = [{}] if self.stacked is None else [{self.stacked: index} for index in range(sizes.get(self.stacked))]
+        count = 0 if self.stacked is None else _readable(sizes.get(self.stacked), self.stacked)
+        stack = [{}] if self.stacked is None else [{self.stacked: index} for index in range(count)]
         return [member.name.fill({**numbers, **index}) for index in stack for member in self.members]
 
 
@@ -173,6 +184,7 @@ class ModelMapping:
         for pattern in (member.name for rule in self.rules if not rule.optional for member in rule.members):
             counts = [sizes.find(key) for key in pattern.placeholders]
             if None not in counts:
+                _readable(len(names) + prod(count or 0 for count in counts), pattern.text)
                 for numbers in product(*(range(count or 0) for count in counts)):
                     names[pattern.fill(dict(zip(pattern.placeholders, numbers, strict=True)))] = None
         return [name for name in names if not (self.are_tied(sizes) and name in self.tied)]

@@ -32,7 +32,7 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
         name=reader.take("name", str),
         rules=rules,
         model_types=_strings(reader.take("model_types", list, []), f"{where}: model_types"),
-        tied=dict(reader.take("tied", dict, {})),
+        tied=_tied(reader.take("tied", dict, {}), f"{where}: tied"),
         ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
         keys=keys,
     )
@@ -92,6 +92,11 @@ def _strings(values: Any, where: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise InvalidArgument(f"{where}: expected strings, found {values!r}")
     return tuple(values)
+
+
+def _tied(names: dict[str, Any], where: str) -> dict[str, str]:
+    _strings(list(names.values()), where)
+    return names
 
 
 _REQUIRED: Any = object()

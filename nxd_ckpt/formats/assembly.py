@@ -16,7 +16,16 @@ import torch
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.plan import contiguous_runs
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, contiguous_stride, itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    Part,
+    TensorStub,
+    allocated,
+    byte_view,
+    contiguous_stride,
+    itemsize,
+    torch_dtype,
+)
 from nxd_ckpt.formats.torch_zip import read_tensor
 
 SLAB = 4 * 2**20
@@ -34,7 +43,7 @@ Run = tuple[int, memoryview]
 
 def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
     """The tensor, on the CPU."""
-    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+    out = allocated(leaf.shape, leaf.dtype)
     fill(leaf, out, read)
     return out
 
@@ -141,7 +150,7 @@ def read_part(slab: Part, out: torch.Tensor, read: ReadRanges) -> None:
     runs, size = list(contiguous_runs(source, stub.shape)), itemsize(stub.dtype)
     first, end = runs[0][0], runs[-1][0] + runs[-1][1]
     along = end - first <= source.numel + source.numel // _HOLES
-    scratch = torch.empty(end - first if along else source.numel, dtype=torch_dtype(stub.dtype))
+    scratch = allocated((end - first if along else source.numel,), stub.dtype)
     memory = byte_view(scratch)
     if along:
         read(stub.file, [(stub.offset + first * size, memory)])

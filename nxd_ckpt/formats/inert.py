@@ -1,10 +1,10 @@
 """The globals that a checkpoint's pickle may name, each as something inert: the allowlist of safe unpickling.
 
-An unpickler *calls* what a pickle names and *sets attributes* of what it made. So nothing is handed to it
-by its real name that either could misuse: it gets immutable builtin types, values, and :class:`Call`
-objects, which can only be called, check their arguments, and refuse attributes. numpy arrays and dtypes are
-rebuilt from checked numbers (their own ``__setstate__`` is C code that trusts its input), as
-:class:`StandIn` objects that are replaced once loading is done.
+An unpickler *calls* what a pickle names and *sets the state* of what it made. So nothing is handed to it by its real
+name that either could misuse: it gets builtin types, values, and :class:`Call` objects, which can only be called, check
+their arguments, and refuse attributes. Arguments are those that the object is written with, and as large as what is
+made of them: a ``Fraction("1e999999999")`` would take all memory, and so would a set of a range. numpy arrays and
+dtypes are :class:`~nxd_ckpt.formats.sealed.StandIn` objects, which are replaced once loading is done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
-import math
 import os
 import pathlib
 import re
@@ -21,130 +20,23 @@ import uuid
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
-from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsafePickle
+from nxd_ckpt.core import limits
+from nxd_ckpt.core.limits import check_sizes, shown
+from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
+from nxd_ckpt.formats.sealed import Call, Marker, Sealed
 from nxd_ckpt.formats.tensors import TensorReference
 
-if TYPE_CHECKING:
-    import numpy as np
+KindT = TypeVar("KindT")
 
-
-class Sealed:
-    """An object whose attributes a pickle cannot set, nor those of its class."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        raise UnsafePickle("a pickle tries to change a function or class that it names, which no checkpoint does")
-
-
-class Call(Sealed):
-    """A function that a pickle may call."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-
-class Marker(Sealed):
-    """A class that a pickle may name as an argument, and never call."""
-
-    __slots__ = ()
-
-
-class _Namespace(Namespace):
-    """What ``argparse.Namespace`` is to a pickle: it becomes a real one when its attributes are set."""
-
-    def __setstate__(self, state: object) -> None:
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise MalformedFile("a Namespace must hold a dict of named attributes")
-        self.__class__ = Namespace  # type: ignore[assignment]
-        self.__dict__.update(state)
-
-
-class StandIn(Sealed):
-    """Takes the place of a numpy object until loading is done; ``real()`` is the object itself."""
-
-    __slots__ = ()
-
-    def real(self) -> Any:
-        raise NotImplementedError
-
-
-class _NumpyDtype(StandIn):
-    __slots__ = ("_code", "_order")
-
-    _PLAIN = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]+")
-
-    def __init__(self, code: object, *flags: object) -> None:
-        if not isinstance(code, str) or not self._PLAIN.fullmatch(code):
-            raise UnsafePickle(
-                f"numpy dtype {code!r} is not plain numbers or text (objects, records and dates are refused)"
-            )
-        self._code, self._order = code, "="
-
-    def __setstate__(self, state: object) -> None:
-        """(version, byte order, subarray, names, fields, ...): only the byte order is taken."""
-        if not isinstance(state, tuple) or state[1] not in ("<", ">", "|", "=") or any(state[2:5]):
-            raise UnsafePickle(f"numpy dtype {self._code!r} carries records or subarrays, which are refused")
-        self._order = state[1]
-
-    def real(self) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = _numpy().dtype(self._order + self._code)
-        return dtype
-
-
-class _NumpyArray(StandIn):
-    __slots__ = ("_array",)
-
-    def __init__(self, kind: object, *shape_and_code: object) -> None:
-        if not isinstance(kind, Marker):
-            raise UnsafePickle("a numpy array of a subclass is refused")
-        self._array: np.ndarray[Any, Any] | None = None
-
-    def __setstate__(self, state: object) -> None:
-        """(version, shape, dtype, whether Fortran order, bytes)"""
-        _, shape, dtype, fortran, raw = state if isinstance(state, tuple) else ()
-        if not isinstance(dtype, _NumpyDtype) or not isinstance(raw, bytes):
-            raise UnsafePickle("a numpy array of objects is refused")
-        if len(raw) != math.prod(shape) * dtype.real().itemsize:
-            raise MalformedFile(f"a numpy array of shape {shape} and {dtype.real()} cannot have {len(raw)} bytes")
-        view = _numpy().ndarray(shape, dtype.real(), raw, order="F" if fortran else "C")
-        self._array = view.copy(order="K")
-
-    def real(self) -> np.ndarray[Any, Any]:
-        if self._array is None:
-            raise MalformedFile("a numpy array without contents")
-        return self._array
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError as error:
-        raise CheckpointError("this file holds numpy values: install numpy to read it") from error
-    return numpy
-
-
-def _numpy_scalar(dtype: object, raw: object) -> Any:
-    if not isinstance(dtype, _NumpyDtype) or not isinstance(raw, bytes):
-        raise UnsafePickle("a numpy scalar that is not a plain number or text is refused")
-    if len(raw) != dtype.real().itemsize:
-        raise MalformedFile(f"a numpy {dtype.real()} cannot have {len(raw)} bytes")
-    return _numpy().frombuffer(raw, dtype.real())[0]
-
-
-def _encode(text: str, encoding: str) -> bytes:
+def _encode(text: object, encoding: object) -> bytes:
     """How protocol 2 writes bytes."""
-    if encoding not in ("latin1", "latin-1"):
-        raise MalformedFile(f"bytes are written as latin1 text, found {encoding!r}")
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise MalformedFile(f"bytes are written as latin1 text, found {shown(text)} in {shown(encoding)}")
     return str.encode(text, "latin1")
 
 
@@ -161,20 +53,134 @@ def _bytearray(*contents: Any) -> bytearray:
 
 
 def _defaultdict(factory: object = None) -> defaultdict[Any, Any]:
-    if factory is not None and factory not in BUILTIN_TYPES:
-        raise UnsafePickle(f"a defaultdict of {factory!r} is refused: only builtin types")
+    if factory is None:
+        return defaultdict(None)
+    if not isinstance(factory, type) or factory not in BUILTIN_TYPES:
+        raise UnsafePickle(f"a defaultdict of {shown(factory)} is refused: only builtin types")
     return defaultdict(factory)
 
 
-def _counter(counts: Any = ()) -> Counter[Any]:
-    return Counter(dict(counts))
+def _counter(counts: object = None) -> Counter[Any]:
+    return Counter(_of(dict, counts or {}, "Counter"))
 
 
-def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(layout, torch.layout):
-        raise MalformedFile(f"{name!r} is not a torch layout")
+def _ordered(items: object = None) -> OrderedDict[Any, Any]:
+    """Written empty; in Python 2 with a list of its items."""
+    pairs = [] if items is None else _of(list, items, "OrderedDict")
+    for key, _ in pairs:
+        check_key(key)
+    return OrderedDict(pairs)
+
+
+def _decimal(text: object) -> decimal.Decimal:
+    return decimal.Decimal(_short(text, limits.NUMBER_DIGITS, "Decimal"))
+
+
+_FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?")
+
+
+def _fraction(*parts: object) -> fractions.Fraction:
+    """Numerator and denominator, before Python 3.11 as text: without an exponent, whatever else Fraction reads."""
+    if len(parts) == 1:
+        text = _short(*parts, limits.NUMBER_DIGITS, "Fraction")
+        if _FRACTION.fullmatch(text):
+            return fractions.Fraction(text)
+    elif all(type(part) is int and part.bit_length() <= _NUMBER_BITS for part in parts):
+        return fractions.Fraction(*parts)  # type: ignore[call-overload, no-any-return]
+    raise MalformedFile(f"a Fraction is written with two ints of at most {limits.NUMBER_DIGITS} digits")
+
+
+_NUMBER_BITS = limits.NUMBER_DIGITS * 10 // 3
+
+
+def _path(kind: type[pathlib.PurePath]) -> Call:
+    def make(*parts: object) -> pathlib.PurePath:
+        texts = [_short(part, limits.PATH_LENGTH, "path") for part in parts]
+        if sum(map(len, texts)) > limits.PATH_LENGTH:
+            raise MalformedFile(f"a path of more than {limits.PATH_LENGTH} characters")
+        return kind(*texts)
+
+    return Call(make)
+
+
+def _size(sizes: object = ()) -> torch.Size:
+    return torch.Size(check_sizes(sizes, "a torch.Size"))
+
+
+def _device(*about: object) -> torch.device:
+    if not about or [type(part) for part in about] != [str, int][: len(about)]:
+        raise MalformedFile("a torch.device is written with its name and index")
+    return torch.device(*about)  # type: ignore[call-overload, no-any-return]
+
+
+def _text(text: object = "") -> str:
+    return _of(str, text, "TorchVersion")
+
+
+def _layout(name: object) -> torch.layout:
+    layout = _LAYOUTS.get(name) if isinstance(name, str) else None
+    if layout is None:
+        raise MalformedFile(f"{shown(name)} is not a torch layout")
     return layout
+
+
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def _of(kind: type[KindT], value: object, what: str) -> KindT:
+    if not isinstance(value, kind):
+        raise MalformedFile(f"a {what} is written with a {kind.__name__}, found {shown(value)}")
+    return value
+
+
+def _short(text: object, limit: int, what: str) -> str:
+    found = _of(str, text, what)
+    if len(found) > limit:
+        raise MalformedFile(f"a {what} of {len(found)} characters, at most {limit} are read")
+    return found
+
+
+def check_key(key: Any) -> None:
+    """Raise MalformedFile for a key that would take long to hash: hashing walks through all tuples in it, by the C
+    stack, and through those that occur twice each time."""
+    if type(key) is str or not isinstance(key, (tuple, frozenset)):
+        return
+    values, nodes = 0, [key]
+    while nodes:
+        node = nodes.pop()
+        values += len(node)
+        if values > limits.KEY_VALUES:
+            raise MalformedFile(f"a key, or an item of a set, of more than {limits.KEY_VALUES} values")
+        nodes.extend(item for item in node if isinstance(item, (tuple, frozenset)))
+
+
+def made(kind: object, args: tuple[Any, ...]) -> Any:
+    """What a builtin type that is called with ``args`` makes of them, if such a thing is ever written so."""
+    if not isinstance(kind, type) or kind not in BUILTIN_TYPES:
+        raise UnsafePickle(f"its pickle calls {shown(kind)}, which is no function")
+    if kind in (set, frozenset) and len(args) == 1:
+        [items] = args
+        for item in _of(list, items, kind.__name__):
+            check_key(item)
+    elif kind is complex:
+        if [type(part) for part in args] != [float, float]:
+            raise MalformedFile("a complex is written with two floats")
+    elif args:
+        raise UnsafePickle(f"its pickle makes a {kind.__name__} of {shown(args[0])}, which no plain data is written as")
+    return kind(*args)
+
+
+def set_state(obj: Any, state: Any) -> None:
+    """What BUILD does, for the objects that are written with a state. Attributes of dicts are dropped: they could
+    shadow methods."""
+    if isinstance(obj, (Sealed, TensorReference, uuid.UUID)):
+        obj.__setstate__(state)  # type: ignore[union-attr]
+    elif isinstance(obj, (Namespace, types.SimpleNamespace)):
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise MalformedFile(f"a {type(obj).__name__} must hold a dict of named attributes")
+        vars(obj).update(state)
+    elif not isinstance(obj, (OrderedDict, Counter)):
+        raise MalformedFile(f"its pickle sets the state of {shown(obj)}, which has none")
 
 
 def _dtypes() -> dict[tuple[str, str], Any]:
@@ -189,16 +195,25 @@ def _both(module: str, name: str, value: Any) -> dict[tuple[str, str], Any]:
 def _paths() -> dict[tuple[str, str], Any]:
     kinds = {
         # The other system's paths cannot be made concrete on this one.
-        "PosixPath": Call(pathlib.PurePosixPath if os.name == "nt" else pathlib.Path),
-        "WindowsPath": Call(pathlib.Path if os.name == "nt" else pathlib.PureWindowsPath),
-        "PurePosixPath": Call(pathlib.PurePosixPath),
-        "PureWindowsPath": Call(pathlib.PureWindowsPath),
+        "PosixPath": _path(pathlib.PurePosixPath if os.name == "nt" else pathlib.Path),
+        "WindowsPath": _path(pathlib.Path if os.name == "nt" else pathlib.PureWindowsPath),
+        "PurePosixPath": _path(pathlib.PurePosixPath),
+        "PureWindowsPath": _path(pathlib.PureWindowsPath),
     }
     return {(module, name): kind for module in ("pathlib", "pathlib._local") for name, kind in kinds.items()}
 
 
 BUILTIN_TYPES: tuple[type, ...] = (int, float, str, bool, list, dict, set, tuple, frozenset, complex)
-"""Builtin types that a pickle may name: as values, to be called, and as a defaultdict's factory."""
+"""Builtin types that a pickle may name: as values, to be called (:func:`made`), and as a defaultdict's factory."""
+
+
+def _none_of(kind: type[KindT]) -> Callable[[], KindT]:
+    """An object whose state follows."""
+    return lambda: kind.__new__(kind)
+
+
+REFERENCE = Call(_none_of(TensorReference))
+"""What torch-xla's class of that name is to a pickle."""
 
 GLOBALS: dict[tuple[str, str], Any] = {
     **{("builtins", kind.__name__): kind for kind in BUILTIN_TYPES},
@@ -207,36 +222,31 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "slice"): Call(slice),
     ("builtins", "range"): Call(range),
     ("_codecs", "encode"): Call(_encode),
-    ("argparse", "Namespace"): _Namespace,
+    ("argparse", "Namespace"): Call(_none_of(Namespace)),
     ("collections", "defaultdict"): Call(_defaultdict),
+    ("collections", "OrderedDict"): Call(_ordered),
+    ("collections", "Counter"): Call(_counter),
+    ("types", "SimpleNamespace"): Call(_none_of(types.SimpleNamespace)),
     ("datetime", "datetime"): Call(datetime.datetime),
     ("datetime", "date"): Call(datetime.date),
     ("datetime", "time"): Call(datetime.time),
     ("datetime", "timedelta"): Call(datetime.timedelta),
     ("datetime", "timezone"): Call(datetime.timezone),
-    ("decimal", "Decimal"): Call(decimal.Decimal),
-    ("fractions", "Fraction"): Call(fractions.Fraction),
-    ("uuid", "UUID"): uuid.UUID,  # made by __new__; its own __setstate__ seals the class
+    ("decimal", "Decimal"): Call(_decimal),
+    ("fractions", "Fraction"): Call(_fraction),
+    ("uuid", "UUID"): Call(_none_of(uuid.UUID)),
     **_paths(),
-    ("numpy", "dtype"): Call(_NumpyDtype),
+    ("numpy", "dtype"): Call(NumpyDtype),
     ("numpy", "ndarray"): Marker(),
-    **_both("multiarray", "_reconstruct", Call(_NumpyArray)),
-    **_both("multiarray", "scalar", Call(_numpy_scalar)),
+    **_both("multiarray", "_reconstruct", Call(NumpyArray)),
+    **_both("multiarray", "scalar", Call(numpy_scalar)),
     **_dtypes(),
-    ("torch", "Size"): Call(torch.Size),
-    ("torch", "device"): Call(torch.device),
+    ("torch", "Size"): Call(_size),
+    ("torch", "device"): Call(_device),
     ("torch", "Tensor"): Marker(),
     ("torch.nn.parameter", "Parameter"): Marker(),
     ("torch.nn.parameter", "Buffer"): Marker(),
     ("torch.serialization", "_get_layout"): Call(_layout),
-    ("torch.torch_version", "TorchVersion"): str,
-    ("torch_xla.utils.serialization", "TensorReference"): TensorReference,
-}
+    ("torch.torch_version", "TorchVersion"): Call(_text),
+    }
 """(module, name) -> what the unpickler gets. Tensors and their storages are :mod:`.unpickle`'s own."""
-
-ATTRIBUTED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "Counter"): _counter,
-    ("types", "SimpleNamespace"): types.SimpleNamespace,
-}
-"""The same for objects whose ``__dict__`` a pickle can fill: the unpickler looks through them once loaded."""

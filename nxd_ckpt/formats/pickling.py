@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
+from nxd_ckpt.core import limits
 from nxd_ckpt.errors import UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.tensors import (
     Assembly,
@@ -41,6 +42,11 @@ def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes
         pickler.dump(tree)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise UnsafePickle(f"this state cannot be pickled: {error}. Save a state_dict() of it instead") from error
+    if file.tell() > limits.PICKLE_NBYTES:
+        raise UnsafePickle(
+            f"this state, without its tensors, is a pickle of {file.tell()} bytes, and load reads at most "
+            f"{limits.PICKLE_NBYTES}: keep large arrays as tensors"
+        )
     return _with_torch_xla_references(file.getvalue()), [
         (storage.tensor, storage.nbytes) for storage in pickler.storages.values()
     ]

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.errors import UnsafePickle
-from nxd_ckpt.formats.inert import BUILTIN_TYPES
+from nxd_ckpt.core import limits
+from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.formats.inert import BUILTIN_TYPES, check_key
+from nxd_ckpt.formats.machine import check_walk
 from nxd_ckpt.formats.tensors import TENSORS, TensorReference
 
 _ATOMS = frozenset(
@@ -39,19 +41,27 @@ _ATOMS = frozenset(
         datetime.date,
         datetime.timedelta,
         datetime.timezone,
-        decimal.Decimal,
-        fractions.Fraction,
         uuid.UUID,
-        pathlib.PurePosixPath,
-        pathlib.PureWindowsPath,
-        pathlib.PosixPath,
-        pathlib.WindowsPath,
     }
+)
+
+
+_AS_TEXT = (
+    decimal.Decimal,
+    fractions.Fraction,
+    pathlib.PurePosixPath,
+    pathlib.PureWindowsPath,
+    pathlib.PosixPath,
+    pathlib.WindowsPath,
 )
 
 
 def check_picklable_as_data(obj: Any, name: str = "object") -> None:
     """Raise UnsafePickle, naming class and place, if loading ``obj`` would need ``trust_pickle=True``."""
+    try:
+        check_walk(obj)
+    except MalformedFile as error:
+        raise _refused(name, f"is more than load reads: {error}") from None
     seen: set[int] = set()
 
     def walk(node: Any, path: str) -> None:
@@ -61,20 +71,46 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
         parts = _parts(node, path)
         if parts is None:
             kind = node if isinstance(node, type) else type(node)
-            raise UnsafePickle(
-                f"{path} is {kind.__module__}.{kind.__qualname__}, which load refuses: it is not plain data. "
-                "Keep its values in dicts, lists, numbers, strings and tensors (a state_dict()), "
-                "or load it with trust_pickle=True"
-            )
+            raise _refused(path, f"is {kind.__module__}.{kind.__qualname__}, which load refuses: it is not plain data")
         for part, where in parts:
             walk(part, where)
 
     walk(obj, name)
 
 
+def _length(node: Any) -> tuple[int, int]:
+    """How long what is written as text may be, and how long it is."""
+    if isinstance(node, fractions.Fraction):  # as text it would itself run into Python's limit
+        parts = (node.numerator, node.denominator)
+        return limits.NUMBER_DIGITS, max(part.bit_length() for part in parts) * 3 // 10
+    return limits.PATH_LENGTH if isinstance(node, pathlib.PurePath) else limits.NUMBER_DIGITS, len(str(node))
+
+
+def _check_keys(node: Iterable[Any], path: str) -> None:
+    try:
+        for key in node:
+            check_key(key)
+    except MalformedFile as error:
+        raise _refused(path, f"has {error}, which is more than load reads") from None
+
+
+def _refused(path: str, why: str) -> UnsafePickle:
+    return UnsafePickle(
+        f"{path} {why}. Keep its values in dicts, lists, numbers, strings and tensors (a state_dict()), "
+        "or load it with trust_pickle=True"
+    )
+
+
 def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
     """The parts of an object of allowed type, each with its path; None if the type is not allowed."""
     kind = type(node)
+    if kind in _AS_TEXT:
+        longest, found = _length(node)
+        if found > longest:
+            raise _refused(path, f"is longer than the {longest} characters that load reads of a {kind.__name__}")
+        return ()
+    if kind in (dict, OrderedDict, Counter, defaultdict, set, frozenset):
+        _check_keys(node, path)
     if kind in (dict, OrderedDict, Counter, defaultdict):
         factory = [(node.default_factory, f"{path}.default_factory")] if kind is defaultdict else []
         keys = [(key, f"{path}'s key {key!r:.80}") for key in node]

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+from nxd_ckpt.core.limits import check_form, check_sizes, shown
+from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import InvalidArgument, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
 from nxd_ckpt.formats.zip_directory import Pread
@@ -24,7 +27,6 @@ _LENGTH = struct.Struct("<Q")
 _LONGEST = 100_000_000
 """Bytes that a header may have: the library's limit."""
 _ALIGNMENT = 8
-_SIZES = range(2**64)
 
 _DTYPES = {
     "BOOL": "bool",
@@ -112,6 +114,11 @@ def read_header(pread: Pread, size: int, file: str) -> Header:
         MalformedFile: truncated, or not a safetensors file; names what is wrong.
         UnsupportedState: a dtype that torch has no tensors of.
     """
+    with parsing(file, "a safetensors file"):
+        return _header(pread, size, file)
+
+
+def _header(pread: Pread, size: int, file: str) -> Header:
     header, begin = _parse(pread, size, file)
     metadata = header.pop(METADATA, None) or {}
     strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
@@ -121,7 +128,7 @@ def read_header(pread: Pread, size: int, file: str) -> Header:
     end = 0
     for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
         if span.begin != end:
-            raise _malformed(file, f"tensor {name!r} begins at byte {span.begin} of the data, expected {end}")
+            raise _malformed(file, f"tensor {shown(name)} begins at byte {span.begin} of the data, expected {end}")
         end = span.end
     if begin + end != size:
         raise _malformed(file, f"its header describes {begin + end} bytes, it has {size}: truncated, or not whole")
@@ -156,19 +163,22 @@ def _parse(pread: Pread, size: int, file: str) -> tuple[dict[str, Any], int]:
 
 def _span(name: str, about: Any, file: str) -> _Span:
     if not isinstance(about, dict) or not {"dtype", "shape", "data_offsets"} <= set(about):
-        raise _malformed(file, f"tensor {name!r}: expected dtype, shape and data_offsets, found {about!r:.80}")
+        raise _malformed(file, f"tensor {shown(name)}: expected dtype, shape and data_offsets, found {shown(about)}")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if dtype in _OTHERS:
-        raise UnsupportedState(f"{file}: tensor {name!r} is {dtype}, of which torch has no tensors; cast it first")
+        raise UnsupportedState(f"{file}: tensor {shown(name)} is {dtype}, of which torch has no tensors; cast it first")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise _malformed(file, f"tensor {name!r} has the unknown dtype {dtype!r:.40}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _malformed(file, f"tensor {name!r}: shape {shape!r:.80} and data_offsets {offsets!r:.80} must be sizes")
+        raise _malformed(file, f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
+    where = f"{file}: not a whole safetensors file: tensor {shown(name)}"
+    shape, offsets = check_form(shape, itemsize(_DTYPES[dtype]), where), check_sizes(offsets, where)
+    if len(offsets) != 2:
+        raise _malformed(file, f"tensor {shown(name)}: data_offsets must be begin and end, found {shown(offsets)}")
     begin, end = offsets
     expected = prod(shape) * itemsize(_DTYPES[dtype])
     if end - begin != expected:
-        raise _malformed(file, f"tensor {name!r}: {dtype} {shape} has {expected} bytes, its offsets say {end - begin}")
-    return _Span(begin, end, _DTYPES[dtype], tuple(shape))
+        found = f"{dtype} {list(shape)} has {expected} bytes, its offsets say {end - begin}"
+        raise _malformed(file, f"tensor {shown(name)}: {found}")
+    return _Span(begin, end, _DTYPES[dtype], shape)
 
 
 def _stub(file: str, data: int, span: _Span) -> TensorStub:
@@ -176,15 +186,11 @@ def _stub(file: str, data: int, span: _Span) -> TensorStub:
     return TensorStub(file, data + span.begin, span.dtype, span.shape, contiguous_stride(span.shape), record)
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value in _SIZES for value in values)
-
-
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(twice)} is there twice")
     return found
 
 

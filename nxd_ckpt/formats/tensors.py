@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.core.limits import TENSOR_NBYTES, shown
+from nxd_ckpt.errors import HostExhausted, InvalidArgument, MalformedFile
 
 Path = tuple[Any, ...]
 """Keys, indices and attribute names from the root of a tree to a leaf."""
@@ -160,8 +161,8 @@ class TensorReference:
 
     def __setstate__(self, state: object) -> None:
         tid = state.get("tid") if isinstance(state, dict) else None
-        if type(tid) is not int or tid < 0:
-            raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {state!r:.80}")
+        if type(tid) is not int or not 0 <= tid <= TENSOR_NBYTES:
+            raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {shown(tid)}")
         self.tid = tid
 
     def __eq__(self, other: object) -> bool:
@@ -180,11 +181,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@cache
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of that name; raises InvalidArgument for one that the installed torch does not know."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name)
+    if dtype is None:
         raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}: a newer torch may be needed")
     return dtype
 
@@ -211,6 +214,17 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def allocated(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """An empty tensor on the CPU. Raises HostExhausted where the host has no memory for it."""
+    try:
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    except (RuntimeError, MemoryError) as error:  # torch's allocator has no class of its own
+        raise HostExhausted(
+            f"the host has no memory left for the {math.prod(shape) * itemsize(dtype)} bytes of a tensor {dtype} "
+            f"{list(shape)}; free some, or load on more ranks"
+        ) from error
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -232,7 +246,7 @@ def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterat
         if isinstance(node, leaves):
             yield path, node
         elif id(node) not in above:  # a pickle may hold itself
-            for key, child in _children(node):
+            for key, child in children_of(node):
                 yield from walk(child, (*path, key), (*above, id(node)))
 
     return walk(tree, (), ())
@@ -243,7 +257,7 @@ def iter_leaves(tree: Any) -> Iterator[tuple[Path, Any]]:
     holds itself ends there."""
 
     def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
-        children = list(_children(node))
+        children = list(children_of(node))
         if not children:
             yield path, node
         elif id(node) not in above:
@@ -274,24 +288,26 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
     def walk(node: Any) -> Any:
         if isinstance(node, leaves):
             return fn(node)
-        if not isinstance(node, _CONTAINERS):
+        if not isinstance(node, CONTAINERS):
             return node
         if id(node) not in copies:
             if isinstance(node, tuple):
                 copies[id(node)] = _like(node, [walk(child) for child in node])
             else:
                 new = copies[id(node)] = copy.copy(node)  # before its children: it may hold itself
-                for key, child in _children(node):
+                for key, child in children_of(node):
                     _set(new, key, walk(child))
         return copies[id(node)]
 
     return walk(tree)
 
 
-_CONTAINERS = (dict, list, tuple, Namespace, SimpleNamespace)
+CONTAINERS = (dict, list, tuple, Namespace, SimpleNamespace)
+"""What trees are made of."""
 
 
-def _children(node: Any) -> Iterable[tuple[Any, Any]]:
+def children_of(node: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, with the key, index or name of each; nothing for what is no container."""
     if isinstance(node, dict):
         return node.items()
     if isinstance(node, (list, tuple)):

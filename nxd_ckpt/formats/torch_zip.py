@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core import limits
+from nxd_ckpt.core.limits import check_count, shown
+from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.crc32 import BLOCK, crc32
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
     TensorStub,
+    allocated,
     byte_view,
-    torch_dtype,
 )
 from nxd_ckpt.formats.unpickle import Leaf, unpickle
 from nxd_ckpt.formats.zip_container import Record
@@ -28,6 +31,7 @@ PreadInto = Callable[[int, memoryview], None]
 """(offset, memory) -> None: fills ``memory`` with the file's bytes from ``offset``, or raises."""
 
 _SMALL_FILE = 256 * 2**10
+_BYTE_ORDER = 16
 
 
 def read_directory(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> dict[str, Record]:
@@ -59,21 +63,24 @@ def read_tree(
     them, then need a ``leaf`` that reads (:func:`read_tensor`). Raises MalformedFile, DigestMismatch for a
     changed pickle, UnsafePickle, UnsupportedState for big-endian files.
     """
-    if size <= _SMALL_FILE:
-        pread = remembering(pread, 0, pread(0, size))
-    directory = read_directory(pread, size, file, begins)
-    if "byteorder" in directory and _contents(pread, directory["byteorder"], file) != b"little":
-        raise UnsupportedState(f"{file}: written on a big-endian machine: save it again on a little-endian one")
-    storages = {
-        name.removeprefix("data/"): StorageSpan(name, record.offset, record.nbytes, record.crc32)
-        for name, record in directory.items()
-        if name.startswith("data/")
-    }
-    pickled = _contents(pread, directory["data.pkl"], file)
-    return unpickle(pickled, file, storages, trust_pickle=trust_pickle, leaf=leaf)
+    with parsing(file, "a torch file"):
+        if size <= _SMALL_FILE:
+            pread = remembering(pread, 0, pread(0, size))
+        directory = read_directory(pread, size, file, begins)
+        order = directory.get("byteorder")
+        if order is not None and _contents(pread, order, file, _BYTE_ORDER) != b"little":
+            raise UnsupportedState(f"{file}: written on a big-endian machine: save it again on a little-endian one")
+        storages = {
+            name.removeprefix("data/"): StorageSpan(name, record.offset, record.nbytes, record.crc32)
+            for name, record in directory.items()
+            if name.startswith("data/")
+        }
+        pickled = _contents(pread, directory["data.pkl"], file, limits.PICKLE_NBYTES)
+        return unpickle(pickled, file, storages, trust_pickle=trust_pickle, leaf=leaf)
 
 
-def _contents(pread: Pread, record: Record, file: str) -> bytes:
+def _contents(pread: Pread, record: Record, file: str, limit: int) -> bytes:
+    check_count(record.nbytes, limit, f"{file}: bytes of its record {shown(record.name)}")
     data = pread(record.offset, record.nbytes)
     if len(data) != record.nbytes:
         raise malformed(file, f"record {record.name!r} has {len(data)} bytes, expected {record.nbytes}")
@@ -91,7 +98,7 @@ def _check(found: int, expected: int | None, file: str, record: str) -> None:
 
 def read_tensor(pread_into: PreadInto, stub: TensorStub, verify: bool = True) -> torch.Tensor:
     """The tensor of ``stub``, contiguous on the CPU. As :func:`read_into` otherwise."""
-    tensor = torch.empty(stub.shape, dtype=torch_dtype(stub.dtype))
+    tensor = allocated(stub.shape, stub.dtype)
     read_into(pread_into, stub, tensor, verify)
     return tensor
 
@@ -113,7 +120,7 @@ def read_into(pread_into: PreadInto, stub: TensorStub, out: memoryview | torch.T
         _read_span(pread_into, stub, memory, verify)
         return
     elements = 1 + sum((n - 1) * step for n, step in zip(stub.shape, stub.stride, strict=True))
-    span = torch.empty(elements, dtype=torch_dtype(stub.dtype))
+    span = allocated((elements,), stub.dtype)
     _read_span(pread_into, stub, byte_view(span), verify)
     tight = span.as_strided(stub.shape, stub.stride).contiguous()
     memory[:] = byte_view(tight)

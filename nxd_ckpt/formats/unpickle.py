@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import io
 import pickle
-import types
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from math import prod
 from operator import mul
 from typing import Any
 
 import torch
 
-from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsafePickle, UnsupportedState
-from nxd_ckpt.formats.inert import ATTRIBUTED, GLOBALS, Call, Sealed, StandIn
+from nxd_ckpt.core import limits
+from nxd_ckpt.core.limits import check_form, check_sizes, shown
+from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
+from nxd_ckpt.formats.inert import GLOBALS, REFERENCE
+from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
-from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub, itemsize, map_tensors
+from nxd_ckpt.formats.sealed import Call, Sealed, StandIn
+from nxd_ckpt.formats.tensors import (
+    StorageSpan,
+    TensorReference,
+    TensorStub,
+    dtype_name,
+    itemsize,
+    iter_tensors,
+    map_tensors,
+)
 
 __all__ = ["STORAGE_CLASSES", "Leaf", "check_picklable_as_data", "unpickle"]
 
@@ -60,24 +74,28 @@ def unpickle(
     UnsafePickle for anything that is more than data (unless ``trust_pickle``), MalformedFile for what is no
     pickle of a torch file.
     """
-    unpickler = _Unpickler(data, file, storages, trust_pickle, leaf)
+    parts = _Parts(file, storages, leaf)
     try:
-        tree = unpickler.load()
-        unpickler.check_attributes()
+        with parsing("its pickle", "that of a torch file"):
+            tree = _Trusting(data, parts).load() if trust_pickle else _load(_Safe(data, parts))
     except UnsafePickle as error:
         raise UnsafePickle(f"{file}: {error}. {_REMEDY}") from error
-    except MalformedFile as error:
-        raise MalformedFile(f"{file}: {error}") from error
-    except (CheckpointError, OSError):  # the latter from a leaf that reads
-        raise
-    except Exception as error:
-        # An unpickler fed with garbage raises whatever the garbage leads to.
-        raise MalformedFile(f"{file}: not the pickle of a torch file: {type(error).__name__}: {error}") from error
-    if unpickler.has_stand_ins:
-        tree = map_tensors(tree, lambda stand_in: stand_in.real(), StandIn)
+    except (MalformedFile, HostExhausted) as error:
+        raise type(error)(f"{file}: {error}") from error
+    except EOFError as error:
+        raise MalformedFile(f"{file}: its pickle breaks off") from error
     return tree
 
 
+def _load(machine: _Safe) -> Any:
+    tree = machine.load()
+    check_walk(tree)
+    if machine.has_references and any(not hasattr(found, "tid") for _, found in iter_tensors(tree, TensorReference)):
+        raise MalformedFile("a tensor reference without a `tid`")
+    return map_tensors(tree, lambda stand_in: stand_in.real(), StandIn) if machine.has_stand_ins else tree
+
+
+_NAME = 100
 _REMEDY = "If you trust whoever wrote the file, pass trust_pickle=True"
 
 
@@ -97,14 +115,58 @@ class _StorageClass(Sealed):
         self.dtype = dtype
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, data: bytes, file: str, storages: Mapping[str, StorageSpan], trust_pickle: bool, leaf: Leaf
-    ) -> None:
+class _Safe(Machine):
+    """Gets what is inert, and no other global."""
+
+    def __init__(self, data: bytes, parts: _Parts) -> None:
+        super().__init__(data)
+        self._parts = parts
+        self.has_stand_ins = self.has_references = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._parts.find(module, name)
+        if found is not None:
+            return found
+        if _is_reference(module, name):
+            self.has_references = True
+            return REFERENCE
+        key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
+        if key not in GLOBALS:
+            raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
+        self.has_stand_ins |= module.startswith("numpy")
+        return GLOBALS[key]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        return self._parts.storage(pid)
+
+
+class _Trusting(pickle.Unpickler):
+    """Gets whatever there is: for files whose author is trusted."""
+
+    def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._file, self._storages, self._trust_pickle, self._leaf = file, storages, trust_pickle, leaf
-        self._attributed: list[Any] = []
-        self.has_stand_ins = False
+        self._parts = parts
+
+    def find_class(self, module: str, name: str) -> Any:
+        if _is_reference(module, name):
+            return TensorReference
+        return self._parts.find(module, name) or super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        return self._parts.storage(pid)
+
+
+def _is_reference(module: str, name: str) -> bool:
+    return name == "TensorReference" and module.startswith(("torch_xla.", "neuronx_distributed."))
+
+
+class _Parts:
+    """What the pickle of a torch file makes tensors of: storages, and the functions that rebuild them."""
+
+    def __init__(self, file: str, storages: Mapping[str, StorageSpan], leaf: Leaf) -> None:
+        self._file, self._storages, self._leaf = file, storages, leaf
+        stored = sum(span.nbytes for span in storages.values())
+        self._limit = self._left = limits.REPEATS * stored + limits.REPEATED_NBYTES
         self._tensors: dict[tuple[str, str], Any] = {
             ("torch._utils", "_rebuild_tensor"): Call(self._tensor),
             ("torch._utils", "_rebuild_tensor_v2"): Call(self._tensor_v2),
@@ -115,65 +177,42 @@ class _Unpickler(pickle.Unpickler):
             ("torch._tensor", "_rebuild_from_type_v2"): Call(lambda rebuild, _, args, __: self._rebuild(rebuild, args)),
         }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find(self, module: str, name: str) -> Any:
+        """What the pickle gets for a global of torch's, None for any other."""
         storage = name.removesuffix("Storage") != name and module in ("torch", "torch.storage", "torch.cuda")
         if storage and (name == "UntypedStorage" or name in _DTYPE_OF_STORAGE):
             return _StorageClass(_DTYPE_OF_STORAGE.get(name, _UNTYPED))
-        key = (module, name)
-        if key in self._tensors:
-            return self._tensors[key]
-        if name == "TensorReference" and module.startswith(("torch_xla.", "neuronx_distributed.")):
-            return TensorReference
-        if self._trust_pickle:
-            return super().find_class(module, name)
-        if module == "__builtin__":
-            key = ("builtins", _PYTHON_2_NAMES.get(name, name))
-        if key in ATTRIBUTED:
-            return Call(lambda *args: self._tracked(ATTRIBUTED[key](*args)))
-        if key in GLOBALS:
-            self.has_stand_ins |= module.startswith("numpy")
-            return GLOBALS[key]
-        raise UnsafePickle(f"its pickle asks for {module}.{name}, which is not plain data")
+        return self._tensors.get((module, name))
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, storage_class, key, _location, numel = pid
-        if kind != "storage" or not isinstance(storage_class, _StorageClass):
-            raise MalformedFile(f"its pickle refers to {pid!r:.200}, expected a tensor's storage")
-        if key not in self._storages:
-            raise MalformedFile(f"its pickle refers to storage {key!r}, which the file does not hold")
-        span = self._storages[key]
-        if span.nbytes != numel * itemsize(storage_class.dtype):
+    def storage(self, pid: Any) -> _Storage:
+        """The storage that a persistent id stands for."""
+        kind, storage_class, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
+        if kind != "storage" or not isinstance(storage_class, _StorageClass) or not isinstance(key, str):
+            raise MalformedFile(f"its pickle refers to {shown(pid)}, expected a tensor's storage")
+        span = self._storages.get(key)
+        if span is None:
+            raise MalformedFile(f"its pickle refers to storage {shown(key)}, which the file does not hold")
+        if type(numel) is not int or span.nbytes != numel * itemsize(storage_class.dtype):
             raise MalformedFile(
-                f"storage {key!r} has {span.nbytes} bytes, expected {numel} elements of {storage_class.dtype}"
+                f"storage {shown(key)} has {span.nbytes} bytes, expected {shown(numel)} elements of "
+                f"{storage_class.dtype}"
             )
         return _Storage(storage_class.dtype, span)
 
-    def check_attributes(self) -> None:
-        """Drop what was set on containers (it could shadow methods); a namespace's attributes need names."""
-        for obj in self._attributed:
-            if not isinstance(obj, types.SimpleNamespace):
-                vars(obj).clear()
-            elif not all(isinstance(name, str) for name in vars(obj)):
-                raise MalformedFile("a SimpleNamespace must hold a dict of named attributes")
-
-    def _tracked(self, obj: Any) -> Any:
-        self._attributed.append(obj)
-        return obj
-
     def _rebuild(self, rebuild: Any, args: Iterable[Any]) -> Any:
-        if rebuild not in self._tensors.values():
-            raise MalformedFile(f"a tensor is rebuilt by {rebuild!r:.80}")
+        if not isinstance(rebuild, Call) or rebuild not in self._tensors.values():
+            raise MalformedFile(f"a tensor is rebuilt by {shown(rebuild)}")
         return rebuild(*args)
 
-    def _tensor(self, storage: Any, offset: int, shape: Iterable[int], stride: Iterable[int]) -> Any:
+    def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Iterable[int]) -> Any:
         return self._stub(storage, storage.dtype, offset, shape, stride, None)
 
     def _tensor_v2(
         self,
         storage: Any,
-        offset: int,
-        shape: Iterable[int],
-        stride: Iterable[int],
+        offset: Any,
+        shape: Any,
+        stride: Any,
         requires_grad: Any = False,
         hooks: Any = None,
         bits: Any = None,
@@ -183,48 +222,68 @@ class _Unpickler(pickle.Unpickler):
     def _tensor_v3(
         self,
         storage: Any,
-        offset: int,
-        shape: Iterable[int],
-        stride: Iterable[int],
+        offset: Any,
+        shape: Any,
+        stride: Any,
         requires_grad: Any,
         hooks: Any,
         dtype: Any,
         bits: Any = None,
     ) -> Any:
         if not isinstance(dtype, torch.dtype):
-            raise MalformedFile(f"a tensor of dtype {dtype!r:.80}")
-        return self._stub(storage, str(dtype).removeprefix("torch."), offset, shape, stride, bits)
+            raise MalformedFile(f"a tensor of dtype {shown(dtype)}")
+        return self._stub(storage, dtype_name(dtype), offset, shape, stride, bits)
 
     def _stub(
         self,
         storage: _Storage,
         dtype: str,
-        offset: int,
-        shape: Iterable[int],
-        stride: Iterable[int],
+        offset: Any,
+        shape: Any,
+        stride: Any,
         bits: Any,
     ) -> Any:
-        shape, stride = tuple(shape), tuple(stride)
-        if not _are_counts((offset, *shape, *stride)) or len(shape) != len(stride):
-            raise MalformedFile(f"a tensor of offset {offset!r}, shape {shape!r:.80} and stride {stride!r:.80}")
+        if not isinstance(storage, _Storage):
+            raise MalformedFile(f"a tensor in {shown(storage)}, expected a storage")
         if bits:
             raise UnsupportedState(
-                f"{self._file}: a tensor is stored with its bits {sorted(bits)} to be applied; "
+                f"{self._file}: a tensor is stored with its bits {shown(bits)} to be applied; "
                 "save it again after .resolve_conj().resolve_neg()"
             )
-        size = itemsize(dtype)
-        end = offset + 1 + sum(map(mul, shape, stride)) - sum(stride) if 0 not in shape else 0
+        if not _are_counts(shape) or not _are_counts(stride) or not _are_counts((offset,)):
+            raise MalformedFile(f"a tensor of offset {shown(offset)}, shape {shown(shape)} and stride {shown(stride)}")
+        shape, stride, size = tuple(shape), tuple(stride), itemsize(dtype)
+        nbytes, last = _extent(shape, stride, size)
+        end = offset + 1 + last if nbytes else 0
         if end * size > storage.span.nbytes:
             raise MalformedFile(
                 f"a tensor of shape {shape} and stride {stride} at {offset} ends behind its storage "
                 f"{storage.span.record} of {storage.span.nbytes} bytes"
             )
+        self._left -= nbytes
+        if self._left < 0:
+            raise MalformedFile(
+                f"a tensor of shape {shape} and stride {stride} in {storage.span.nbytes} bytes: the tensors of the "
+                f"file repeat what it stores to more than {self._limit} bytes, which is the most that is read; save "
+                "expanded tensors as they are stored, and expand them after loading"
+            )
         begin = storage.span.offset + (offset * size if end else 0)
         return self._leaf(TensorStub(self._file, begin, dtype, shape, stride, storage.span))
 
 
-def _are_counts(numbers: Iterable[Any]) -> bool:
+def _are_counts(numbers: Any) -> bool:
+    if type(numbers) not in (tuple, list, torch.Size) or len(numbers) > limits.DIMENSIONS:
+        return False
     for number in numbers:  # noqa: SIM110 - twice as fast, and called for each tensor
         if type(number) is not int or number < 0:
             return False
     return True
+
+
+@lru_cache(maxsize=4096)
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> tuple[int, int]:
+    """Bytes of a tight tensor of ``shape``, and the place of its last element, counted in elements."""
+    check_form(shape, size, "a tensor")
+    if len(shape) != len(check_sizes(stride, "a tensor's stride")):
+        raise MalformedFile(f"a tensor of shape {shape} and stride {stride}")
+    return prod(shape) * size, sum(map(mul, shape, stride)) - sum(stride)

@@ -6,6 +6,8 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from nxd_ckpt.core import limits
+from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.zip_container import (
     CENTRAL,
@@ -30,6 +32,8 @@ Pread = Callable[[int, int], bytes]
 TAIL = 64 * 2**10
 """Bytes read from the end of a file at first: the end mark and most directories."""
 
+_DIRECTORY = 512 * limits.RECORDS
+
 ENCRYPTED, DIGEST_FOLLOWS = 0x1, 0x8
 
 
@@ -45,6 +49,8 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
     begin = max(0, size - TAIL)
     pread = remembering(pread, begin, _exactly(pread, begin, size - begin, file))
     end, count, offset, nbytes = _find_directory(pread, size, file)
+    check_count(count, limits.RECORDS, f"{file}: records")
+    check_count(nbytes, _DIRECTORY, f"{file}: bytes of its directory")
     if offset + nbytes != end:
         raise malformed(file, f"its directory of {nbytes} bytes at {offset} does not end where it should, at {end}")
     raw = _exactly(pread, offset, nbytes, file)
@@ -56,7 +62,7 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
     for entry in entries:
         record = known.get(entry[0]) or _located(entry, *next(windows), file)
         if record.header_offset < before or record.end > offset:
-            raise malformed(file, f"record {record.name!r} overlaps another, or the directory")
+            raise malformed(file, f"record {shown(record.name)} overlaps another, or the directory")
         records.append(record)
         before = record.end
     return records
@@ -153,9 +159,9 @@ def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
             extra = raw[at - extra_length - comment : at - comment]
             packed, nbytes, offset = _widened(extra, [nbytes, packed, offset], name, file)
         if method != STORED or packed != nbytes or flags & ENCRYPTED:
-            raise malformed(file, f"record {name!r} is compressed or encrypted, expected plain bytes")
+            raise malformed(file, f"record {shown(name)} is compressed or encrypted, expected plain bytes")
         if name in names:
-            raise malformed(file, f"record {name!r} occurs twice")
+            raise malformed(file, f"record {shown(name)} occurs twice")
         names.add(name)
         yield offset, name, raw_name, nbytes, crc32
     if at != len(raw):
@@ -169,7 +175,7 @@ def _widened(extra: bytes, numbers: list[int], name: str, file: str) -> Iterator
     for number in numbers:
         (value,) = next(wide, (None,)) if number == FULL32 else (number,)
         if value is None:
-            raise malformed(file, f"record {name!r} lacks its 64-bit size or offset")
+            raise malformed(file, f"record {shown(name)} lacks its 64-bit size or offset")
         yield value
 
 
@@ -196,7 +202,7 @@ def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> 
     for index, (start, name, raw_name, _, _) in enumerate(entries):
         end = start + LOCAL.size + len(raw_name)
         if end > limit:
-            raise malformed(file, f"the header of record {name!r} at {start} is not in the file")
+            raise malformed(file, f"the header of record {shown(name)} at {start} is not in the file")
         if end > begin + len(window):
             begin = start
             for following in range(index + 1, len(entries)):
@@ -217,6 +223,6 @@ def _located(entry: _Entry, window: bytes, at: int, file: str) -> Record:
     if not flags & DIGEST_FOLLOWS:
         same = same and digest == crc32 and length in (FULL32, nbytes)
     if not same or name_length != len(raw_name) or flags & ENCRYPTED:
-        raise malformed(file, f"record {name!r} and its header at {start} differ")
+        raise malformed(file, f"record {shown(name)} and its header at {start} differ")
     offset = start + LOCAL.size + name_length + extra_length
     return Record(name, start, offset, nbytes, crc32 if crc32 or not nbytes else None)

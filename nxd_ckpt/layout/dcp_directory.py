@@ -19,6 +19,7 @@ from nxd_ckpt.errors import KeyMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import by_digest
 from nxd_ckpt.layout.dcp_tensors import DcpTensors
 from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.state_dicts import reading
 from nxd_ckpt.storage.base import Storage
 
 
@@ -65,6 +66,7 @@ class DcpDirectory:
             master_weights=any(MASTER_WEIGHTS in keys for keys in self._states.values()),
         )
 
+    @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         entries = (
             ((parameter, *below), self._held.entry(name))
@@ -73,6 +75,7 @@ class DcpDirectory:
         )
         return dict(nested(entries))
 
+    @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         states: dict[int, dict[str, Any]] = {}
         masters: dict[int, Any] = {}
@@ -91,14 +94,17 @@ class DcpDirectory:
         }
         return tree | ({"sharded_master_weights": masters} if masters else {})
 
+    @reading
     def optimizer_names(self, at: Coordinates) -> list[str]:
         return [name for group in self._groups for name in group[PARAMS]]
 
+    @reading
     def scheduler(self) -> Any:
         if not self._scheduler:
             raise PartNotFound(f"{self._held.where} holds nothing under {SCHEDULER!r}")
         return self._nested(self._scheduler)[SCHEDULER]
 
+    @reading
     def user_content(self) -> Any:
         content = self._nested(self._content)
         saved = content.pop(USER_CONTENT, {})

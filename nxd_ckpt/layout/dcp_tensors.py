@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
 from nxd_ckpt.layout.files import TagFiles
@@ -74,8 +73,7 @@ class DcpTensors:
     def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
         whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
         boxes = [self._box(name, form, chunk) for chunk in chunks]
-        inside = all(whole.contains(box) for box in boxes)
-        if not inside or sum(box.numel for box in boxes) != whole.numel or not _are_disjoint(boxes):
+        if not are_all_of(whole, boxes):
             raise MalformedFile(
                 f"{self.where}/{METADATA}: the chunks of {name} must be all of its shape {form.shape}, each element "
                 f"once; found {', '.join(map(str, boxes[:5]))}"
@@ -110,14 +108,3 @@ class DcpTensors:
             return self._files.tree(chunk.file, chunk.start, chunk.nbytes)
         except CheckpointError as error:
             raise type(error)(f"{error} (in {name})") from error
-
-
-def _are_disjoint(boxes: Sequence[Box]) -> bool:
-    ordered = sorted(box for box in boxes if box.numel)
-    for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if box.offset and other.offset[0] >= box.offset[0] + box.size[0]:
-                break
-            if box.intersect(other) is not None:
-                return False
-    return True

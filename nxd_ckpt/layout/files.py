@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.assembly import fill, read_assembly
@@ -210,6 +211,10 @@ class TagFiles:
         info = self.tree(info_file) if self.has(info_file) else {}
         if not isinstance(info, dict) or not all(isinstance(about, dict) for about in info.values()):
             raise MalformedFile(f"{self.key(info_file)}: expected dtype and shape for each tensor id")
+        for about in info.values():
+            check_sizes(about.get("shape", ()), self.key(info_file))
+            if not isinstance(about.get("dtype", torch.float32), torch.dtype):
+                raise MalformedFile(f"{self.key(info_file)}: expected a dtype, found {shown(about['dtype'])}")
         return info
 
     def _shared_files(self, shared: str) -> dict[Path, str]:

@@ -27,6 +27,7 @@ from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, spanned
 from nxd_ckpt.layout.names import ParsedName
+from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, is_optimizer, reading
 
 _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
@@ -53,11 +54,6 @@ def parse_zero1(name: str) -> ParsedName | None:
     return None if match is None else ParsedName(int(match[1]), None, int(match[2]), 0)
 
 
-def is_optimizer(state: Any) -> bool:
-    """Whether a state dict is an optimizer's: torch's keys, or ZeRO-1's."""
-    return isinstance(state, dict) and "param_groups" in state and ("state" in state or "base_state" in state)
-
-
 class LegacyTag:
     """One such directory; see :class:`nxd_ckpt.layout.tag.TagLayout` for what the methods promise."""
 
@@ -68,12 +64,14 @@ class LegacyTag:
         self._zero1 = {ranks: name for name in listing if (ranks := parse_zero1(name)) is not None}
         self._topology = topology
 
+    @reading
     def topology(self) -> Topology:
         if self._topology is not None:
             return self._topology
         size = spanned([*self._payloads, *self._zero1])
         return Topology(dp=size.dp, tp=size.tp, pp=size.pp)
 
+    @reading
     def parts(self) -> Parts:
         optimizer = self._optimizer_kind()
         first = self._payload(Coordinates()) if self._payloads else {}
@@ -87,6 +85,7 @@ class LegacyTag:
             and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
         )
 
+    @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         payload = self._payload(at)
         model = _part(payload, _MODEL_KEYS)
@@ -96,28 +95,32 @@ class LegacyTag:
             raise PartNotFound(
                 f"{self.files.storage.url}: no model under {_MODEL_KEYS}; found keys {_keys(payload)}"
             )
-        return model
+        return checked_model(model, self.files.storage.url)
 
+    @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         if self._zero1:
-            return _without_ranks(self.files.tree(self._pick(self._zero1, at, dp=at.dp_rank)))
+            file = self._pick(self._zero1, at, dp=at.dp_rank)
+            return _without_ranks(checked_optimizer(self.files.tree(file), self.files.where(file)))
         payload = self._payload(at)
         optimizer = payload if is_optimizer(payload) else _part(payload, _OPTIMIZER_KEYS)
         if optimizer is None:
             raise PartNotFound(
                 f"{self.files.storage.url}: no optimizer under {_OPTIMIZER_KEYS}; found keys {_keys(payload)}"
             )
-        return _without_ranks(optimizer)
+        return _without_ranks(checked_optimizer(optimizer, self.files.storage.url))
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return None
 
+    @reading
     def scheduler(self) -> Any:
         scheduler = _part(self._payload(Coordinates()), _SCHEDULER_KEYS)
         if scheduler is None:
             raise PartNotFound(f"{self.files.storage.url}: no scheduler under {_SCHEDULER_KEYS}")
         return map_tensors(scheduler, self.files.read, TensorStub)
 
+    @reading
     def user_content(self) -> Any:
         """Whatever else the payload of the first rank holds: step, epoch, arguments."""
         rest = _rest(self._payload(Coordinates()))

@@ -29,6 +29,8 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
     shipped = shipped_mappings()
     if given is None:
         return _for_model_type(config.get("model_type"), shipped)
+    if not isinstance(given, (str, os.PathLike)):
+        raise InvalidArgument(f"mapping: expected a name, a path or a JSON object, found {type(given).__name__}")
     name = os.fspath(given)
     if name in shipped:
         return shipped[name]
@@ -37,9 +39,9 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
         raise InvalidArgument(f"mapping {name!r}: neither one of {', '.join(shipped)} nor the path of a file")
     try:
         return load_mapping(json.loads(path.read_text()), name)
-    except ValueError as error:
-        if isinstance(error, InvalidArgument):
-            raise
+    except InvalidArgument:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"mapping {name}: not JSON: {error}") from error
 
 

@@ -20,6 +20,7 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
 from nxd_ckpt.layout.grid import describe, spanned
+from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, is_model, is_optimizer, reading
 from nxd_ckpt.layout.zero1_dcp import Zero1Dcp
 from nxd_ckpt.storage.base import Storage
 
@@ -109,9 +110,11 @@ class NxdTag:
         self.files = files
         self._given_topology = topology
 
+    @reading
     def topology(self) -> Topology:
         return self._topology
 
+    @reading
     def parts(self) -> Parts:
         optimizer = self._first_optimizer
         model = self._first_model
@@ -128,10 +131,12 @@ class NxdTag:
             lower_precision_weights=model is None or not any(iter_tensors(model, MissingTensor)),
         )
 
+    @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         file = names.model_file(self._topology, at)
         return self._state(file, names.model_file(self._topology, _without_expert_rank(at)))
 
+    @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         if self._dcp is not None:
             return restore_types(self._dcp.tree(at, param_names))
@@ -140,15 +145,46 @@ class NxdTag:
         shared = names.optimizer_file(self._topology, _without_expert_rank(at), kind) if kind == "plain" else None
         return restore_types(self._state(file, shared))
 
+    @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return None if self._dcp is None else self._dcp.names(at)
 
+    @reading
     def scheduler(self) -> Any:
-        return self.files.object(names.SCHEDULER)
+        found = self.files.tree(names.SCHEDULER)
+        kind = "an optimizer" if is_optimizer(found) else "a model" if is_model(found) else None
+        if kind is not None:
+            raise MalformedFile(
+                f"{self.files.where(names.SCHEDULER)} holds the state of {kind}, not of a scheduler: files were "
+                "exchanged; restore it, or load without scheduler="
+            )
+        return self._filled(names.SCHEDULER, found)
 
+    @reading
     def user_content(self) -> Any:
-        return self.files.object(names.USER_CONTENT)
+        if names.INDEX_DIR in self.files.names():  # it vouches for what is in the file
+            return self.files.object(names.USER_CONTENT)
+        found = self.files.tree(names.USER_CONTENT)
+        self._refuse_exchanged(found)
+        return self._filled(names.USER_CONTENT, found)
 
+    def _refuse_exchanged(self, content: Any) -> None:
+        """Raise MalformedFile where the user content is the model's state dict, or an optimizer's."""
+        model = self._first_model if is_model(content) else None
+        of_model = model is not None and list(model) == list(content)
+        if (of_model or is_optimizer(content)) and not self.files.trust_pickle:
+            kind = "the model" if of_model else "an optimizer"
+            raise MalformedFile(
+                f"{self.files.where(names.USER_CONTENT)} holds the state of {kind}: "
+                "files were exchanged; restore it, or pass trust_pickle=True if that is what the user saved"
+            )
+
+    def _filled(self, file: str, tree: Any) -> Any:
+        """``tree``, which is what ``file`` holds, with its tensors."""
+        has_tensors = self.files.trust_pickle or any(True for _ in iter_tensors(tree))  # trusted objects hide them
+        return self.files.object(file) if has_tensors else tree
+
+    @reading
     def rank_content(self, rank: int) -> Any:
         """What the global rank saved for itself alone, tensors included."""
         return self.files.object(names.rank_content_file(rank))
@@ -219,9 +255,8 @@ class NxdTag:
                 f"{self.files.key(part)}/ holds {describe(self._ranks(part))}"
             )
         tree = self.files.joined(file, shared)
-        if not isinstance(tree, dict):
-            raise MalformedFile(f"{self.files.key(file)}: expected a state dict, found {type(tree).__name__}")
-        return tree
+        check = checked_model if file.startswith(names.MODEL_DIR) else checked_optimizer
+        return check(tree, self.files.key(file))
 
 
 _STATE_DIRS = (names.MODEL_DIR, names.OPTIMIZER_DIR)

@@ -8,16 +8,18 @@ nothing is called. Every entry, a tensor's chunk or a plain object, is a ``torch
 
 from __future__ import annotations
 
-import io
-import operator
-import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.core.limits import DCP_METADATA
+import torch
+
+from nxd_ckpt.core.limits import DCP_METADATA, DCP_OBJECTS, TREE_DEPTH, check_form, check_sizes, shown
+from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.inert import GLOBALS
+from nxd_ckpt.formats.machine import Machine
+from nxd_ckpt.formats.sealed import Call, Sealed
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.layout.files import TagFiles
 
@@ -66,73 +68,87 @@ def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
         UnsafePickle: the pickle names a class that no DCP metadata holds.
         MalformedFile: not such metadata, or one that points outside the directory or to a missing file.
     """
-    where = _inside(directory, METADATA)
-    root = _unpickle(files.storage.read(files.key(where), DCP_METADATA), f"{files.storage.url}/{files.key(where)}")
+    key = files.key(_inside(directory, METADATA))
+    where = f"{files.storage.url}/{key}"
+    data = files.storage.read(key, DCP_METADATA)
     try:
-        return _metadata(root, directory, files)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise MalformedFile(f"{files.key(where)}: not the metadata of torch DCP ({error})") from error
+        with parsing(where, "the metadata of torch DCP"):
+            return _metadata(_Machine(data, DCP_OBJECTS).load(), directory, files)
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
+    except EOFError as error:
+        raise MalformedFile(f"{where}: not the metadata of torch DCP: it breaks off") from error
+    except MalformedFile as error:
+        if str(error).startswith(where):
+            raise
+        raise MalformedFile(f"{where}: {error}") from error
 
 
 def _metadata(root: Any, directory: str, files: TagFiles) -> DcpMetadata:
     entries: dict[str, list[Chunk]] = {}
     for index, info in root.fields["storage_data"].items():
-        name, offset = index.fields["fqn"], index.fields.get("offset")
+        name, offset = _name(index.fields["fqn"]), index.fields.get("offset")
         relative, start, nbytes = (info.fields[key] for key in ("relative_path", "offset", "length"))
-        file = _inside(directory, relative)
+        file = _inside(directory, _name(relative))
         if "/" in relative or not files.has(file):
-            raise MalformedFile(
-                f"{files.key(_inside(directory, METADATA))}: {name} lies in {relative!r}, which is not there"
-            )
+            raise MalformedFile(f"{shown(name)} lies in {shown(relative)}, which is not there")
         if info.fields.get("transform_descriptors"):
             raise MalformedFile(
-                f"{files.key(file)}: {name} was written through {info.fields['transform_descriptors']!r}; "
-                "only uncompressed DCP files are read"
+                f"{shown(name)} was written through {shown(info.fields['transform_descriptors'])}; only uncompressed "
+                "DCP files are read"
             )
-        if start < 0 or nbytes < 0:
-            raise ValueError(f"{name} lies at byte {start}, {nbytes} long")
-        chunk = Chunk(None if offset is None else tuple(offset), file, int(start), int(nbytes))
-        entries.setdefault(str(name), []).append(chunk)
+        start, nbytes = check_sizes((start, nbytes), f"the place of {shown(name)} in {relative}")
+        at = None if offset is None else check_sizes(offset, f"the offsets of {shown(name)}")
+        entries.setdefault(name, []).append(Chunk(at, file, start, nbytes))
     ordered = {
         name: tuple(sorted(chunks, key=lambda chunk: chunk.offsets or ())) for name, chunks in entries.items()
     }
-    abouts = {str(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
-    forms = {name: _form(fields) for name, fields in abouts.items() if "chunks" in fields}
-    paths = {str(name): tuple(path) for name, path in (root.fields.get("planner_data") or {}).items()}
-    for name, path in paths.items():
-        if not path or hash(path) is None:  # raises TypeError for what can be no key
-            raise ValueError(f"no keys lead to {name}")
-    return DcpMetadata(ordered, paths, forms, frozenset(abouts))
+    abouts = {_name(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
+    forms = {name: _form(fields, shown(name)) for name, fields in abouts.items() if "chunks" in fields}
+    planned = root.fields.get("planner_data") or {}
+    return DcpMetadata(ordered, {_name(name): _keys(planned[name]) for name in planned}, forms, frozenset(abouts))
 
 
-def _form(fields: Mapping[str, Any]) -> WholeForm:
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedFile(f"expected a name, found {shown(value)}")
+    return value
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    """The keys that lead to an entry: each what a dict or a list has."""
+    keys = tuple(path) if isinstance(path, (tuple, list)) else ()
+    if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float)) for key in keys):
+        raise MalformedFile(f"expected the keys that lead to an entry, found {shown(path)}")
+    return keys
+
+
+def _form(fields: Mapping[str, Any], name: str) -> WholeForm:
+    dtype = fields["properties"].fields["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        raise MalformedFile(f"{name} is of dtype {shown(dtype)}")
     chunks = [chunk.fields for chunk in fields["chunks"]]
-    sizes = {_integers(chunk["offsets"]): _integers(chunk["sizes"]) for chunk in chunks}
-    return WholeForm(dtype_name(fields["properties"].fields["dtype"]), _integers(fields["size"]), sizes)
-
-
-def _integers(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(operator.index, values))
+    sizes = {check_sizes(chunk["offsets"], name): check_form(chunk["sizes"], 1, name) for chunk in chunks}
+    return WholeForm(dtype_name(dtype), check_form(fields["size"], dtype.itemsize, name), sizes)
 
 
 def _inside(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-class _Record:
+class _Record(Sealed):
     """Stands for an object of an allowed class: its fields by name, without the arguments it was made with."""
 
     __slots__ = ("fields",)
-    fields: dict[str, Any]
 
-    def __new__(cls, *args: Any) -> _Record:
-        record = super().__new__(cls)
-        record.fields = {}
-        return record
+    def __init__(self, *args: Any) -> None:
+        self.fields: dict[str, Any] = {}
 
     def __setstate__(self, state: Any) -> None:
         # A TensorProperties' is a tuple.
         self.fields = {"dtype": state[0]} if isinstance(state, tuple) and state else state
+        if not isinstance(self.fields, dict):
+            raise MalformedFile(f"expected the fields of an object, found {shown(state)}")
 
 
 _METADATA_CLASSES = {
@@ -151,23 +167,14 @@ _ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADAT
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }
+_RECORD = Call(_Record)
 _INERT_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local", "collections")
 
 
-class _Unpickler(pickle.Unpickler):
+class _Machine(Machine):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
-            return _Record
+            return _RECORD
         if module in _INERT_MODULES and (module, name) in GLOBALS:
             return GLOBALS[module, name]
-        raise UnsafePickle(f"its pickle asks for {module}.{name}, which no metadata of torch DCP holds")
-
-
-def _unpickle(data: bytes, where: str) -> Any:
-    try:
-        return _Unpickler(io.BytesIO(data)).load()
-    except UnsafePickle as error:
-        raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
-    except Exception as error:
-        # An unpickler fed with garbage raises whatever the garbage leads to.
-        raise MalformedFile(f"{where}: not torch DCP's metadata: {type(error).__name__}: {error}") from error
+        raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")

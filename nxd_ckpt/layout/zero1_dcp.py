@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
@@ -27,7 +28,7 @@ from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, map_tensors
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.torch_dcp import Chunk, WholeForm, read_metadata
 
-_NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,}))?(?:\|tp-(?P<tp>\d{4,}))?", re.DOTALL)
+_NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,18}))?(?:\|tp-(?P<tp>\d{4,18}))?", re.DOTALL)
 _BY_NAME = ("base_state", "sharded_master_weights")
 """Sections of the state dict that are keyed by parameter name in the files, by index in memory."""
 
@@ -69,6 +70,8 @@ class Zero1Dcp:
         ]
         sizes = sizes or Topology()
         self.dp = max(sizes.dp, *(len(entry.chunks) for entry in self._entries), 1)
+        for entry in self._entries:
+            check_count(max(entry.tp or 0, entry.pp or 0), RANKS, f"{self._where}: ranks in a name")
         self.tp = max(sizes.tp, *((entry.tp or 0) + 1 for entry in self._entries), 1)
         self.pp = max(sizes.pp, *((entry.pp or 0) + 1 for entry in self._entries), 1)
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.errors import InvalidArgument
 from tests.core.cuts import numbered, part_of
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -79,3 +80,45 @@ def test_boxes_of_other_dimensions_do_not_mix() -> None:
     """Comparing boxes of tensors of different rank is a mistake, not an empty overlap."""
     with pytest.raises(ValueError, match="shorter"):
         Box.whole((2, 3)).intersect(Box.whole((2,)))
+
+
+def cut_up(box: Box, data: st.DataObject) -> list[Box]:
+    """The box in pieces that are not a grid."""
+    if not data.draw(st.booleans()):
+        return [box]
+    dim = data.draw(st.integers(0, len(box.size) - 1))
+    at = data.draw(st.integers(0, box.size[dim]))
+    halves = (box.narrowed(dim, 0, at), box.narrowed(dim, at, box.size[dim] - at))
+    return [piece for half in halves for piece in cut_up(half, data)]
+
+
+@given(st.data())
+def test_pieces_are_all_of_a_box_or_they_are_not(data: st.DataObject) -> None:
+    """Any cut is all of it; with a piece lost, twice there or moved it is what counting the elements says."""
+    whole = Box.whole(data.draw(st.tuples(*[st.integers(0, 4)] * 3)))
+    pieces = cut_up(whole, data)
+    assert are_all_of(whole, data.draw(st.permutations(pieces)))
+    for number in range(len(pieces)):
+        changed = [*pieces]
+        other = data.draw(st.sampled_from([[], [pieces[number]] * 2, [pieces[number].moved((0, 1, 0))]]))
+        changed[number : number + 1] = other
+        counts = np.zeros((9, 9, 9), int)
+        for piece in changed:
+            counts[tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))] += 1
+        expected = np.zeros((9, 9, 9), int)
+        expected[tuple(slice(0, n) for n in whole.size)] = 1
+        assert bool((counts == expected).all()) == are_all_of(whole, changed)
+
+
+def test_many_pieces_are_compared_in_no_time() -> None:
+    """100,000 chunks side by side along the last dimension: no comparison of each with each."""
+    whole = Box((0, 0), (4, 100_000))
+    pieces = [whole.narrowed(1, at, 1) for at in range(100_000)]
+    assert are_all_of(whole, pieces)
+    assert not are_all_of(whole, [*pieces[1:], pieces[1]])
+
+
+def test_pieces_of_many_dimensions_are_refused() -> None:
+    """What has 2**40 corners is none of a tensor's."""
+    with pytest.raises(InvalidArgument, match="cut along 40 dimensions"):
+        are_all_of(Box.whole([2] * 40), [Box.whole([1] * 40)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Partition
+from nxd_ckpt.core import limits
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import FORMAT, code_blocks, tables, unquoted
 
@@ -163,3 +164,10 @@ def test_the_reader_in_the_document_refuses_changed_bytes(written: Written, tmp_
         (copy / file).write_bytes(damaged)
         with pytest.raises(ValueError, match="changed"):
             namespace["read_tensor"](copy, 0, "model/0.weight")
+
+
+def test_every_limit_is_listed() -> None:
+    """The limits of the page are those of the code, all of them."""
+    rows = tables(FORMAT)["What a file may ask for"]
+    found = {name: value for name, value in vars(limits).items() if type(value) is int and name != "MESSAGE"}
+    assert found == {unquoted(row[0]): int(row[1]) for row in rows}

@@ -24,11 +24,13 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.errors import CorruptCheckpoint, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import inert
+from nxd_ckpt.formats.sealed import Sealed
 from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import check_picklable_as_data, unpickle
 from tests.formats.helpers import comparable, loaded, pread_into_of, pread_of, rendered, saved, torch_file
+from tests.formats.pickles import EMPTY_STORAGE, called, named, stacked, text
 
 pytestmark = pytest.mark.plain
 
@@ -62,30 +64,8 @@ class Evil:
         return canary, ()
 
 
-def text(value: str) -> bytes:
-    return b"X" + len(value).to_bytes(4, "little") + value.encode()
-
-
-def named(module: str, name: str) -> bytes:
-    """GLOBAL, as protocol 2 names things."""
-    return f"c{module}\n{name}\n".encode()
-
-
-def stacked(module: str, name: str) -> bytes:
-    """STACK_GLOBAL, as protocol 4 does: the name may be dotted, which walks attributes."""
-    return text(module) + text(name) + b"\x93"
-
-
-def called(function: bytes, *args: bytes) -> bytes:
-    return function + b"(" + b"".join(args) + b"tR"
-
-
 CANARY = named(__name__, "canary")
 SLOTS = b"N}" + text("__call__") + CANARY + b"s\x86b"  # BUILD by setattr: __call__ = canary
-EMPTY_STORAGE = (
-    b"((" + text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x01tQ"
-)  # left on the stack as the first of a rebuild's arguments
-
 HOSTILE = {
     "os.system": called(named("os", "system"), text("true")),
     "posix.system": called(named("posix", "system"), text("true")),
@@ -359,7 +339,7 @@ def test_the_allowlist_hands_out_nothing_mutable() -> None:
             setattr(value, "canary", canary)  # noqa: B010
     for value in inert.GLOBALS.values():
         if not isinstance(value, (type, torch.dtype)):
-            assert isinstance(value, inert.Sealed)
+            assert isinstance(value, Sealed)
 
 
 def test_lazily_conjugated_tensors_are_refused_with_the_remedy() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from nxd_ckpt.formats.tensors import torch_dtype
+from nxd_ckpt.formats.tensors import allocated
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 
 _ON_THE_WAY = 64 * 2**20
@@ -32,7 +32,7 @@ class Delivery:
         self._spans: list[tuple[int, int]] = []  # memory being filled: (begin, end), ascending, disjoint
 
     def __call__(self, leaf: Leaf) -> torch.Tensor:
-        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+        out = allocated(leaf.shape, leaf.dtype)
         self._fill(leaf, out)
         self._reader.finish()
         return out
@@ -47,7 +47,7 @@ class Delivery:
         self._fill(leaf, memory)
 
     def then(self, leaf: Leaf, take: Callable[[torch.Tensor], None]) -> None:
-        out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+        out = allocated(leaf.shape, leaf.dtype)
         while len(self._waiting) > 1 and self._waiting_bytes + out.nbytes > _ON_THE_WAY:
             self._hand_over()
         self._fill(leaf, out)

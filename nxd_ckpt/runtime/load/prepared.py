@@ -17,7 +17,7 @@ from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
-from nxd_ckpt.formats.tensors import torch_dtype
+from nxd_ckpt.formats.tensors import allocated
 from nxd_ckpt.runtime.agreement import Agreement
 from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.load.downloading import download
@@ -201,7 +201,7 @@ class PreparedLoad:
         try:
             for name, leaf in self._trees.replicated_leaves():
                 if nbytes < _MEASURED and not shares.is_proved_here(leaf):
-                    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+                    out = allocated(leaf.shape, leaf.dtype)
                     self.reader.read_into(leaf, out, name, compare=False)
                     nbytes += out.nbytes
             self.reader.finish()

@@ -1,0 +1,200 @@
+"""The machine that runs a pickle's opcodes, with a bound on what each of them may cost.
+
+Python's own machine in C trusts the pickle: a key of tuples inside of tuples crashes the process (they are hashed
+without a look at the stack), one that holds itself twice, 60 levels deep, takes for ever, and ten bytes that name memo
+slot 2**31 take 32 GiB. So pickles of checkpoints are run by the standard library's machine in Python, as torch runs
+those of ``weights_only``, with these rules:
+
+- a key holds few values (:data:`~nxd_ckpt.core.limits.KEY_VALUES`), counted before it is hashed;
+- what is called is a :class:`~nxd_ckpt.formats.inert.Call`, or one of few builtin types with arguments that they are
+  written with; all calls together get little more to work on than the pickle has bytes, so that a long value that the
+  pickle names again and again is not copied again and again;
+- state is set on those objects only that are written with one;
+- opcodes that no checkpoint has (``INST``, ``OBJ``, extension codes, buffers) are unknown.
+
+The result is a tree that can be walked: not too deep, and not too large with shared parts counted each time.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from nxd_ckpt.core import limits
+from nxd_ckpt.core.limits import check_count, shown
+from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.formats.inert import check_key, made, set_state
+from nxd_ckpt.formats.sealed import Call
+from nxd_ckpt.formats.tensors import CONTAINERS, children_of
+
+_REUSE = 16
+"""A pickle may hand each of its bytes to calls this often: short texts, such as an encoding's name, are shared."""
+
+_SPARE = 2**20
+
+_Machine: Any = pickle._Unpickler
+_Load = Callable[[Any], None]
+
+
+class Machine(_Machine):  # type: ignore[misc]
+    """Runs ``data``. Subclasses say what ``find_class`` gives, and ``persistent_load``.
+
+    ``objects`` bounds how many containers and other objects are made.
+    """
+
+    dispatch: ClassVar[dict[int, _Load]] = dict(_Machine.dispatch)
+
+    def __init__(self, data: bytes, objects: int = limits.PICKLE_OBJECTS) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._objects = self._objects_left = objects
+        self._work_left = _REUSE * len(data) + _SPARE
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], args)
+
+    def load_newobj_ex(self) -> None:
+        keywords = self.stack.pop()
+        if keywords:
+            raise UnsafePickle("its pickle makes an object with keywords, which no plain data is written with")
+        self.load_reduce()
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        self._work(state if isinstance(state, tuple) else (state,))
+        self._work((state,))
+        set_state(self.stack[-1], state)
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        self._top(list).append(value)
+
+    def load_appends(self) -> None:
+        items = self.pop_mark()
+        self._top(list).extend(items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        check_key(key)
+        self._top(dict)[key] = value
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        self._set(self._top(dict), items)
+
+    def load_dict(self) -> None:
+        items, found = self.pop_mark(), dict[Any, Any]()
+        self._set(found, items)
+        self.append(found)
+
+    def load_additems(self) -> None:
+        items = self.pop_mark()
+        self._top(set).update(_keys(items))
+
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(frozenset(_keys(items)))
+
+    def load_bytearray8(self) -> None:
+        (length,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(length)))
+
+    @staticmethod
+    def _set(target: dict[Any, Any], items: list[Any]) -> None:
+        target.update(zip(_keys(items[::2]), items[1::2], strict=True))
+
+    def _top(self, kind: type) -> Any:
+        """What is on top of the stack, which must be of that kind."""
+        found = self.stack[-1]
+        if not isinstance(found, kind):
+            raise MalformedFile(f"its pickle puts items into {shown(found)}")
+        return found
+
+    def _call(self, function: Any, args: Any) -> Any:
+        if type(args) is not tuple:
+            raise MalformedFile(f"its pickle calls with {shown(args)}")
+        self._work(args)
+        return function(*args) if isinstance(function, Call) else made(function, args)
+
+    def _work(self, values: Iterable[Any]) -> None:
+        """Take the length of these values from what calls may work on."""
+        for value in values:
+            if isinstance(value, _SIZED):
+                self._work_left -= len(value)
+            elif type(value) is int:
+                self._work_left -= value.bit_length() // 8
+        if self._work_left < 0:
+            raise UnsafePickle("its pickle makes copies of its own values, far more than it is long")
+
+    def _count(self) -> None:
+        self._objects_left -= 1
+        if self._objects_left < 0:
+            raise UnsafePickle(f"its pickle makes more than {self._objects} objects, which is the most that is read")
+
+
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+
+
+def _counted(load: _Load) -> _Load:
+    def counted(self: Machine) -> None:
+        self._count()
+        load(self)
+
+    return counted
+
+
+def _keys(items: Iterable[Any]) -> Iterable[Any]:
+    for item in items:
+        check_key(item)
+    return items
+
+
+def _unknown(opcode: str) -> _Load:
+    def refuse(self: Machine) -> None:
+        raise UnsafePickle(f"its pickle has the opcode {opcode}, which no checkpoint has")
+
+    return refuse
+
+
+_MAKING = "MARK EMPTY_LIST EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 BINPERSID"
+_REPLACED = {
+    "REDUCE": _counted(Machine.load_reduce),
+    "NEWOBJ": _counted(Machine.load_reduce),
+    "NEWOBJ_EX": _counted(Machine.load_newobj_ex),
+    "BUILD": Machine.load_build,
+    "APPEND": Machine.load_append,
+    "APPENDS": Machine.load_appends,
+    "SETITEM": Machine.load_setitem,
+    "SETITEMS": Machine.load_setitems,
+    "DICT": _counted(Machine.load_dict),
+    "ADDITEMS": Machine.load_additems,
+    "FROZENSET": _counted(Machine.load_frozenset),
+    "BYTEARRAY8": Machine.load_bytearray8,
+    **{name: _counted(Machine.dispatch[getattr(pickle, name)[0]]) for name in _MAKING.split()},
+    **{name: _unknown(name) for name in ("INST", "OBJ", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER")},
+}
+Machine.dispatch.update({getattr(pickle, name)[0]: load for name, load in _REPLACED.items()})
+
+
+def check_walk(tree: Any) -> None:
+    """Raise MalformedFile unless a walk through ``tree`` comes to an end soon, and without too deep a recursion.
+
+    What occurs twice counts twice, since a walk that knows paths goes there twice; what holds itself ends there.
+    """
+    values = 0
+    above: dict[int, None] = {}
+    stack: list[tuple[int, Iterable[Any]]] = [(0, iter((tree,)))]
+    while stack:
+        node = next((child for child in stack[-1][1] if isinstance(child, CONTAINERS)), None)
+        if node is None:
+            above.pop(stack.pop()[0], None)
+        elif id(node) not in above:
+            below = [child for _, child in children_of(node)]
+            values += len(below)
+            check_count(values, limits.TREE_VALUES, "values of its tree, shared ones counted each time")
+            check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
+            above[id(node)] = None
+            stack.append((id(node), iter(below)))

@@ -1,0 +1,47 @@
+"""A host that runs out of memory or threads: an error of ours says so, and the process goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import save_checkpoint
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+LOADING = """
+import resource, sys, threading
+import torch
+from nxd_ckpt import errors, load_checkpoint, save_checkpoint
+
+torch.ones(1) + 1
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+if sys.argv[2] == "memory":
+    resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20, resource.RLIM_INFINITY))
+else:
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+    threading.Thread.start = refuse
+try:
+    loaded = {}
+    load_checkpoint(sys.argv[1], model=loaded)
+    print("loaded", len(loaded), flush=True)
+    save_checkpoint(sys.argv[1], "two", loaded)
+except errors.HostExhausted as error:
+    print("told:", error)
+"""
+
+
+@pytest.mark.parametrize(("what", "expected"), [("memory", ["told"]), ("threads", ["loaded 8", "told"])])
+def test_what_lacks_memory_or_threads_says_so(tmp_path: Path, what: str, expected: list[str]) -> None:
+    """Neither a MemoryError nor the RuntimeErrors of torch and threading reach the user. A load needs no threads."""
+    save_checkpoint(tmp_path / "ckpt", "one", {f"w{index}": torch.ones(2**23) for index in range(8)})
+    command = [sys.executable, "-c", LOADING, str(tmp_path / "ckpt"), what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stderr
+    assert expected == [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert f"no {what} left" in done.stdout
