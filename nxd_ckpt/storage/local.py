@@ -240,7 +240,8 @@ def _checked(found: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
 
 def _of_path(error: OSError, path: Path) -> Exception:
     """What is to be raised for an error of opening a file."""
-    if error.errno == errno.ENOTDIR:  # a file stands where one of its directories should
+    if error.errno == errno.ENOTDIR or (error.errno == errno.ELOOP and not path.is_symlink()):
+        # A file, or a link to itself, stands where one of its directories should.
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOENT and path.is_symlink()):
         what = "a socket" if error.errno == errno.ENXIO else f"a link that leads nowhere ({error.strerror})"

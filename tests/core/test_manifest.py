@@ -212,3 +212,34 @@ def test_digests_must_cover_the_tensor() -> None:
     document["tensors"][0]["crc32"] = [7]
     with pytest.raises(MalformedFile, match="expected 2 numbers, found 1"):
         load_index(json.dumps(document).encode(), "index")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ranks", [], "0 ranks, expected the 4 of dp=2 tp=2"),
+        ("topology", {"dp": 1, "tp": 10**9, "pp": 1, "ep": 1, "rank_map": None}, "expected the 1000000000 of"),
+        ("tag", "../../outside", "not a path"),
+        ("attempt", "..", "name of a file or directory"),
+        ("order_time", float("inf"), "number from 0"),
+        ("order_time", 1e300, "number from 0"),
+        ("parts", {"model": 1}, "expected a bool"),
+        ("parts", {"optimizer": "other"}, "expected an optimizer of plain"),
+        ("timings", {"bytes": "many"}, "number from 0"),
+        ("versions", {"torch": 2}, "expected a string"),
+        ("parameters", {"\ud800": {}}, r"'\\ud800' holds half a character|malformed"),
+    ],
+)
+def test_what_a_manifest_cannot_say(key: str, value: Any, message: str) -> None:
+    """Sizes that its ranks contradict, names that lead elsewhere, values of another type: refused."""
+    document = {**json.loads(dump_manifest(MANIFEST)), key: value}
+    with pytest.raises(MalformedFile, match=f"^dir/manifest.json: .*({message})"):
+        load_manifest(sealed(document), "dir/manifest.json")
+
+
+@pytest.mark.parametrize("names", [[1, 2], "embed", {"embed": 1}, [None], ["\ud800"]])
+def test_names_of_an_optimizer_are_strings(names: Any) -> None:
+    """Whatever else stands there is refused where it is read."""
+    document = {**json.loads(dump_index(INDEX)), "optimizer_names": names}
+    with pytest.raises(MalformedFile, match=r"^index: malformed"):
+        load_index(json.dumps(document).encode(), "index")
