@@ -177,6 +177,16 @@ class TagFiles:
 
         return map_tensors(tree, follow, TensorReference)
 
+    def marked_experts(self, file: str) -> set[str] | None:
+        """The names at the top of the tree whose tensors are marked as experts'; None where nothing is marked or not.
+
+        Raises as :meth:`tree`.
+        """
+        marks = {tid: about.get("expert_model_parallel") for tid, about in self._info(file).items()}
+        if None in marks.values() or not marks:
+            return None
+        return {str(path[0]) for path, found in iter_tensors(self.tree(file), TensorReference) if marks.get(found.tid)}
+
     def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf) -> Any:
         def absolute(stub: TensorStub) -> Any:
             span = replace(stub.storage, offset=start + stub.storage.offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from nxd_ckpt import Topology, errors, load_checkpoint
 from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
 from tests.elastic.golden import TAG, GoldenModel
-from tests.elastic.ranks import Pipeline, entries_of
-from tests.elastic.transformer import topology_of
+from tests.elastic.ranks import Pipeline, entries_of, fresh, load_rank, save_job
+from tests.elastic.transformer import layout_of, topology_of, weights_of
+from tests.elastic.whole import expected
 from tests.golden.checkpoints import groups_like, module_like, saved
 from tests.layout.equality import difference
 
@@ -39,7 +41,6 @@ BY_NAME = [
     *[("c_dp2_tp2_zero1_xser", sizes) for sizes in ("pp2", "dp3pp2")],
     *[("g_dp2_tp2_nozero1_xser", sizes) for sizes in ("pp2", "tp2pp2")],
     *[("i_dp4_ep2_zero1_pt", sizes) for sizes in ("dp1", "dp2", "dp3ep3", "tp2")],
-    *[("i_dp2_tp2_ep2_nozero1_xser", sizes) for sizes in ("dp1", "tp2", "dp4ep4")],
 ]
 
 
@@ -170,3 +171,28 @@ def test_the_model_alone_needs_no_names(golden: Path) -> None:
     live = Live(model, Topology(dp=2, tp=2, dp_rank=1, tp_rank=1))
     load_checkpoint(model.saved.directory, TAG, live.model, topology=live.at)
     assert None is difference(live.wanted["model"], dict(live.stage.state_dict()))
+
+
+@pytest.mark.parametrize("sizes", ["dp1", "dp2", "tp2", "dp4ep4"])
+def test_marks_of_experts_are_read_from_xser_files(golden: Path, sizes: str) -> None:
+    """Without expert parallelism no live parameter is marked: NxD's info files say which are, and so in which order the
+    optimizer has them."""
+    model = GoldenModel(saved(golden, "i_dp2_tp2_ep2_nozero1_xser"))
+    topology = topology_of(sizes)
+    for rank in range(topology.world_size):
+        live = Live(model, topology.at(rank))
+        live.load(model)
+        check(model, live)
+
+
+def test_marks_tell_the_order_of_a_zero1_optimizer_of_experts(tmp_path: Path) -> None:
+    """Which keeps experts behind the others; files as NxD's, without what we add."""
+    weights = weights_of(experts=True)
+    save_job(tmp_path, weights, layout_of("dp4ep2", weights), use_xser=True)
+    (tmp_path / "step_1" / "manifest.json").unlink()
+    shutil.rmtree(tmp_path / "step_1" / "index")
+    layout = layout_of("dp2", weights)
+    for at in layout.ranks:
+        live = fresh(weights, layout, at)
+        load_rank(tmp_path, live)
+        assert None is difference(expected(weights, layout, at), live.held())

@@ -33,6 +33,10 @@ class RenamedTag(OpenTag):
         self._seen.update(tree)
         return {renaming.live(name): leaf for name, leaf in tree.items() if renaming.concerns(name)}
 
+    def experts(self) -> set[str] | None:
+        found = super().experts()
+        return None if found is None else set(map(self._renaming.live, found))
+
     @property
     def saved_names(self) -> set[str]:
         """The parameters, as the tag calls them, that it is known by now to hold."""

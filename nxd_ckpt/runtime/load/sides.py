@@ -132,6 +132,7 @@ class Sides:
             recorded={} if manifest is None else manifest.parameters,
             aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
             every_stage=self.is_restaged,
+            experts=self.opened.experts(),
         )
 
     @cached_property

@@ -5,7 +5,7 @@ How a parameter was cut comes from the manifest, for tags without one from how t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -28,7 +28,8 @@ class Crossing:
 
     ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved.
     ``aliases`` are all names of each tied parameter, by any of them. ``every_stage`` looks through all saved pipeline
-    stages, also where this rank's own one stayed the same.
+    stages, also where this rank's own one stayed the same. ``experts`` are the saved expert parameters, None if the tag
+    does not mark them: live ones are marked only where expert parallelism cuts them.
     """
 
     opened: OpenTag
@@ -37,6 +38,7 @@ class Crossing:
     recorded: Mapping[str, ParameterSpec] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     every_stage: bool = False
+    experts: Collection[str] | None = None
     _plans: dict[Any, list[Read[Place]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -86,6 +88,10 @@ class Crossing:
                 ties.setdefault(spec.tie, []).append(name)
         return ties
 
+    def is_expert(self, name: str) -> bool:
+        """Whether the tag marks it as an expert's parameter."""
+        return not set(self.names(name)).isdisjoint(self.experts or ())
+
     def live_spec(self, name: str, spec: ParameterSpec) -> ParameterSpec:
         """The live parameter's specification, with the partition that the caller gave for it."""
         if not self.partitions:
@@ -98,6 +104,8 @@ class Crossing:
         recorded = next((self.recorded[alias] for alias in self.names(name) if alias in self.recorded), None)
         if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
             return replace(recorded, shape=shape)
+        if self.is_expert(name):
+            live = replace(live, partition=replace(live.partition, expert=True))
         if self.saved.tp == self.live.tp:
             return ParameterSpec(live.dtype, shape, live.partition, live.trainable)
         return derived(name, shape, self.saved_cut, live, self.live_cut)

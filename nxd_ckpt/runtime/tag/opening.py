@@ -172,6 +172,14 @@ class OpenTag:
             return {*self.manifest.parameters}
         return {name for stage in range(self.topology.pp) for name in self.model_tree(Coordinates(stage))}
 
+    def experts(self) -> set[str] | None:
+        """The expert parameters, as neuronx_distributed's xser files mark them; None where files do not tell."""
+        if self.manifest is not None or self.topology.ep == 1 or not self.parts.model:
+            return None
+        files = (names.model_file(self.topology, Coordinates(stage)) for stage in range(self.topology.pp))
+        found = [self._layout.files.marked_experts(file) for file in files]
+        return None if None in found else {name for marked in found for name in marked or ()}
+
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         """The optimizer's state dict at these coordinates, a TensorStub for each tensor.
 

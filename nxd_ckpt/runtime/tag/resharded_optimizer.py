@@ -380,6 +380,10 @@ class ReshardedOptimizer:
             return names
         if same_places and self._live_names is None and not self._by_position:
             return None
+        if saved.pp == live.pp and not same_places and self._crossing.experts is not None and self._live_names:
+            # A ZeRO-1 optimizer of experts keeps them apart, behind the others.
+            apart = self._crossing.is_expert if self._is_sharded else None
+            return list(self._live_names) if apart is None else sorted(self._live_names, key=apart)
         # Of several stages each has an entry at every position.
         if same_places and len(self._crossing.stages) == 1:
             return None if self._live_names is None else list(self._live_names)
