@@ -228,10 +228,29 @@ class NxdTag:
         if any(ranks.dp for ranks in files.values()):
             return "zero1"
         if any(names.parse_full(file) for file in files):
+            self._refuse_merged_experts()
             return "zero1_full"
         if self._first_optimizer is None:
             return None
         return "zero1" if "base_state" in self._first_optimizer else "plain"
+
+    def _refuse_merged_experts(self) -> None:
+        """NxD's converter knows nothing of experts: it unshards them over all data-parallel ranks, those of other
+        experts among them, and keeps one rank's. Our unsharded files of experts have the rank in their names."""
+        if any(ranks.ep is not None for ranks in self._ranks(names.OPTIMIZER_DIR)):
+            return
+        tree = self._first_optimizer or {}
+        groups = tree.get("param_groups")
+        listed = [tuple(group.get("params", ())) for group in groups or () if isinstance(group, dict)]
+        indices = [index for params in listed for index in params]
+        restarted = len(set(indices)) < len(indices)  # those of experts count from 0 again
+        named = any(ranks.ep is not None for ranks in self._ranks(names.MODEL_DIR))
+        if named or restarted or "ep_param_group_offset" in tree:
+            raise MalformedFile(
+                f"{self.files.where(names.OPTIMIZER_DIR)}: an unsharded optimizer of an expert-parallel job, which "
+                "neuronx_distributed's converter writes wrongly: experts are mixed, or lost. Convert the sharded "
+                "checkpoint that it was made of, with nxd_ckpt"
+            )
 
     def _first_state(self, part: str) -> dict[str, Any] | None:
         """The state of the lowest rank that has a file, for what is the same on all of them."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint
 from nxd_ckpt.convert import convert_zero1, reshard
 from nxd_ckpt.errors import (
     CheckpointNotFound,
@@ -73,6 +73,38 @@ def test_a_size_that_experts_do_not_divide(golden: Path, tmp_path: Path) -> None
     """The data-parallel ranks share out the experts: their number is a multiple."""
     source = saved(golden, "i_dp4_ep2_zero1_pt").directory / "step_3"
     refused(InvalidArgument, "ep=2 must divide dp=3", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("offsets", [True, False], ids=["offsets kept", "offsets dropped"])
+@pytest.mark.parametrize("model", [True, False], ids=["with its model", "alone"])
+def test_an_expert_optimizer_that_nxds_converter_unsharded(
+    golden: Path, tmp_path: Path, offsets: bool, model: bool
+) -> None:
+    """It takes the experts of one rank for all: nothing that reads the file may take it for whole."""
+    step = saved(golden, "i_dp4_ep2_zero1_pt").directory / "step_3"
+    source = tmp_path / "input" / "step_3"
+    (source / "optim").mkdir(parents=True)
+    torch.save(_unsharded_by_nxd(step, offsets), source / "optim" / "full_tp_rank_00_pp_rank_00.pt")
+    if model:
+        shutil.copytree(step / "model", source / "model")
+    complaint = "optim: an unsharded optimizer of an expert-parallel job, which .* writes wrongly"
+    refused(MalformedFile, complaint, source, tmp_path / "out")
+    for marker in ("checkpoint", "done"):
+        (source / marker).write_text("1")
+    with pytest.raises(MalformedFile, match=complaint):
+        load_checkpoint(source.parent, source.name, optimizer={}, topology=Topology())
+
+
+def _unsharded_by_nxd(step: Path, offsets: bool) -> dict[str, Any]:
+    """What its converter makes of the files of all ranks: it puts shards one behind the other and cuts off the rest."""
+    files = sorted((step / "optim").glob("*.pt"))
+    ranks = [torch.load(file, weights_only=False) for file in files]
+    full = dict(ranks[0])
+    for index, shape in full["shape_info"].items():
+        shards = [rank["base_state"][index] for rank in ranks]
+        state = {name: torch.cat([shard[name] for shard in shards])[: shape[0]] for name in ("exp_avg", "exp_avg_sq")}
+        full["base_state"] = {**full["base_state"], index: {"step": shards[0]["step"], **state}}
+    return full if offsets else {key: value for key, value in full.items() if not key.startswith("ep_")}
 
 
 def _input(source: Path) -> Path:
