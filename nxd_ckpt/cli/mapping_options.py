@@ -17,7 +17,8 @@ def add_mapping(parser: argparse.ArgumentParser, job_keeps: str) -> None:
     parser.add_argument(
         "--mapping",
         metavar="NAME",
-        help="a shipped mapping (gpt_neox, llama, megatron_llama, mixtral) or a JSON file (default: by config.json)",
+        help="a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, qwen2, qwen3) or a JSON file "
+        "(default: by config.json)",
     )
     parser.add_argument(
         "--kv_size_multiplier",
@@ -29,6 +30,11 @@ def add_mapping(parser: argparse.ArgumentParser, job_keeps: str) -> None:
     parser.add_argument(
         "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
     )
+    parser.add_argument(
+        "--pad_attn_heads",
+        action="store_true",
+        help="query heads are padded with zeros to a multiple of the tensor-parallel size (trn1)",
+    )
 
 
 def mapping_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -37,6 +43,7 @@ def mapping_of(args: argparse.Namespace) -> dict[str, Any]:
         "mapping": args.mapping,
         "kv_size_multiplier": args.kv_size_multiplier,
         "hardware": args.hw_backend,
+        "pad_attn_heads": args.pad_attn_heads,
     }
 
 

@@ -86,6 +86,7 @@ def export_checkpoint(
     mapping: Given = None,
     kv_size_multiplier: int = 1,
     hardware: str = "trn1",
+    pad_attn_heads: bool = False,
     size_per_shard: int | str = "5GB",
     dtype: str | None = None,
     master_weights: bool = False,
@@ -114,6 +115,7 @@ def export_checkpoint(
         mapping: the name of a shipped mapping, a JSON file or document; by default chosen by config.json.
         kv_size_multiplier: how often the job that saved it kept each key-value head.
         hardware: "trn1" or "trn2": the order of those copies.
+        pad_attn_heads: the job padded its query heads to a multiple of its tensor-parallel size; on trn1.
         size_per_shard: bytes of a weight file at most (a larger tensor has a file of its own), or such as "5GB".
         dtype: "float32", "bfloat16" or "float16": what numbers of floating point are cast to; None keeps theirs.
         master_weights: export the optimizer's master weights, where it has them.
@@ -147,10 +149,11 @@ def export_checkpoint(
         refuse_overlap(source, target)
         files = [] if config is None else read_config(os.fspath(config), storage_options)
         chosen = find_mapping(mapping, config_in(files))
-        sizes = replace(chosen.sizes(config_in(files), kv_size_multiplier, hardware), converted=converted)
         if tokenizer is not None:
             files += read_tokenizer(os.fspath(tokenizer), storage_options)
+        sizes = chosen.sizes(config_in(files), kv_size_multiplier, hardware)
         opened = _open(source)
+        sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if pad_attn_heads else 1)
         settings = settings_of(opened)
         if settings is not None:
             chosen = adapter_mapping(chosen, settings)

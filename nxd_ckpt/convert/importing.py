@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
@@ -36,6 +37,7 @@ def import_checkpoint(
     mapping: Given = None,
     kv_size_multiplier: int = 1,
     hardware: str = "trn1",
+    pad_attn_heads: bool = False,
     qkv_linear: bool = False,
     fuse_qkv: bool = False,
     coalesce_qkv: bool = False,
@@ -69,6 +71,7 @@ def import_checkpoint(
         mapping: the name of a shipped mapping, a JSON file or document; by default chosen by config.json.
         kv_size_multiplier: how often the job keeps each key-value head.
         hardware: "trn1" or "trn2": the order of those copies.
+        pad_attn_heads: the job pads its query heads with zeros to a multiple of ``tp``; on trn1.
         qkv_linear: the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not three layers.
         fuse_qkv: the same with ``fuse_qkv=True`` (weight_qkv), with or without ``qkv_linear``.
         coalesce_qkv: the model has one ``ColumnParallelLinear`` for q, k and v.
@@ -108,6 +111,7 @@ def import_checkpoint(
             document = config_in(read_config(os.fspath(config), storage_options))
         chosen = find_mapping(mapping, document)
         sizes = chosen.sizes(document, kv_size_multiplier, hardware)
+        sizes = replace(sizes, heads_of=tp if pad_attn_heads else 1)
         what = ImportTarget(topology, chosen, sizes, variants, dtype, use_xser, virtual_pp, stages, model_key)
         plans.append(import_plan(source, target, what))
         parts = Parts(model=True, use_xser=use_xser)

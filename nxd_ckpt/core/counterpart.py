@@ -91,7 +91,7 @@ def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, m
             raise ShapeMismatch(f"{name} has shape {shape} and does not fit beside one of {first} in {match.name}")
     if dim is not None:
         lengths = [
-            sum(run.length for run in _runs(member, shape[dim], sizes)) if member.heads else shape[dim]
+            sizes.attention().length(member.heads) if member.heads else shape[dim]
             for member, shape in zip(rule.members, laid_out, strict=False)
         ]
         padding = -sum(lengths) % multiple if rule.members[0].rows else 0
@@ -147,7 +147,7 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
     if rule.dim is None:
         return [0]
     known = [
-        sum(run.length for run in sizes.attention().runs(member.heads)) if member.heads else None
+        sizes.attention().length(member.heads) if member.heads else None
         for member in rule.members
     ]
     left = shape[rule.dim] - sum(length or 0 for length in known)

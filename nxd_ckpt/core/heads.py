@@ -13,6 +13,9 @@ Both orders are NxD's whatever the number of ranks; each rank holds an equal par
 
 NxD's converter repeats k and v for trn2 as it does for trn1 (K0 K1 K0 K1), while it leaves query heads in their order:
 what it writes for trn2 is *converted*, a third order, which no layer of NxD's computes with.
+
+Where the ranks do not divide the query heads, a job may pad them (``pad_attn_heads``): the blocks at the last places
+are then zero, for each key-value head the same number.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class Run(NamedTuple):
 class Heads:
     """The heads of an attention layer, of ``head_dim`` elements each, and how often NxD keeps each key-value head.
 
+    With ``padded`` NxD has as many query heads, the last ones of which are padding.
+
     Raises:
         InvalidArgument: counts that do not divide.
     """
@@ -49,6 +54,7 @@ class Heads:
     copies: int = 1
     hardware: str = "trn1"
     converted: bool = False
+    padded: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.copies) < 1:
@@ -57,10 +63,16 @@ class Heads:
             raise InvalidArgument(f"{self.kv_heads} key-value heads, {self.copies} times each: at most {HEADS}")
         if self.hardware not in HARDWARE:
             raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {self.hardware!r}")
-        if self.heads % (self.kv_heads * self.copies):
+        if self._kept > self.heads and self.hardware == "trn2":
             raise InvalidArgument(
-                f"{self.heads} query heads cannot be divided equally among {self.kv_heads} key-value heads that are "
-                f"each kept {self.copies} times (kv_size_multiplier={self.copies})"
+                "padded query heads (pad_attn_heads) have no order on trn2: NxD's own converter cannot take the "
+                "padding out again there"
+            )
+        if self._kept % (self.kv_heads * self.copies) or self.heads % (self.kv_heads * max(self._block, 1)):
+            padded = "" if self._kept == self.heads else f", padded to {self.padded},"
+            raise InvalidArgument(
+                f"{self.heads} query heads{padded} cannot be divided equally among {self.kv_heads} key-value heads "
+                f"that are each kept {self.copies} times (kv_size_multiplier={self.copies})"
             )
 
     def runs(self, kind: str) -> list[Run]:
@@ -68,18 +80,31 @@ class Heads:
         places = range(self.kv_heads * self.copies)
         if kind == "kv":
             return _runs((self._kv_head(place) for place in places), self.head_dim)
-        return _runs(map(self._query_block, places), self.heads // len(places) * self.head_dim)
+        return _runs(map(self._query_block, places[: self.heads // self._block]), self._block * self.head_dim)
+
+    def length(self, kind: str) -> int:
+        """The rows of q, or of k or v, in NxD's tensor, padding included."""
+        return self.head_dim * (self.kv_heads * self.copies if kind == "kv" else self._kept)
+
+    @property
+    def _kept(self) -> int:
+        return self.heads if self.padded is None else self.padded
+
+    @property
+    def _block(self) -> int:
+        """Query heads beside each place."""
+        return self._kept // (self.kv_heads * self.copies)
 
     def _kv_head(self, place: int) -> int:
         interleaved = self.hardware == "trn1" or self.converted
         return place % self.kv_heads if interleaved else place // self.copies
 
     def _query_block(self, place: int) -> int:
-        """The block of query heads at ``place``; those that attend to one key-value head are ``copies`` blocks."""
+        """The block of query heads at ``place``; those that attend to one key-value head are neighbours."""
         if self.hardware == "trn2":
             return place
         copy, head = divmod(place, self.kv_heads)
-        return head * self.copies + copy
+        return head * (self.heads // self._block // self.kv_heads) + copy
 
 
 def _runs(blocks: Iterable[int], size: int) -> list[Run]:

@@ -30,6 +30,7 @@ class Sizes:
         kv_size_multiplier: how often NxD keeps each key-value head.
         hardware: "trn1" or "trn2": the order of those copies.
         converted: NxD's converter wrote them, in an order of its own for trn2.
+        heads_of: query heads are padded to a multiple of this.
         keys: as :data:`CONFIG_KEYS`, where it differs.
     """
 
@@ -38,6 +39,7 @@ class Sizes:
     hardware: str = "trn1"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     converted: bool = False
+    heads_of: int = 1
 
     def find(self, name: str) -> int | None:
         """The size of that name, or None where config.json does not say.
@@ -65,7 +67,8 @@ class Sizes:
     def attention(self) -> Heads:
         """The heads of its attention layers. Raises InvalidArgument for counts that do not divide."""
         counts = (self.get("heads"), self.get("kv_heads"), self.get("head_dim"))
-        return Heads(*counts, self.kv_size_multiplier, self.hardware, self.converted)
+        padded = counts[0] + -counts[0] % self.heads_of
+        return Heads(*counts, self.kv_size_multiplier, self.hardware, self.converted, padded)
 
     def _divided_head_dim(self) -> int | None:
         hidden, heads = self.find("hidden"), self.find("heads")

@@ -127,6 +127,7 @@ class Job:
     hardware: str = "trn1"
     converted: bool = False
     padded_vocab: int | None = None
+    padded_heads: int | None = None
 
     def rank(self, state: State, tp_rank: int = 0, ep_rank: int = 0) -> State:
         """What the rank holds of a model with the Hugging Face tensors ``state``, of all pipeline stages."""
@@ -150,8 +151,12 @@ class Job:
         """Rows of q in NxD's order."""
         if self.hardware == "trn2" or self.copies == 1:
             return tensor
-        groups = tensor.reshape(self.model.kv_heads, self.copies, -1, *tensor.shape[1:])
-        return groups.transpose(0, 1).reshape(tensor.shape)
+        kept = self.padded_heads or self.model.heads
+        beside = kept // (self.model.kv_heads * self.copies)
+        rows = beside * len(tensor) // self.model.heads
+        groups = tensor.reshape(self.model.kv_heads, -1, rows, *tensor.shape[1:])
+        padding = tensor.new_zeros(len(tensor) // self.model.heads * (kept - self.model.heads), *tensor.shape[1:])
+        return torch.cat([groups.transpose(0, 1).reshape(tensor.shape), padding])
 
     def _kv_copies(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of k or v, as often as NxD keeps them."""

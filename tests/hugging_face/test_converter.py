@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -142,9 +143,88 @@ def test_plain_files_become_xser_files_and_back(tmp_path: Path, kind: str) -> No
     assert [True, False] == [manifest is not None and manifest.parts.use_xser for manifest in kinds]
 
 
+def test_an_existing_output_is_replaced_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the flag that the refusal names; NxD's tool of ZeRO-1 optimizers, which replaces them unasked, has it too."""
+    source = save_job(tmp_path / "run", JOB, JOB.model.state())
+    config = write_config(tmp_path / "hf", JOB.model.config)
+    for mode in (["--convert_to_xser"], ["--convert_to_full_state", "--config", str(config), *HEADS]):
+        out = tmp_path / mode[0] / "step_1"
+        assert [0, 1] == [convert(source, out, *mode), convert(source, out, *mode)]
+        assert "pass --overwrite" in capsys.readouterr().err
+        assert 0 == convert(source, out, *mode, "--overwrite")
+    tool = str(REPOSITORY / "tools" / "convert_zero_checkpoints.py")
+    shown = subprocess.run([sys.executable, tool, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--overwrite" in shown
+
+
+def test_padded_heads(tmp_path: Path) -> None:
+    """Six query heads on eight ranks: two are padding, in both directions."""
+    job = Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8)
+    state, tag = job.model.state(), tmp_path / "run" / "step_0"
+    config = write_config(tmp_path / "hf", job.model.config)
+    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    heads = ["--kv_size_multiplier", "4", "--pad_attn_heads", "True"]
+    assert 0 == convert(tmp_path / "hf", tag, "--convert_from_full_state", "--tp_size", "8", "--qkv_linear", *heads)
+    for at in map(Topology(tp=8).at, range(8)):
+        assert [] == differences(local_state(job, state, at), loaded(tag, at))
+    assert 0 == convert(tag, tmp_path / "out", "--convert_to_full_state", "--config", str(config), *heads)
+    assert [] == differences(state, weights(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_yaml_file_of_nxd_training_tells_sizes(tmp_path: Path, family: str) -> None:
+    """Over those of config.json, or without one."""
+    model = Model(family)
+    sizes = {"num_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 8, "vocab_size": 24}
+    experts = {"moe": {"num_experts": 4}} if family == "mixtral" else {}
+    yaml = tmp_path / "training.yaml"
+    yaml.write_text(json.dumps({"name": "job", "model": {**sizes, **experts}}))  # which is YAML
+    tag = save_job(tmp_path / "run", Job(model, tp=2), model.state())
+    wrong = write_config(tmp_path / "hf", {**model.config, "num_hidden_layers": 7})
+    for number, config in enumerate([[], ["--config", str(wrong)]]):
+        out = tmp_path / f"out{number}"
+        assert 0 == convert(tag, out, "--convert_to_full_state", "--nxdt_yaml_config", str(yaml), *config)
+        assert [] == differences(model.state(), weights(out))
+
+
+def test_a_yaml_file_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is named."""
+    (tmp_path / "other.yaml").write_text("- 1")
+    flags = ["--convert_to_full_state", "--nxdt_yaml_config", str(tmp_path / "other.yaml")]
+    assert 1 == convert(tmp_path / "run", tmp_path / "out", *flags)
+    assert "other.yaml: not a configuration of NxD Training" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here from the cache of huggingface_hub; what is not there is named."""
+    pytest.importorskip("huggingface_hub")
+    cached = tmp_path / "hub" / "models--me--llama"
+    snapshot = cached / "snapshots" / "abc"
+    write_config(snapshot, JOB.model.config)
+    save_file(JOB.model.state(), snapshot / "model.safetensors", metadata={"format": "pt"})
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tool = [sys.executable, str(REPOSITORY / "tools" / "checkpoint_converter.py"), "--convert_from_full_state"]
+    tag = tmp_path / "run" / "step_0"
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        what = ["--hf_model_name", name, "--output_dir", str(tag)]
+        return subprocess.run([*tool, *what], capture_output=True, text=True, check=False)
+
+    missing = run("me/mistral")
+    assert 1 == missing.returncode
+    assert "--hf_model_name me/mistral: " in missing.stderr
+    assert (0, "") == ((done := run("me/llama")).returncode, done.stderr)
+    assert [] == differences(Job(JOB.model).rank(JOB.model.state()), loaded(tag, Topology()))
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
     [
+        (["--convert_to_xser", "--hf_model_name", "me/llama"], 2, "one of the two"),
+        (["--convert_to_full_state", "--i_tp_round_factor", "256"], 2, "pads the experts of DBRX"),
         (["--convert_to_xser"], 1, "input_dir"),
         ([], 2, "one of the arguments"),
         (["--convert_to_xser", "--convert_from_xser"], 2, "not allowed with"),

@@ -40,6 +40,10 @@ JOBS = {
     "Llama, q k v apart": Job(Model(kv_heads=4, bias=True), tp=4, pp=2),
     "Llama, copies on trn1": Job(Model(heads=8), tp=4, qkv="linear", copies=2),
     "Llama, copies on trn2": Job(Model(heads=8, bias=True), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"),
+    "Llama, padded heads": Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8),
+    "Llama, pairs of padded heads": Job(
+        Model(heads=12, intermediate=16), tp=8, qkv="fused", copies=4, padded_heads=16
+    ),
     "Llama, coalesced": Job(Model(kv_heads=4), tp=2, qkv="coalesced", fused_mlp=False),
     "Llama, padded vocabulary": Job(Model(vocab=21), tp=2, padded_vocab=22),
     "Mixtral": Job(Model("mixtral"), tp=2, qkv="linear"),
@@ -66,8 +70,13 @@ def bring(source: Path, tag: Path, job: Job, **options: Any) -> None:
         "durable": False,
     }
     sizes = {"dp": job.ep, "tp": job.tp, "pp": job.pp, "ep": job.ep}
-    heads = {"kv_size_multiplier": job.copies, "hardware": job.hardware}
-    import_checkpoint(source, tag, **{**how, **sizes, **heads, **options})
+    import_checkpoint(source, tag, **{**how, **sizes, **heads_of(job), **options})
+
+
+def heads_of(job: Job) -> dict[str, Any]:
+    """How the job keeps them."""
+    padded = {"pad_attn_heads": job.padded_heads is not None}
+    return {"kv_size_multiplier": job.copies, "hardware": job.hardware, **padded}
 
 
 def loaded(tag: Path, at: Topology) -> State:
@@ -100,8 +109,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     job, tag = JOBS[name], tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
     bring(tmp_path / "hf", tag, job)
-    heads: dict[str, Any] = {"kv_size_multiplier": job.copies, "hardware": job.hardware}
-    export_checkpoint(tag, tmp_path / "out", config=tmp_path / "hf", **heads)
+    export_checkpoint(tag, tmp_path / "out", config=tmp_path / "hf", **heads_of(job))
     assert [] == differences(state, weights(tmp_path / "out"))
 
 

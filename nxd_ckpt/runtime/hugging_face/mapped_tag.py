@@ -234,6 +234,8 @@ class MappedTag:
             if not isinstance(leaf, TensorStub) or leaf.storage.crc32 is None:
                 return
             held = tuple(self._held(source, members, tp_rank))
+            if not held:  # padding
+                continue
             other, digest = first.setdefault(held, (tp_rank, _digest(leaf)))
             if digest != _digest(leaf):
                 raise TopologyMismatch(
