@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +13,10 @@ from nxd_ckpt.cli.prefixes import prefixes
 from nxd_ckpt.cli.tags import locate, summary
 from nxd_ckpt.cli.tensors import tensors
 from nxd_ckpt.cli.values import content_document
-from nxd_ckpt.core.tags import latest
+from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, UnsafePickle
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.layout.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
 from nxd_ckpt.storage.urls import open_storage
@@ -58,6 +59,8 @@ def inspection(
     at = opened.topology.coordinates_of(rank)
     tags = list_tags(storage)
     info = next((info for info in tags if info.tag == opened.tag), None)
+    if info is None and is_whole_without_marks(storage, opened.tag):
+        info = TagInfo(opened.tag, math.inf, complete=True, ours=False)  # no marker tells when it was written
     if info is None:
         raise CheckpointNotFound(f"{opened.where} was removed while it was being read")
     problems: list[str] = []

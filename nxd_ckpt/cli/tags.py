@@ -14,7 +14,7 @@ from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import legacy, names
-from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, list_tags
+from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, is_whole_without_marks, list_tags
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag, settle_swap
@@ -39,7 +39,8 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
     storage = _open(whole, options)
     if tag is None and not list_tags(storage):
         directory, name = directory_and_name(whole)
-        if name and any(info.tag == name for info in list_tags(open_storage(directory, storage_options=options))):
+        above = open_storage(directory, storage_options=options)
+        if name and (any(info.tag == name for info in list_tags(above)) or is_whole_without_marks(above, name)):
             return directory, name
     return whole, tag
 

@@ -16,7 +16,7 @@ from nxd_ckpt.core.manifest import is_manifest, load_manifest
 from nxd_ckpt.core.tags import LATEST, TagInfo
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout import legacy
-from nxd_ckpt.layout.grid import holes
+from nxd_ckpt.layout.grid import holes, spanned
 from nxd_ckpt.layout.names import (
     DONE,
     INDEX_DIR,
@@ -109,6 +109,21 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
     return marked and known and all(map(_of_a_rank, inside))
 
 
+def is_whole_without_marks(storage: Storage, tag: str) -> bool:
+    """Whether no save has left a mark on this directory, and it has the files of all ranks that their names tell of.
+
+    NxD's converter writes such: ``model/`` alone. NxD and we begin a save with a mark. Not listed, as no one knows when
+    it was finished; whoever names it may load it.
+    """
+    found = {entry.name for entry in storage.list(tag)}
+    if not tag or found & {MARKER, DONE, MANIFEST, INDEX_DIR} or not _has_all_ranks(storage, tag):
+        return False
+    parts = [{entry.name for entry in storage.list(f"{tag}/{part}")} for part in _NXD_DIRS & found]
+    sizes = {(size.tp, size.pp) for part in parts if (size := spanned(filter(None, map(parse, part))))}
+    # xser: a rank's tensors are written before the file that refers to them.
+    return len(sizes) == 1 and all(name.removesuffix(".tensors") in part for part in parts for name in part)
+
+
 def _of_a_rank(name: str) -> bool:
     """Whether a file or directory in a part's directory is one that a rank writes (or its temporary)."""
     return name.lstrip(".").startswith(("dp_rank_", "full_tp_rank_", "rank_", "__", "metadata"))
@@ -122,7 +137,9 @@ def describe_incomplete(storage: Storage) -> str:
         if entry.name.startswith("."):
             continue
         info = tags.get(entry.name)
-        if info is None:
+        if info is None and entry.is_dir and is_whole_without_marks(storage, entry.name):
+            lines.append(f"{entry.name!r} (without markers: taken only by its name)")
+        elif info is None:
             lines.append(f"{entry.name!r} (not a checkpoint)")
         elif info.damage is not None:
             lines.append(f"{entry.name!r} (damaged)")

@@ -19,7 +19,7 @@ from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatc
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import describe_incomplete, list_tags, recorded_order_time
+from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags, recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime import journal, lease
 from nxd_ckpt.runtime.tag.proof import Entries, Written, changed_tensors, prove_tensors, refuse_missing
@@ -34,6 +34,8 @@ _SWAP_TAKES = 10.0
 
 def choose_tag(storage: Storage, tag: Tag | None) -> str:
     """The tag to load: the one asked for if it is complete, else the latest complete one.
+
+    One that is asked for may lack every marker, as what NxD's converter writes does: a warning says so.
 
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
@@ -52,6 +54,15 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
             raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
         return newest.tag
     found = next((info for info in tags if info.tag == wanted), None)
+    if found is None and is_whole_without_marks(storage, wanted):
+        logger.warning(
+            "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
+            "of all ranks that their names tell of are there",
+            storage.url,
+            wanted,
+            names.DONE,
+        )
+        return wanted
     if found is None:
         raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
     if found.damage is not None:
