@@ -18,13 +18,12 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.mappings import Given
 from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.forks import in_forked_children
 from nxd_ckpt.runtime.ignoring import IgnoreKeys
 from nxd_ckpt.runtime.load.options import Verify
-from nxd_ckpt.runtime.tag.opening import settle_swap
+from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
 _open: dict[tuple[str, Topology], Checkpointer] = {}
@@ -237,6 +236,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
             proved first (see ``verify``): then the error of a load that had begun says so.
+        TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag``, the load goes on with the
+            latest one that there is then.
     """
     directory = _directory(path, checkpoint_dir_str)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
@@ -284,8 +285,7 @@ def has_checkpoint(
 ) -> bool:
     """Whether the directory holds a complete checkpoint, one that ``load_checkpoint(tag=None)`` would load."""
     storage = open_storage(_directory(checkpoint_dir_str, path), storage_options=storage_options)
-    settle_swap(storage)
-    return any(info.complete for info in list_tags(storage))
+    return any(info.complete for info in settled_tags(storage))
 
 
 def finalize_checkpoint() -> None:

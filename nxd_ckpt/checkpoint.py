@@ -21,10 +21,12 @@ from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointNotFound, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.choosing import choose_tag
+from nxd_ckpt.runtime.tag.identity import of_latest
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
@@ -44,7 +46,11 @@ class _Given:
 
     def open(self, tag: Tag | None) -> Checkpoint:
         storage = open_storage(self.path, storage_options=self.storage_options)
-        return Checkpoint(open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=self.trust_pickle), self)
+
+        def opened() -> OpenTag:
+            return open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=self.trust_pickle)
+
+        return Checkpoint(of_latest(tag is None, opened), self)
 
 
 class Checkpoint:
@@ -64,7 +70,7 @@ class Checkpoint:
         return f"<Checkpoint {self._opened.where}, {sizes}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, (self._given, self.tag, None if self.manifest is None else self.manifest.attempt)
+        return _open_again, (self._given, self.tag, self._opened.save)
 
     @property
     def tag(self) -> str:
@@ -112,7 +118,8 @@ class Checkpoint:
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
-        return MappingProxyType(self.whole.tensors)
+        with self._opened.kept():
+            return MappingProxyType(self.whole.tensors)
 
     def keys(self, *patterns: str) -> list[str]:
         """The names of all tensors, those of :attr:`metadata`; with ``patterns``, as a shell's, of those that match."""
@@ -122,13 +129,15 @@ class Checkpoint:
     @as_checkpoint_errors()
     def values(self) -> Mapping[str, Any]:
         """What stands beside the tensors and is none, by such names: steps that are Python numbers, extra state."""
-        return MappingProxyType(self.whole.values)
+        with self._opened.kept():
+            return MappingProxyType(self.whole.values)
 
     @property
     @as_checkpoint_errors()
     def param_groups(self) -> list[dict[str, Any]]:
         """The options of each of the optimizer's param groups, and under "params" the names of its parameters."""
-        groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
+        with self._opened.kept():
+            groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
         return groups
 
     @as_checkpoint_errors()
@@ -146,11 +155,13 @@ class Checkpoint:
             OptimizerMismatch: nor is whose it is: ``saved_param_names=`` says it.
             PartNotFound: no file holds it.
             CorruptCheckpoint: its bytes are not those that were written.
+            TagReplaced: the tag was removed, or saved anew, since it was opened.
         """
-        leaf = self.whole.leaf(name)
-        if box is not None:
-            leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
-        return self._put_together(leaf, name)
+        with self._opened.kept():
+            leaf = self.whole.leaf(name)
+            if box is not None:
+                leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
+            return self._put_together(leaf, name)
 
     @as_checkpoint_errors()
     def model_state(self, rank: int = 0) -> dict[str, Any]:
@@ -159,28 +170,33 @@ class Checkpoint:
         Raises:
             PartNotFound: it was saved without a model, or a tensor is in no file.
         """
-        state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
+        with self._opened.kept():
+            state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
         return state
 
     @as_checkpoint_errors()
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """The optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
-        state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
+        with self._opened.kept():
+            state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
         return state
 
     @as_checkpoint_errors()
     def scheduler_state(self) -> Any:
-        return self._opened.scheduler()
+        with self._opened.kept():
+            return self._opened.scheduler()
 
     @as_checkpoint_errors()
     def user_content(self) -> Any:
         """What the user saved beside the state; None if nothing."""
-        return self._opened.user_content()
+        with self._opened.kept():
+            return self._opened.user_content()
 
     @as_checkpoint_errors()
     def rank_content(self, rank: int) -> Any:
         """What the global ``rank`` saved for itself."""
-        return self._opened.rank_content(rank)
+        with self._opened.kept():
+            return self._opened.rank_content(rank)
 
     def _read(self, tree: Any) -> Any:
         def read(leaf: TensorStub | Assembly | MissingTensor) -> torch.Tensor:
@@ -224,12 +240,10 @@ def open_checkpoint(
     return _Given(where, partitions, saved_param_names, trust_pickle, storage_options).open(tag)
 
 
-def _open_again(given: _Given, tag: str, attempt: str | None) -> Checkpoint:
+def _open_again(given: _Given, tag: str, save: str | None) -> Checkpoint:
     """In the process that unpickles it."""
     checkpoint = given.open(tag or None)
-    found = None if checkpoint.manifest is None else checkpoint.manifest.attempt
-    if found != attempt:
-        raise CheckpointNotFound(f"{checkpoint.opened.where} was replaced since it was opened: open it again")
+    checkpoint.opened.require_save(save)
     return checkpoint
 
 
@@ -237,7 +251,7 @@ def get_checkpoint_metadata(
     path: str | os.PathLike[str], tag: Tag | None = None, **options: Any
 ) -> Mapping[str, GlobalTensor]:
     """:attr:`Checkpoint.metadata` of that tag; arguments as for :func:`open_checkpoint`."""
-    return open_checkpoint(path, tag, **options).metadata
+    return of_latest(tag is None, lambda: open_checkpoint(path, tag, **options).metadata)
 
 
 def load_keys(

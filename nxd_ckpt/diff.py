@@ -76,11 +76,22 @@ def diff_checkpoints(
     Raises:
         InvalidArgument: neither tag has such a name; a tolerance below 0.
         CorruptCheckpoint: bytes of a tag are not those that were written.
+        TagReplaced: a tag was removed, or saved anew, since it was opened.
     """
     if tolerance is not None and not tolerance >= 0:
         raise InvalidArgument(f"tolerance must be a number from 0 on, found {tolerance!r}")
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
+    with a.opened.kept(), b.opened.kept():
+        found = _difference(a, b, prefixes, tolerance, full, progress)
+        if found.problems or any(tensor.problem for tensor in found.tensors):
+            a.opened.require_kept()
+            b.opened.require_kept()
+    return found
 
+
+def _difference(
+    a: Checkpoint, b: Checkpoint, prefixes: Sequence[str], tolerance: float | None, full: bool, progress: bool
+) -> Difference:
     def wanted(name: str) -> bool:
         return not prefixes or any(fnmatchcase(name, f"{one}*") for one in prefixes)
 

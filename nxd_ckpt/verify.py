@@ -33,7 +33,9 @@ from nxd_ckpt.layout.directory import NO_TAG
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
 from nxd_ckpt.layout.torch_dcp import METADATA, read_metadata
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.choosing import choose_tag
+from nxd_ckpt.runtime.tag.identity import of_latest
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
@@ -77,15 +79,24 @@ def verify_checkpoint(
 
     Raises:
         CheckpointNotFound: no such tag.
+        TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag`` the new latest one is read.
     """
-    storage, started = open_storage(path, storage_options=storage_options), time.monotonic()
+    storage = open_storage(path, storage_options=storage_options)
+    return of_latest(tag is None, lambda: _verify(storage, tag, progress))
+
+
+def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
+    started = time.monotonic()
     chosen = "" if tag is None else str(tag)
     try:
         chosen = choose_tag(storage, tag)
         opened = open_complete_tag(storage, chosen)
     except CorruptCheckpoint as error:  # without marker and manifest nothing tells what the rest should be
         return Verification(chosen, 0, 0, (str(error),))
-    found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
+    with opened.kept():
+        found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
+        if found.problems:
+            opened.require_kept()
     report("verified", opened.where, found.nbytes, started)
     return found
 
@@ -159,7 +170,12 @@ def _prove(storage: Storage, key: str, entry: FileEntry, done: Counter) -> None:
         raise PartNotFound(f"{where} is missing") from error
     if size != entry.nbytes:
         raise MalformedFile(f"{where} has {size} bytes, expected {entry.nbytes}")
-    found = _crc32_of(storage, key, 0, size, done)
+    try:
+        found = _crc32_of(storage, key, 0, size, done)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing") from error
+    except EOFError as error:
+        raise MalformedFile(f"{where} is shorter than when it was opened: {error}") from error
     if found != entry.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {entry.crc32:08x}, found {found:08x}")
 

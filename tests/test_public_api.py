@@ -22,7 +22,7 @@ from nxd_ckpt import (
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.errors import CheckpointNotFound, InvalidTag
+from nxd_ckpt.errors import InvalidTag, TagReplaced
 from nxd_ckpt.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_was_replaced_is_not_another_one(tmp_path: Path) -> No
     save_checkpoint(tmp_path, "t", {"w": torch.tensor([1.0])})
     data = pickle.dumps(open_checkpoint(tmp_path))
     save_checkpoint(tmp_path, "t", {"w": torch.tensor([2.0])})
-    with pytest.raises(CheckpointNotFound, match="was replaced"):
+    with pytest.raises(TagReplaced, match="was replaced"):
         pickle.loads(data)
 
 

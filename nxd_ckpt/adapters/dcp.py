@@ -133,9 +133,17 @@ class StorageReader(TorchStorageReader):
 
         Raises:
             DigestMismatch: bytes changed since they were saved; names the tensor.
+            TagReplaced: the tag was removed, or saved anew, since it was opened.
             PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be put together; says why.
         """
         opened, states = self._open()
+        with opened.kept():
+            self._read(opened, states, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, opened: OpenTag, states: _States, plan: LoadPlan, planner: LoadPlanner) -> None:
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 name = item.storage_index.fqn
@@ -148,9 +156,6 @@ class StorageReader(TorchStorageReader):
             for item, leaf in zip(tensors, leaves, strict=True):
                 delivery.take(item, leaf)
             delivery.finish()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -164,8 +169,9 @@ class StorageReader(TorchStorageReader):
     def _open(self) -> tuple[OpenTag, _States]:
         if self._opened is None:
             opened = open_source(locate_input(self._path, self._options))
-            tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
-            self._opened = opened, _States(opened, tag, self._names)
+            with opened.kept():
+                tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
+                self._opened = opened, _States(opened, tag, self._names)
         return self._opened
 
 

@@ -13,7 +13,8 @@ from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
-    from nxd_ckpt.diff import TensorDifference, ValueDifference
+    from nxd_ckpt.cli.tags import Options
+    from nxd_ckpt.diff import Difference, TensorDifference, ValueDifference
     from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor
 
 NAME = "diff"
@@ -58,16 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.diff import diff_checkpoints
+    from nxd_ckpt.runtime.tag.identity import of_latest
 
-    a, b = _open(args.a, args), _open(args.b, args)
-    found = diff_checkpoints(
-        a,
-        b,
-        prefix=args.prefix or (),
-        tolerance=args.tolerance,
-        full=args.full,
-        progress=not args.quiet,
-    )
+    places = [_locate(path, args) for path in (args.a, args.b)]
+
+    def compared() -> tuple[Checkpoint, Checkpoint, Difference]:
+        a, b = (_open(*place, args) for place in places)
+        found = diff_checkpoints(
+            a,
+            b,
+            prefix=args.prefix or (),
+            tolerance=args.tolerance,
+            full=args.full,
+            progress=not args.quiet,
+        )
+        return a, b, found
+
+    a, b, found = of_latest(any(tag is None for _, tag, _ in places), compared)
     document = {
         "a": _side(a),
         "b": _side(b),
@@ -84,13 +92,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _open(path: str, args: argparse.Namespace) -> Checkpoint:
-    from nxd_ckpt.checkpoint import open_checkpoint
+def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
+    """Directory (or URL), tag if one is named, and what it is opened with."""
     from nxd_ckpt.cli.tags import locate
     from nxd_ckpt.storage.urls import options_for
 
     options = options_for(path, nested(args.storage_option))
-    directory, tag = locate(path, None, options)
+    return *locate(path, None, options), options
+
+
+def _open(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:
+    from nxd_ckpt.checkpoint import open_checkpoint
+
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
     if checkpoint.manifest is not None or not (args.partitions or args.param_names):
         return checkpoint

@@ -14,11 +14,13 @@ from nxd_ckpt.cli.tags import locate, summary
 from nxd_ckpt.cli.tensors import tensors
 from nxd_ckpt.cli.values import content_document
 from nxd_ckpt.core.tags import TagInfo, latest
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, UnsafePickle
+from nxd_ckpt.errors import CheckpointError, TagReplaced, UnsafePickle
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.runtime.tag.opening import OpenTag, choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.choosing import choose_tag
+from nxd_ckpt.runtime.tag.identity import of_latest
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.verify import files_of
 
@@ -55,14 +57,27 @@ def inspection(
     """
     directory, tag = locate(path, tag, options)
     storage = open_storage(directory, storage_options=options)
-    opened = open_complete_tag(storage, choose_tag(storage, tag))
+
+    def read() -> dict[str, Any]:
+        opened = open_complete_tag(storage, choose_tag(storage, tag))
+        with opened.kept():
+            found = _document(opened, rank, pattern, depth)
+            if found["problems"]:
+                opened.require_kept()
+        return found
+
+    return of_latest(tag is None, read)
+
+
+def _document(opened: OpenTag, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:
+    storage = opened.storage
     at = opened.topology.coordinates_of(rank)
     tags = list_tags(storage)
     info = next((info for info in tags if info.tag == opened.tag), None)
     if info is None and is_whole_without_marks(storage, opened.tag):
         info = TagInfo(opened.tag, math.inf, complete=True, ours=False)  # no marker tells when it was written
     if info is None:
-        raise CheckpointNotFound(f"{opened.where} was removed while it was being read")
+        raise TagReplaced(f"{opened.where} was removed while it was read")
     problems: list[str] = []
     document: dict[str, Any] = {
         "directory": storage.url,

@@ -12,12 +12,14 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, is_whole_without_marks, list_tags
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag, settle_swap
+from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.runtime.tag.identity import Identity, of_latest
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
@@ -52,8 +54,11 @@ def directory_document(path: str, options: Options = None) -> dict[str, Any]:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
-    settle_swap(storage)
-    tags = in_order(list_tags(storage))
+    return of_latest(True, lambda: _listing(storage, path, options))
+
+
+def _listing(storage: Storage, path: str, options: Options) -> dict[str, Any]:
+    tags = in_order(settled_tags(storage))
     if not tags:
         directory, tag = locate(path, None, options)
         if tag is not None:
@@ -98,19 +103,23 @@ def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str
         "lacks": [],
         "problems": [],
     }
-    manifest = None
-    try:
-        if info.damage is not None:
-            raise CorruptCheckpoint(info.damage)
-        if not info.complete:
-            document["lacks"] = list(_lacking(storage, info.tag))
-        else:
-            opened = open_complete_tag(storage, info.tag)
-            manifest = opened.manifest
-            document |= summary(opened, info)
-        document["nbytes"] = _nbytes(storage, info.tag, manifest)
-    except (CheckpointError, FileNotFoundError) as error:  # one damaged tag never hides the others
-        document["problems"].append(str(error))
+    manifest, identity = None, Identity(storage, info.tag)
+    with identity.kept():
+        try:
+            if info.damage is not None:
+                raise CorruptCheckpoint(info.damage)
+            if not info.complete:
+                document["lacks"] = list(_lacking(storage, info.tag))
+            else:
+                opened = open_complete_tag(storage, info.tag)
+                manifest = opened.manifest
+                document |= summary(opened, info)
+            document["nbytes"] = _nbytes(storage, info.tag, manifest)
+        except TagReplaced:
+            raise
+        except (CheckpointError, FileNotFoundError) as error:  # one damaged tag never hides the others
+            document["problems"].append(str(error))
+            identity.require()
     return document
 
 

@@ -64,7 +64,7 @@ def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
     started = time.monotonic()
     with joined(means.all_ranks, means.timeout) as agreement:
         job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
-        words = agreement.gather(repr((job.what, job.parts)))
+        words = agreement.gather(repr((job.what, job.parts, job.save)))
         decided_by_rank0(agreement, lambda: _must_agree(words))
         with closing(Crew(job, means.num_workers)) as crew:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)

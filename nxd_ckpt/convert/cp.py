@@ -15,7 +15,7 @@ from nxd_ckpt.convert.cp_publication import copy_publication
 from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.runtime.agreement import Alone
@@ -87,6 +87,7 @@ def copy_checkpoint(
         InvalidArgument: ``dst`` must stay as it is, or is ``src``.
         CheckpointNotFound: no such tag, or an incomplete one.
         CorruptCheckpoint: a file is not what was saved; nothing becomes visible.
+        TagReplaced: ``src`` was removed, or saved anew, while it was copied; nothing becomes visible.
         DirectoryInUse: a live job saves to the directory that holds ``dst``.
     """
     if not isinstance(num_workers, int) or num_workers < 1:
@@ -95,7 +96,8 @@ def copy_checkpoint(
     source = locate_input(src, storage_options)
     target = locate_output(dst, source, overwrite, written_with(storage_options, output_options))
     opened = open_source(source)
-    files = files_to_copy(opened)
+    with opened.kept():
+        files = files_to_copy(opened)
     planned = Copy(source.path, target.path, len(files), sum(file.nbytes for file in files))
     if dry_run:
         return planned
@@ -105,7 +107,8 @@ def copy_checkpoint(
         with watched("copy", planned.nbytes, lambda: counter.nbytes, progress):
             saved = None if opened.manifest is None else opened.manifest.attempt
             publication = copy_publication(session, target.name, overwrite, saved)
-            brought = _copy(opened, files, publication, session, hard_links, num_workers, counter.add)
+            with opened.kept(proved=True):
+                brought = _copy(opened, files, publication, session, hard_links, num_workers, counter.add)
     done = Copy(
         planned.source,
         planned.target,
@@ -148,8 +151,8 @@ def _copy(
         session.storage.make_dir(f"{folder}/{directory}")
     for directory in _directories(files):
         session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
-    if _order_time(opened, files) != order_time:
-        raise CorruptCheckpoint(f"{opened.where} was saved anew while it was being copied; copy it again")
+    if opened.manifest is None:  # no digest tells its files from those of a later save
+        opened.require_kept()
     try:
         publication.publish(session, order_time)
     except OSError as error:

@@ -154,15 +154,18 @@ def export_checkpoint(
         sizes = chosen.sizes(config_in(files), kv_size_multiplier, hardware)
         opened = _open(source)
         sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if pad_attn_heads else 1)
-        settings = settings_of(opened)
-        if settings is not None:
-            chosen = adapter_mapping(chosen, settings)
-        mapped = MappedTag(opened, chosen, sizes, master_weights=master_weights, param_names=param_names)
-        mapped_optimizer = MappedOptimizer(opened, mapped) if optimizer else None
+        with opened.kept():
+            settings = settings_of(opened)
+            if settings is not None:
+                chosen = adapter_mapping(chosen, settings)
+            mapped = MappedTag(opened, chosen, sizes, master_weights=master_weights, param_names=param_names)
+            mapped_optimizer = MappedOptimizer(opened, mapped) if optimizer else None
         return _Job(source, target, opened, chosen, mapped, mapped_optimizer, files, size, dtype)
 
     with joined(all_ranks, timeout) as agreement:
         job = on_all(agreement, prepare)
+        save = agreement.broadcast(job.opened.save)
+        on_all(agreement, lambda: job.opened.require_save(save))
         if dry_run:
             return on_all(agreement, job.summary)
         by_converter = partial(prepare, converted=True)
@@ -270,7 +273,7 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
         with watched("export", nbytes, lambda: writer.written.nbytes, progress and agreement.rank == 0):
             for turn in range(-(-len(job.shards) // agreement.world_size)):
                 # One file each at a time: nobody waits for others longer than a file takes.
-                on_all(agreement, partial(_write_one, writer, mine, turn))
+                on_all(agreement, partial(_write_one, job, writer, mine, turn))
         decided_by_rank0(agreement, lambda: _finish(job, output))
     except BaseException:
         if agreement.rank == 0:
@@ -278,9 +281,10 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
         raise
 
 
-def _write_one(writer: ShardWriter, shards: Sequence[Shard], turn: int) -> None:
+def _write_one(job: _Job, writer: ShardWriter, shards: Sequence[Shard], turn: int) -> None:
     if turn < len(shards):
-        writer.write(shards[turn])
+        with job.opened.kept():
+            writer.write(shards[turn])
 
 
 def _finish(job: _Job, output: Output) -> None:

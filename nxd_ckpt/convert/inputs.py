@@ -4,6 +4,7 @@ or of torch DCP."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class Input(Protocol):
 
     def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
         """Take over what belongs to the rank, below ``folder``; see :class:`~nxd_ckpt.convert.carrying.Carrying`."""
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Within, it is read: raises TagReplaced if it is no more the save that was opened."""
 
 
 def open_model(place: Place, model_key: str) -> HuggingFaceDirectory:
@@ -68,6 +72,9 @@ class _Proved:
     def __init__(self, opened: OpenTag) -> None:
         self._opened = opened
 
+    def kept(self) -> AbstractContextManager[None]:
+        return self._opened.kept()
+
     def reader(self) -> LeafReader:
         return self._opened.reader()
 
@@ -75,6 +82,7 @@ class _Proved:
 class _Tag(_Proved):
     def __init__(self, job: Job, target: Target, storage: Storage) -> None:
         super().__init__(open_complete_tag(job.source.open(), job.source.name))
+        self._opened.require_save(job.save)
         self._target = target
         self.bring = Carrying(job, self._opened, storage).bring
 
@@ -106,6 +114,9 @@ class _Directory:
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._files, self._model = directory.files, ImportedModel(directory, target)
+
+    def kept(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state(self, topology: Topology) -> SaveState:
         return self._model.state(topology)

@@ -29,6 +29,7 @@ class Job:
         keeps_model: the model's files are taken over as they are: the result's ranks have the input's.
         durable: fsync everything before the result becomes visible.
         overwrite: replace a checkpoint that is there, even one that was completed since the target was looked at.
+        save: of a tag, which save it is that is converted: workers open it anew (see runtime.tag.identity).
     """
 
     source: Place
@@ -38,6 +39,7 @@ class Job:
     keeps_model: bool = False
     durable: bool = True
     overwrite: bool = False
+    save: str | None = None
 
     @property
     def topology(self) -> Topology:

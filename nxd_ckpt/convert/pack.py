@@ -13,7 +13,7 @@ from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, prove
 from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
-from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -68,6 +68,7 @@ def pack_checkpoint(
         InvalidArgument: ``out`` must not be written, or zstandard is missing.
         CheckpointNotFound: no such tag, or an incomplete one.
         CorruptCheckpoint: a file is not what was saved; nothing appears.
+        TagReplaced: the tag was removed, or saved anew, while it was packed; nothing appears.
     """
     started = time.monotonic()
     source = locate_input(tag, storage_options)
@@ -76,12 +77,13 @@ def pack_checkpoint(
     storage = target.open(durable)
     _check(target, storage, overwrite)
     opened = open_source(source)
-    members = list(_members(opened))
+    with opened.kept():
+        members = list(_members(opened))
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
     nbytes = members[-1].end + archive_list.END
     written = Counter()
-    with watched("pack", nbytes, lambda: written.nbytes, progress):
+    with watched("pack", nbytes, lambda: written.nbytes, progress), opened.kept(proved=True):
         _write(opened, head, members, nbytes, storage, target.name, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
     return Packed(source.path, target.path, len(members), storage.size(target.name))
@@ -181,7 +183,8 @@ def _write(
         for member in members:
             _put(opened, member, writer, written)
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
-        _refuse_another_save(opened, members)
+        if opened.manifest is None:  # no digest tells its files from those of a later save
+            opened.require_kept()
         writer.close()
         if storage.renames:
             _show(storage, key, name)
@@ -204,13 +207,6 @@ def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> 
     prove(file, found, blocks, where)
     end = member.offset + file.nbytes
     writer.write_at(end, bytes(member.end - end))
-
-
-def _refuse_another_save(opened: OpenTag, members: Sequence[_Member]) -> None:
-    """Of a tag of ours digests tell; NxD's are rewritten in place, and then their last file is another."""
-    last = members[-1]
-    if opened.storage.time(f"{opened.tag}/{last.file.name}") != last.time:
-        raise CorruptCheckpoint(f"{opened.where} was saved anew while it was being packed; pack it again")
 
 
 def _show(storage: Storage, key: str, name: str) -> None:

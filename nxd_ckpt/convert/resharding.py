@@ -74,8 +74,9 @@ def reshard(
         opened = open_source(source)
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to cut anew")
-        for rank in range(process, opened.topology.world_size, processes):
-            refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
+        with opened.kept():
+            for rank in range(process, opened.topology.world_size, processes):
+                refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
         what = Target(
             _topology(opened.topology, sizes),
             optimizer=_kind(opened.parts.optimizer),
@@ -84,7 +85,7 @@ def reshard(
             saved_names=saved_param_names,
             use_xser=use_xser,
         )
-        return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite)
+        return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite, save=opened.save)
 
     convert(prepare, means)
 

@@ -36,10 +36,18 @@ class Sink:
 
         Raises what makes the conversion impossible: sizes that do not divide a tensor, parameters without a name, ...
         """
-        return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
+        with self._input.kept():
+            return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
     def write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
-        """Write the files and indexes of these ranks, durably, side by side: at most :data:`TOGETHER` of them."""
+        """Write the files and indexes of these ranks, durably, side by side: at most :data:`TOGETHER` of them.
+
+        Raises TagReplaced where the input is another save by now.
+        """
+        with self._input.kept():
+            return self._write(ranks, publication, progress)
+
+    def _write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
         started = time.monotonic()
         topologies = [self._job.topology.at(rank) for rank in ranks]
         plans = [self._plan(topology) for topology in topologies]

@@ -13,7 +13,8 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, Uns
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.grid import describe, holes
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag, settle_swap
+from nxd_ckpt.runtime.tag.choosing import settle_swap
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 
 
 def open_source(place: Place) -> OpenTag:
@@ -22,6 +23,7 @@ def open_source(place: Place) -> OpenTag:
     Raises:
         CheckpointNotFound: not a tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
         UnsupportedState: a checkpoint of NxD 0.1 to 0.5.
+        TagReplaced: it was removed, or saved anew, meanwhile.
     """
     storage = place.open()
     settle_swap(storage)
@@ -43,7 +45,8 @@ def open_source(place: Place) -> OpenTag:
             "and save it once with nxd_ckpt, then convert that"
         )
     if opened.manifest is None:
-        _refuse_missing_ranks(opened)
+        with opened.kept():
+            _refuse_missing_ranks(opened)
     return opened
 
 

@@ -16,6 +16,7 @@ from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.dcp_state import DcpState
+from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.whole_tag import WholeTag
 
 logger = logging.getLogger("nxd_ckpt")
@@ -66,10 +67,34 @@ def to_dcp(
     target = place_of(dcp_directory, "output", written_with(storage_options, output_options))
     refuse_overlap(source, target)
     opened = open_source(source)
+    with opened.kept():
+        state = _state(opened, DcpNames(model_key, optim_key, flatten_optimizer_state), partitions, saved_param_names)
+    output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
+    output.begin()
+    try:
+        with opened.kept():
+            writer = DcpWriter(opened, state, output.storage, output.folder)
+            with watched("convert", writer.nbytes, lambda: writer.written, progress):
+                metadata = writer.write()
+        output.storage.write(f"{output.folder}/{METADATA}", metadata)
+        output.publish()
+    except BaseException:
+        output.discard()
+        raise
+    report("converted", f"{source.path} to {target.path}", writer.written, started)
+
+
+def _state(
+    opened: OpenTag,
+    names: DcpNames,
+    partitions: Mapping[str, Partition] | None,
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None,
+) -> DcpState:
+    """The tag as DCP's state dict, with warnings of what that has no names for. Raises as :func:`to_dcp`."""
     if not opened.parts.model and opened.parts.optimizer is None:
         raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to convert")
     whole = WholeTag(opened, partitions=partitions, saved_param_names=saved_param_names)
-    state = DcpState(opened, whole, DcpNames(model_key, optim_key, flatten_optimizer_state))
+    state = DcpState(opened, whole, names)
     if state.unknown:
         raise TopologyMismatch(
             f"{opened.where}: how {', '.join(state.unknown[:5])} are cut over ranks is not known; pass partitions= "
@@ -80,7 +105,7 @@ def to_dcp(
             "%s does not say whose state the entries of its optimizer are: they are called %s.state.#0 and so on, "
             "which no optimizer looks for; pass saved_param_names= (--param_names)",
             opened.where,
-            optim_key,
+            names.optim,
         )
     if whole.general_state:
         logger.warning(
@@ -88,15 +113,4 @@ def to_dcp(
             opened.where,
             ", ".join(whole.general_state),
         )
-    output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
-    output.begin()
-    try:
-        writer = DcpWriter(opened, state, output.storage, output.folder)
-        with watched("convert", writer.nbytes, lambda: writer.written, progress):
-            metadata = writer.write()
-        output.storage.write(f"{output.folder}/{METADATA}", metadata)
-        output.publish()
-    except BaseException:
-        output.discard()
-        raise
-    report("converted", f"{source.path} to {target.path}", writer.written, started)
+    return state

@@ -126,14 +126,15 @@ def unshard_checkpoint(
     target = place_of(output_dir, "output", written_with(storage_options, output_options))
     refuse_overlap(source, target)
     opened = open_source(source)
-    tag = WholeTag(opened, partitions=partitions, saved_param_names=saved_param_names)
-    parts = [_Part(opened, tag, part, strategy, use_safetensors) for part in _parts(opened, optim)]
+    with opened.kept():
+        tag = WholeTag(opened, partitions=partitions, saved_param_names=saved_param_names)
+        parts = [_Part(opened, tag, part, strategy, use_safetensors) for part in _parts(opened, optim)]
     output = Output(target, overwrite=overwrite, durable=durable, kind=_UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
     written = Counter()
     try:
         output.begin()
-        with watched("unshard", nbytes, lambda: written.nbytes, not quiet):
+        with watched("unshard", nbytes, lambda: written.nbytes, not quiet), opened.kept():
             for part in reversed(parts):  # of a store the model, which readers look for, comes last
                 part.write(output, written)
         output.publish()

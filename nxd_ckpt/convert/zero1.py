@@ -69,6 +69,7 @@ def convert_zero1(
         CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
         OptimizerMismatch: there is no ZeRO-1 optimizer in it.
         CorruptCheckpoint: its files are damaged, or of two saves.
+        TagReplaced: ``input_dir`` was removed, or saved anew, while it was read; there is no result.
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
         PeerTimeout: with ``all_ranks``, a rank did not come, or was lost.
     """
@@ -81,15 +82,16 @@ def convert_zero1(
         target = locate_output(output_dir, source, overwrite, written_with(storage_options, output_options))
         opened = open_source(source)
         _check_input(opened, convert_to_full)
-        for rank in range(process, opened.topology.world_size, processes):
-            refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
+        with opened.kept():
+            for rank in range(process, opened.topology.world_size, processes):
+                refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
         what = Target(
             _topology(opened.topology, opened.topology.ep if dp_size is None else dp_size),
             optimizer="zero1_full" if convert_to_full else "zero1",
             model=False,
         )
         parts = replace(opened.parts, optimizer=what.optimizer)
-        job = Job(source, target, what, parts, durable=durable, overwrite=overwrite)
+        job = Job(source, target, what, parts, durable=durable, overwrite=overwrite, save=opened.save)
         return _job(opened, job, optim_only)
 
     convert(prepare, means)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import errors
-from nxd_ckpt.errors import CheckpointError, PeerTimeout
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
 
 T = TypeVar("T")
 
@@ -192,7 +192,8 @@ def answer_of(word: dict[str, Any]) -> Any:
 def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
     """Run ``step`` on every rank; if it raised on any, raise on all.
 
-    A rank raises its own error where it has one, else that of the first rank that failed, as the same class.
+    A rank raises its own error where it has one, else that of the first rank that failed, as the same class. If any
+    raised TagReplaced, all do.
     """
     own: Exception | None = None
     try:
@@ -200,13 +201,15 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
     except Exception as error:
         own = error
     words = agreement.gather(None if own is None else errors.to_wire(own))
-    failed = None if words is None else next(([r, *word] for r, word in enumerate(words) if word), None)
-    failed = agreement.broadcast(failed)
-    if own is not None:
+    failures = [[rank, *word] for rank, word in enumerate(words or ()) if word]
+    # Where a tag was replaced, all ranks hear of that: it explains what others met in it.
+    replaced = [failure for failure in failures if failure[1] == TagReplaced.__name__]
+    failed = agreement.broadcast(next(iter(replaced + failures), None))
+    if own is not None and (isinstance(own, TagReplaced) or failed[1] != TagReplaced.__name__):
         raise own
     if failed is not None:
         rank, name, message = failed
-        raise errors.from_wire(name, message, rank)
+        raise errors.from_wire(name, message, rank) from own
     return result
 
 

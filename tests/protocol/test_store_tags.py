@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, load_checkpoint
-from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, SaveFailed
+from nxd_ckpt.errors import InvalidArgument, SaveFailed, TagReplaced
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.tag.opening import choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.choosing import choose_tag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, strays, value_in, values
@@ -176,5 +177,5 @@ def test_a_tag_that_is_replaced_while_it_is_opened(store: MemoryStorage, job: Pr
     store.remove("t")
     if left is not None:
         store.write(f"t/{left}", b"1")
-    with pytest.raises(CheckpointNotFound, match="being replaced"):
+    with pytest.raises(TagReplaced, match=r"being replaced|was removed"):
         open_complete_tag(store, "t")

@@ -26,7 +26,8 @@ from nxd_ckpt.runtime.save import ballot
 from nxd_ckpt.runtime.save.commit import Commit, commit
 from nxd_ckpt.runtime.save.publication import Staged
 from nxd_ckpt.runtime.save.session import Session
-from nxd_ckpt.runtime.tag.opening import choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.choosing import choose_tag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 from nxd_ckpt.core.tags import Tag
@@ -23,9 +23,12 @@ from nxd_ckpt.runtime.load.downloading import open_cache
 from nxd_ckpt.runtime.load.filter_agreement import word_of
 from nxd_ckpt.runtime.load.hugging_face import load_hugging_face
 from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.overwriting import overwriting
 from nxd_ckpt.runtime.load.prepared import PreparedLoad, garbage_left
 from nxd_ckpt.runtime.progress import report
-from nxd_ckpt.runtime.tag.opening import choose_tag, open_complete_tag
+from nxd_ckpt.runtime.tag.choosing import choose_tag
+from nxd_ckpt.runtime.tag.identity import of_latest
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -46,11 +49,41 @@ def load(
     agreement = agreement or Alone()
     started = time.monotonic()
     asked = agreement.gather([tag, word_of(options)])
-    chosen: str | None = decided_by_rank0(agreement, lambda: _tag_at(storage, _same_on_all(asked or [[tag, {}]])))
-    if chosen is None:
-        _must_be_one(agreement, storage.url)
-        load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
-        return None
+    wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
+
+    touched: list[str] = []
+
+    def read() -> Any:
+        # A tag that went while it was put into the live objects leaves them to the next one; there may be none.
+        with overwriting(storage.url) if touched else nullcontext():
+            return read_tag()
+
+    def read_tag() -> Any:
+        chosen = decided_by_rank0(agreement, lambda: _tag_at(storage, wanted))
+        if chosen is None:
+            _must_be_one(agreement, storage.url)
+            load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
+            return None
+        given = (model, optimizer, scheduler)
+        prepared = _load(storage, topology, agreement, chosen, given, options, timeout, touched)
+        if prepared.told and logger.isEnabledFor(logging.INFO):
+            report("loaded", prepared.where, prepared.nbytes, started)
+        return prepared.user_content
+
+    return of_latest(wanted is None, read)
+
+
+def _load(
+    storage: Storage,
+    topology: Topology,
+    agreement: Agreement,
+    chosen: str,
+    given: tuple[Any, Any, Any],
+    options: LoadOptions,
+    timeout: float,
+    touched: list[str],
+) -> PreparedLoad:
+    """Load the tag ``chosen``. Once live objects change, it is among ``touched``."""
 
     def prepare() -> PreparedLoad:
         options.validate()
@@ -60,14 +93,15 @@ def load(
             cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
         with garbage_left():
             opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
-            prepared = PreparedLoad(opened, topology, model, optimizer, scheduler, settled, cache)
-            if not prepared.filtered:
-                prepared.find()
+            with opened.kept():
+                prepared = PreparedLoad(opened, topology, *given, settled, cache)
+                if not prepared.filtered:
+                    prepared.find()
             return prepared
 
     with ExitStack() as caches:
         prepared = on_all(agreement, prepare)
-        _must_be_one(agreement, prepared.identity)
+        _must_be_one_save(agreement, prepared)
         if prepared.filtered:
             unmatched = on_all(agreement, prepared.apply_filter)
             unmatched.complain(agreement, topology, options.strict)
@@ -78,10 +112,9 @@ def load(
             prepared.share(agreement)
             on_all(agreement, prepared.verify)
             prepared.join(agreement, timeout)
+            touched.append(chosen)
             on_all(agreement, prepared.apply)
-    if prepared.told and logger.isEnabledFor(logging.INFO):
-        report("loaded", prepared.where, prepared.nbytes, started)
-    return prepared.user_content
+    return prepared
 
 
 def _tag_at(storage: Storage, tag: Tag | None) -> str | None:
@@ -92,6 +125,17 @@ def _tag_at(storage: Storage, tag: Tag | None) -> str | None:
         if tag is None and is_hugging_face(storage):
             return None
         raise
+
+
+def _must_be_one_save(agreement: Agreement, prepared: PreparedLoad) -> None:
+    """Raise, on all ranks, TagReplaced if some opened a tag before it was replaced and others after; or RanksDisagree.
+
+    Where no digest tells two saves apart, copies on several hosts may be of other times: these are one.
+    """
+    saves = agreement.gather(prepared.save)
+    if decided_by_rank0(agreement, lambda: len(set(saves or ())) > 1):
+        on_all(agreement, prepared.require_kept)
+    _must_be_one(agreement, prepared.identity)
 
 
 def _must_be_one(agreement: Agreement, identity: str) -> None:

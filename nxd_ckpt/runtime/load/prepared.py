@@ -76,6 +76,10 @@ class PreparedLoad:
 
     def apply_filter(self) -> Unmatched:
         """Find out what the filter is about; what is about nothing is for all ranks to say."""
+        with self._opened.kept():
+            return self._apply_filter()
+
+    def _apply_filter(self) -> Unmatched:
         opened, filtered = self._opened, self.filtered
         live = self._source.live_names()
         given = {"scheduler": self._given["scheduler"], "rank_content": self._options.rank_content}
@@ -94,6 +98,10 @@ class PreparedLoad:
 
     def find(self) -> None:
         """Find the trees to load, and what else there is to load."""
+        with self._opened.kept():
+            self._find()
+
+    def _find(self) -> None:
         opened, options = self._opened, self._options
         self._scheduler = self._wanted["scheduler"]
         self.filtered.refuse_collisions(self._source.live_names() or ())
@@ -145,6 +153,10 @@ class PreparedLoad:
 
         With ``pre_download``, the files that are needed are brought first.
         """
+        with self._opened.kept():
+            self._verify()
+
+    def _verify(self) -> None:
         if self._cache is not None:
             needed = (leaf for _, leaf in self._trees.leaves())
             download(self._cache, self._opened, needed, told=self.told, progress=self._options.progress)
@@ -166,6 +178,15 @@ class PreparedLoad:
     @property
     def where(self) -> str:
         return self._opened.where
+
+    @property
+    def save(self) -> str | None:
+        """Which save it is; see OpenTag."""
+        return self._opened.save
+
+    def require_kept(self) -> None:
+        """Raise TagReplaced unless it is still the save that was opened."""
+        self._opened.require_kept()
 
     @property
     def identity(self) -> str:
@@ -214,9 +235,12 @@ class PreparedLoad:
         with (
             self._broadcast or nullcontext(),
             overwriting(self.where),
+            self._opened.kept(proved=self._options.verifies_first),
             self._watched("load", (leaf for _, leaf in self._trees.leaves())),
         ):
             self._fill()
+            if self._options.verify is False:  # nothing else tells files of two saves apart
+                self._opened.require_kept()
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer

@@ -23,7 +23,7 @@ class RenamedTag(OpenTag):
             known = manifest.parameters.items()
             parameters = {renaming.live(name): spec for name, spec in known if renaming.concerns(name)}
             manifest = replace(manifest, parameters=parameters)
-        super().__init__(opened.storage, opened.tag, opened._layout, manifest)
+        super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
         self._renaming = renaming
         self._seen = set() if opened.manifest is None else set(opened.manifest.parameters)
 

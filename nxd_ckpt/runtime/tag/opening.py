@@ -1,11 +1,10 @@
-"""Opening one complete tag: which one, whose it is, and whether its files are those that its manifest names."""
+"""Opening one complete tag: whose it is, and whether its files are those that its manifest names."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,93 +12,34 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
-from nxd_ckpt.core.tags import Tag, latest, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound, TagReplaced
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags, recorded_order_time
+from nxd_ckpt.layout.directory import recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
-from nxd_ckpt.runtime import journal, lease
+from nxd_ckpt.runtime.tag.identity import Identity
 from nxd_ckpt.runtime.tag.proof import Entries, Written, changed_tensors, prove_tensors, refuse_missing
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 
-_SWAP_TAKES = 10.0
-"""Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
-
-
-def choose_tag(storage: Storage, tag: Tag | None) -> str:
-    """The tag to load: the one asked for if it is complete, else the latest complete one.
-
-    One that is asked for may lack every marker, as what NxD's converter writes does: a warning says so.
-
-    Raises:
-        CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
-        CorruptCheckpoint: what should mark this one is no file.
-    """
-    wanted = None if tag is None else validate_tag(tag)
-    if not storage.is_dir(""):
-        raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
-    settle_swap(storage)
-    tags = list_tags(storage)
-    if wanted is None:
-        newest = latest(tags)
-        for damage in filter(None, (info.damage for info in tags)):
-            logger.warning("%s: this tag is passed over", damage)
-        if newest is None:
-            raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
-        return newest.tag
-    found = next((info for info in tags if info.tag == wanted), None)
-    if found is None and is_whole_without_marks(storage, wanted):
-        logger.warning(
-            "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
-            "of all ranks that their names tell of are there",
-            storage.url,
-            wanted,
-            names.DONE,
-        )
-        return wanted
-    if found is None:
-        raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
-    if found.damage is not None:
-        raise CorruptCheckpoint(f"{found.damage}; restore the tag from a copy, or remove it")
-    if not found.complete:
-        raise CheckpointNotFound(
-            f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
-            f"{describe_incomplete(storage)}"
-        )
-    return wanted
-
-
-def settle_swap(storage: Storage) -> None:
-    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's."""
-    if not journal.is_open(storage):
-        return
-    deadline = time.monotonic() + _SWAP_TAKES
-    while journal.is_open(storage) and time.monotonic() < deadline:
-        holder = lease.read(storage)
-        if holder is None or holder.holder_runs_here() is False:
-            break
-        time.sleep(0.05)
-    if journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
-        try:
-            journal.recover(storage)
-        except OSError as error:  # a read-only view shows what is there
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-
-
 def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
-    """Open a tag that :func:`choose_tag` chose.
+    """Open a tag that was chosen (:mod:`nxd_ckpt.runtime.tag.choosing`).
 
     Raises:
         CorruptCheckpoint: its manifest is damaged, or of manifest and index one is there and the other is not.
-        CheckpointNotFound: it was removed since it was chosen, perhaps to be saved anew.
+        TagReplaced: it was removed since it was chosen, perhaps to be saved anew.
     """
+    identity = Identity(storage, tag)
+    with identity.kept():
+        identity.must_be(identity.word)
+        return _open(storage, tag, identity, trust_pickle)
+
+
+def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) -> OpenTag:
     where = f"{storage.url}/{tag}"
     listed = {entry.name for entry in storage.list(tag)}
     manifest = None
@@ -118,11 +58,12 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
             raise _lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
     elif tag and not storage.renames and _is_in_flux(listed):
         # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
-        raise CheckpointNotFound(f"{where} was removed, or is being replaced, since it was looked up")
+        raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
     elif tag and names.INDEX_DIR in listed:
         raise _lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
     topology = None if manifest is None else manifest.topology
-    return OpenTag(storage, tag, open_tag(storage, tag, topology=topology, trust_pickle=trust_pickle), manifest)
+    layout = open_tag(storage, tag, topology=topology, trust_pickle=trust_pickle)
+    return OpenTag(storage, tag, layout, manifest, identity)
 
 
 def _manifest(storage: Storage, tag: str) -> Manifest:
@@ -130,7 +71,7 @@ def _manifest(storage: Storage, tag: str) -> Manifest:
     try:
         return load_manifest(storage.read(key), f"{storage.url}/{key}")
     except FileNotFoundError as error:
-        raise CheckpointNotFound(f"{storage.url}/{tag} was removed, or is being replaced, while it was read") from error
+        raise TagReplaced(f"{storage.url}/{tag} was removed, or is being replaced, while it was read") from error
 
 
 def _lost(where: str, left: str) -> CorruptCheckpoint:
@@ -150,8 +91,15 @@ class OpenTag:
 
     opens_all = False
 
-    def __init__(self, storage: Storage, tag: str, layout: TagLayout, manifest: Manifest | None) -> None:
-        self.storage, self.tag, self.manifest = storage, tag, manifest
+    def __init__(
+        self,
+        storage: Storage,
+        tag: str,
+        layout: TagLayout,
+        manifest: Manifest | None,
+        identity: Identity | None = None,
+    ) -> None:
+        self.storage, self.tag, self.manifest, self.identity = storage, tag, manifest, identity
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._proved: set[str] = set()
@@ -161,6 +109,33 @@ class OpenTag:
     def where(self) -> str:
         """The tag, as errors name it."""
         return f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
+
+    @contextmanager
+    def kept(self, *, proved: bool = False) -> Iterator[None]:
+        """Within, it is read. Raises TagReplaced, in place of what is met, if it is no more the save that was opened.
+
+        Of a tag without manifest no digest tells files of two saves apart: there it is asked in any case, unless what
+        is read was ``proved`` before, and is compared with that.
+        """
+        with nullcontext() if self.identity is None else self.identity.kept():
+            yield
+        if self.manifest is None and not proved:
+            self.require_kept()
+
+    @property
+    def save(self) -> str | None:
+        """Which save it is, for others who open it (see :meth:`require_save`); None for what is no tag."""
+        return None if self.identity is None else self.identity.word
+
+    def require_kept(self) -> None:
+        """Raise TagReplaced unless it is still the save that was opened."""
+        if self.identity is not None:
+            self.identity.require()
+
+    def require_save(self, save: str | None) -> None:
+        """Raise TagReplaced unless it is the save that somebody else found."""
+        if self.identity is not None:
+            self.identity.must_be(save)
 
     @cached_property
     def topology(self) -> Topology:

@@ -1,0 +1,97 @@
+"""Choosing the tag to read, in a directory that others may be saving to."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+
+from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags
+from nxd_ckpt.runtime import journal, lease
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_SWAP_TAKES = 10.0
+"""Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
+
+_LOOKS = 3
+"""How often a directory is listed before a tag counts as absent."""
+
+
+def choose_tag(storage: Storage, tag: Tag | None) -> str:
+    """The tag to load: the one asked for if it is complete, else the latest complete one.
+
+    One that is asked for may lack every marker, as what NxD's converter writes does: a warning says so.
+
+    Raises:
+        CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
+        CorruptCheckpoint: what should mark this one is no file.
+    """
+    wanted = None if tag is None else validate_tag(tag)
+    if not storage.is_dir(""):
+        raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
+    tags = settled_tags(storage, wanted)
+    if wanted is None:
+        newest = latest(tags)
+        for damage in filter(None, (info.damage for info in tags)):
+            logger.warning("%s: this tag is passed over", damage)
+        if newest is None:
+            raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+        return newest.tag
+    found = next((info for info in tags if info.tag == wanted), None)
+    if found is None and is_whole_without_marks(storage, wanted):
+        logger.warning(
+            "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
+            "of all ranks that their names tell of are there",
+            storage.url,
+            wanted,
+            names.DONE,
+        )
+        return wanted
+    if found is None:
+        raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
+    if found.damage is not None:
+        raise CorruptCheckpoint(f"{found.damage}; restore the tag from a copy, or remove it")
+    if not found.complete:
+        raise CheckpointNotFound(
+            f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
+            f"{describe_incomplete(storage)}"
+        )
+    return wanted
+
+
+def settled_tags(storage: Storage, wanted: str | None = None) -> list[TagInfo]:
+    """The tags in a directory while others save there; ``wanted``, or else any complete one, is looked for.
+
+    What is being replaced is away for a moment, and a tag that is published while the directory is listed may be missed
+    like the one that goes for it: what is not found is looked for again.
+    """
+    tags: list[TagInfo] = []
+    for _ in range(_LOOKS):
+        settle_swap(storage)
+        tags = list_tags(storage)
+        if any(info.complete and wanted in (None, info.tag) for info in tags):
+            break
+    return tags
+
+
+def settle_swap(storage: Storage) -> None:
+    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's."""
+    if not journal.is_open(storage):
+        return
+    deadline = time.monotonic() + _SWAP_TAKES
+    while journal.is_open(storage) and time.monotonic() < deadline:
+        holder = lease.read(storage)
+        if holder is None or holder.holder_runs_here() is False:
+            break
+        time.sleep(0.05)
+    if journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
+        try:
+            journal.recover(storage)
+        except OSError as error:  # a read-only view shows what is there
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise

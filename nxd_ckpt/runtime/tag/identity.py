@@ -1,0 +1,114 @@
+"""Which save a tag is. Its name does not tell: another save may take it while a reader is busy with the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.layout import names
+from nxd_ckpt.storage.base import Storage
+
+T = TypeVar("T")
+
+_SIGNS = (CorruptCheckpoint, CheckpointNotFound, UnsafePickle, OSError, EOFError)
+"""What reading a tag raises whose files are damaged, or are being removed, or are those of two saves."""
+
+_TRIES = 10
+"""How often a reader begins anew with the latest tag. Who writes faster than others read has to keep more tags."""
+
+
+class Identity:
+    """The save that is found under the name ``tag`` when this is made.
+
+    ``word`` is the same for all who look at that save, and for no other. It is None where there is no such directory.
+    """
+
+    def __init__(self, storage: Storage, tag: str) -> None:
+        self._storage, self._tag = storage, tag
+        self.word = _word(storage, tag)
+
+    def must_be(self, word: str | None) -> None:
+        """Raise TagReplaced unless it is the save that ``word`` stands for."""
+        if self.word is None or self.word != word:
+            raise self._replaced(self.word)
+
+    def require(self) -> None:
+        """Raise TagReplaced unless the same save is there still."""
+        word = _word(self._storage, self._tag)
+        if word is None or word != self.word:
+            raise self._replaced(word)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within, the tag is read: an error that comes of another save, or of its removal, is raised as TagReplaced."""
+        try:
+            yield
+        except _SIGNS as error:
+            if self._is_there():
+                raise
+            raise self._replaced(_word(self._storage, self._tag), error) from error
+
+    def _is_there(self) -> bool:
+        try:
+            self.require()
+        except TagReplaced:
+            return False
+        except OSError:
+            pass  # nothing can be learned: then the first error says more
+        return True
+
+    def _replaced(self, word: str | None, error: Exception | None = None) -> TagReplaced:
+        what = "removed" if word is None else "replaced by another save"
+        met = "" if error is None else f" (met: {type(error).__name__}: {error})"
+        where = f"{self._storage.url}/{self._tag}" if self._tag else self._storage.url
+        return TagReplaced(f"{where} was {what} while it was read; read it again, or another tag{met}")
+
+
+def of_latest(unnamed: bool, read: Callable[[], T]) -> T:
+    """``read()``; where no tag was named, again with the tag that is the latest then, if it was replaced or removed.
+
+    Raises TagReplaced where a tag was named, or too many in a row were replaced.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return read()
+        except TagReplaced:
+            if not unnamed:
+                raise
+    return read()
+
+
+def _word(storage: Storage, tag: str) -> str | None:
+    prefix = f"{tag}/" if tag else ""
+    done = _digest(storage, f"{prefix}{names.DONE}")
+    if not storage.renames and done not in (None, _ONE):
+        return f"{done}"  # our own holds the order time and the attempt
+    manifest = _digest(storage, f"{prefix}{names.MANIFEST}")
+    # Who saves over the files of a tag, as neuronx_distributed does, writes its markers anew.
+    times = [_time(storage, f"{prefix}{marker}") for marker in (names.MARKER, names.DONE)]
+    if (manifest, *times) == (None, None, None) and not storage.is_dir(tag):
+        return None
+    return f"{manifest} {times}"
+
+
+def _digest(storage: Storage, key: str) -> str | None:
+    try:
+        data = storage.read(key)
+    except FileNotFoundError:
+        return None
+    except (CorruptCheckpoint, IsADirectoryError):
+        return "damaged"  # whoever needs it says so
+    return f"{len(data)} {crc32.crc32(data):08x}"
+
+
+_ONE = f"1 {crc32.crc32(b'1'):08x}"
+
+
+def _time(storage: Storage, key: str) -> float | None:
+    try:
+        return storage.time(key)
+    except (FileNotFoundError, CorruptCheckpoint):
+        return None
