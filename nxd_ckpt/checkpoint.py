@@ -118,7 +118,7 @@ class Checkpoint:
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
-        with self._opened.kept():
+        with self._opened.kept(proved=self.manifest is not None):
             return MappingProxyType(self.whole.tensors)
 
     def keys(self, *patterns: str) -> list[str]:
@@ -157,7 +157,7 @@ class Checkpoint:
             CorruptCheckpoint: its bytes are not those that were written.
             TagReplaced: the tag was removed, or saved anew, since it was opened.
         """
-        with self._opened.kept():
+        with self._opened.kept(proved=self.manifest is not None):
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))

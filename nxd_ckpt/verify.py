@@ -93,7 +93,7 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
         opened = open_complete_tag(storage, chosen)
     except CorruptCheckpoint as error:  # without marker and manifest nothing tells what the rest should be
         return Verification(chosen, 0, 0, (str(error),))
-    with opened.kept():
+    with opened.kept(proved=opened.manifest is not None):
         found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
         if found.problems:
             opened.require_kept()

@@ -153,7 +153,7 @@ class PreparedLoad:
 
         With ``pre_download``, the files that are needed are brought first.
         """
-        with self._opened.kept():
+        with self._opened.kept(proved=self._is_proved):
             self._verify()
 
     def _verify(self) -> None:
@@ -178,6 +178,11 @@ class PreparedLoad:
     @property
     def where(self) -> str:
         return self._opened.where
+
+    @property
+    def _is_proved(self) -> bool:
+        """Whether a tensor's bytes of another save would be noticed."""
+        return self._opened.manifest is not None and self._options.verify is not False
 
     @property
     def save(self) -> str | None:
@@ -235,12 +240,10 @@ class PreparedLoad:
         with (
             self._broadcast or nullcontext(),
             overwriting(self.where),
-            self._opened.kept(proved=self._options.verifies_first),
+            self._opened.kept(proved=self._options.verifies_first or self._is_proved),
             self._watched("load", (leaf for _, leaf in self._trees.leaves())),
         ):
             self._fill()
-            if self._options.verify is False:  # nothing else tells files of two saves apart
-                self._opened.require_kept()
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer

@@ -36,7 +36,9 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
     identity = Identity(storage, tag)
     with identity.kept():
         identity.must_be(identity.word)
-        return _open(storage, tag, identity, trust_pickle)
+        opened = _open(storage, tag, identity, trust_pickle)
+        identity.require()  # else its manifest may be that of the next save
+        return opened
 
 
 def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) -> OpenTag:
@@ -114,12 +116,12 @@ class OpenTag:
     def kept(self, *, proved: bool = False) -> Iterator[None]:
         """Within, it is read. Raises TagReplaced, in place of what is met, if it is no more the save that was opened.
 
-        Of a tag without manifest no digest tells files of two saves apart: there it is asked in any case, unless what
-        is read was ``proved`` before, and is compared with that.
+        ``proved`` says that all that is read is compared with digests that were known before. What is not may be of
+        another save without any error: then it is asked at the end in any case.
         """
         with nullcontext() if self.identity is None else self.identity.kept():
             yield
-        if self.manifest is None and not proved:
+        if not proved:
             self.require_kept()
 
     @property
