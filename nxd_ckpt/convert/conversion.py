@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.crew import Crew, joined
@@ -176,7 +177,8 @@ class _Attempt:
             return
         self._looked = now
         if self._unwritten:
-            ballot.report_progress(self._storage, self._attempt, self._unwritten[0], self._crew.written)
+            rank = self._unwritten[0] if self._session.topology.rank > 0 else 0  # process 0's sign, not the target's
+            ballot.report_progress(self._storage, self._attempt, rank, self._crew.written)
         if self._storage.is_file(verdict_file(self._attempt)):  # before all ranks voted: it can only be a failure
             raise CheckpointError("stopped: another process of this conversion failed")
 
@@ -195,7 +197,11 @@ class _Attempt:
 
     def _commit(self) -> None:
         session, job = self._session, self._job
-        votes = ballot.collect(self._storage, self._attempt, job.topology.world_size, session.timeout)
+
+        def gone(rank: int) -> bool:
+            return session.is_gone(rank % session.topology.world_size)  # the process that writes it
+
+        votes = ballot.collect(self._storage, self._attempt, job.topology.world_size, session.timeout, gone=gone)
         request = Commit(self._publication, job.parts, versions=versions())
         try:
             commit(session, job.topology, votes, request)
@@ -204,8 +210,9 @@ class _Attempt:
 
     def _learn(self, own: BaseException | None) -> Verdict:
         if own is None:
-            patience = 1.5 * self._session.timeout + 5.0  # longer than process 0's with this one
-            return ballot.await_verdict(self._storage, self._attempt, self._job.target.name, patience)
+            session = self._session
+            gone = partial(session.is_gone, 0)
+            return ballot.await_verdict(self._storage, self._attempt, self._job.target.name, session.timeout, gone)
         if self._unwritten and not self._failure_told:
             self._cast(Vote(self._unwritten[0], error=to_wire(own)))
         return Verdict()

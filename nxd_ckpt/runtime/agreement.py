@@ -35,6 +35,9 @@ class Agreement(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether that rank's process is known to have ended. False is no proof that it lives."""
+
     def store(self, name: str) -> Any:
         """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
 
@@ -50,6 +53,9 @@ class Alone:
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    def is_gone(self, rank: int) -> bool:
+        return False
 
     def store(self, name: str) -> Any:
         raise CheckpointError(f"a process alone meets nobody in {name!r}")
@@ -150,6 +156,7 @@ class StoreAgreement:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._words = Words(store, rank, timeout, gone)
+        self._gone = gone
         self._round = 0
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -171,6 +178,9 @@ class StoreAgreement:
             self._words.leave(self._key(0), {"value": value})
             return value
         return answer_of(self._words.read(self._key(0), 0))
+
+    def is_gone(self, rank: int) -> bool:
+        return self._gone(rank)
 
     def store(self, name: str) -> Any:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ not, are in step again at the next one that all make.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,10 @@ from nxd_ckpt import errors
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
 from nxd_ckpt.runtime.forks import in_forked_children
+from nxd_ckpt.runtime.peers import Address, Hub, Spoke
 from nxd_ckpt.runtime.turns import Turns
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | None:
@@ -63,21 +66,50 @@ class Venue:
         self._store = PrefixStore("nxd_ckpt", store)
         self._rank, self._world_size = rank, world_size
         self._turns = Turns()
-        self._gone: Callable[[int], bool] = lambda rank: False
+        self._peers: Hub | Spoke | None = None
 
     def meet(self, timeout: float, call: str) -> Agreement:
         """See :func:`meet`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        words = Words(self._store, self._rank, timeout, self._gone)
+        words = Words(self._store, self._rank, timeout, self._is_gone)
         with self._turns.taken(call):
-            number = _call_in(words, self._world_size, call) if self._rank == 0 else _ask(words, self._rank, call)
+            if self._rank == 0:
+                number = _call_in(words, self._world_size, call, self._hub())
+            else:
+                number, hub = _ask(words, self._rank, call)
+                self._connect(hub)
         store = PrefixStore(f"meeting/{number}", self._store)
-        return StoreAgreement(store, self._rank, self._world_size, timeout, self._gone)
+        return StoreAgreement(store, self._rank, self._world_size, timeout, self._is_gone)
+
+    def leave(self) -> None:
+        """In a forked child: its parent's connections are not the child's."""
+        if self._peers is not None:
+            self._peers.leave()
+
+    def _is_gone(self, rank: int) -> bool:
+        return self._peers is not None and self._peers.is_gone(rank)
+
+    def _hub(self) -> Address | None:
+        try:
+            self._peers = self._peers or Hub()
+        except OSError as error:  # a host that allows no listening: who is gone shows after the timeout
+            logger.debug("the end of other ranks will not be noticed at once: %s", error)
+        return self._peers.address() if isinstance(self._peers, Hub) else None
+
+    def _connect(self, hub: Address | None) -> None:
+        if self._peers is None and hub is not None:
+            try:
+                self._peers = Spoke(self._rank, hub)
+            except OSError as error:
+                logger.debug("the end of rank 0 will not be noticed at once: %s", error)
 
 
-def _call_in(words: Words, world_size: int, call: str) -> int:
-    """Rank 0: wait for the other ranks' calls, and tell each the number of the meeting, or why there is none."""
+def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> int:
+    """Rank 0: wait for the other ranks' calls, and tell each the number of the meeting, or why there is none.
+
+    ``hub`` is where they may connect.
+    """
     asked: dict[int, int] = {}
     try:
         calls = {0: call}
@@ -89,12 +121,12 @@ def _call_in(words: Words, world_size: int, call: str) -> int:
                     f"rank 0 makes a {call}, rank {rank} a {other}; all ranks must make the same calls, in the same "
                     "order"
                 )
-        answer = {"value": words.add("meetings", 1)}
+        number = words.add("meetings", 1)
     except BaseException as error:
         _answer(words, asked, {"error": errors.to_wire(error)})
         raise
-    _answer(words, asked, answer)
-    return answer["value"]
+    _answer(words, asked, {"value": [number, hub]})
+    return number
 
 
 def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None:
@@ -113,8 +145,8 @@ def _next_call(words: Words, rank: int) -> tuple[int, str]:
             return number, call
 
 
-def _ask(words: Words, rank: int, call: str) -> int:
-    """Another rank: the number of the meeting for this call."""
+def _ask(words: Words, rank: int, call: str) -> tuple[int, Address | None]:
+    """Another rank: the number of the meeting for this call, and where rank 0 may be connected to."""
     number = words.add(f"calls/{rank}", 1)
     words.leave(f"call/{rank}/{number}", call)
     answer = f"answer/{rank}/{number}"
@@ -124,7 +156,8 @@ def _ask(words: Words, rank: int, call: str) -> int:
         if words.add(f"claim/{rank}/{number}", 1) == 1:  # now it is withdrawn
             raise
         word = words.take(answer, 0)  # rank 0 has just come
-    return int(answer_of(word))
+    meeting, hub = answer_of(word)
+    return int(meeting), hub
 
 
 _here: list[Venue] = []
@@ -138,6 +171,8 @@ _inherited: list[Any] = []
 def _begin_anew() -> None:
     import torch.distributed as dist
 
+    for venue in _here:
+        venue.leave()
     _here.clear()
     if dist.is_available() and dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store

@@ -42,6 +42,11 @@ def rank_file(attempt: str, rank: int, kind: str) -> str:
     return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"
 
 
+def alive_file(attempt: str) -> str:
+    """Changes while rank 0 is at the attempt; beside the verdict, for the ranks that wait for that."""
+    return f"{verdict_dir(attempt)}/alive"
+
+
 def left_file(attempt: str, rank: int) -> str:
     """The rank no longer waits for rank 0's verdict. Holds the tag that it was saving."""
     return f"{votes_dir(attempt)}/rank_{rank:05d}.left"

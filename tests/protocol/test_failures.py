@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
+from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.staging import Stager, Wave
 from nxd_ckpt.testing.storage import Operation, failing, killing
@@ -135,10 +138,10 @@ def test_failed_overwrite_leaves_the_old_tag_in_place(tmp_path: Path, name: str,
     ids=lambda value: value.replace("/", "|"),
 )
 def test_failures_after_publication_do_not_deny_it(tmp_path: Path, name: str, pattern: str) -> None:
-    """Once a tag is visible no rank says that its save failed; at worst the others do not know the outcome."""
+    """Once a tag is visible no rank says that its save failed, nor that it does not know: the tag tells."""
     outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, "second", False, group=True).values()
     assert 2 == saved_value(tmp_path, "second", 2)
-    assert [None, OutcomeUnknown if "verdict" in pattern else None] == [outcomes[0], outcomes[1] and type(outcomes[1])]
+    assert [None, None] == outcomes
 
 
 def device_lost(stager: Stager, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
@@ -272,14 +275,15 @@ def test_a_slow_rank_that_moves_is_waited_for(tmp_path: Path, slow_rank: int) ->
 
 
 def dies_after_the_vote_of(rank: int, path: Path, victim: int) -> Any:
-    """The second save, in which ``victim`` dies as soon as it has voted."""
-    saver = checkpointer(path, rank, 2, killing("sync_dir", ".nxd_ckpt/votes/*-2") if rank == victim else None)
+    """The second save, in which ``victim`` dies as soon as it has voted. Nobody can wait for the timeout here."""
+    hook = killing("sync_dir", ".nxd_ckpt/votes/*-2") if rank == victim else None
+    saver = checkpointer(path, rank, 2, hook, timeout=3600)
     save(saver, "first", 1)
     return outcome_of(lambda: save(saver, "second", 2))
 
 
 def test_death_of_rank_0_leaves_the_outcome_unknown(tmp_path: Path) -> None:
-    """The others report, within their patience, that they cannot know; nothing is visible."""
+    """The others report in seconds, not after the timeout, that they cannot know; nothing is visible."""
     died, outcome = Job(2, dies_after_the_vote_of, tmp_path, 0, group=True).outcomes()
     assert (Died, OutcomeUnknown) == (type(died), type(outcome))
     assert str(tmp_path / "second") in str(outcome)
@@ -290,4 +294,61 @@ def test_death_of_another_rank_after_its_vote_does_not_matter(tmp_path: Path) ->
     """A voter's bytes are durable: rank 0 publishes without it."""
     outcome, died = Job(2, dies_after_the_vote_of, tmp_path, 1, group=True).outcomes()
     assert (None, Died) == (outcome, type(died))
+    assert 2 == saved_value(tmp_path, None, 2)
+
+
+def dies_while_writing(rank: int, path: Path, victim: int) -> Any:
+    """The second save, in which ``victim`` dies before it votes."""
+    hook = killing("create", "*-2/model/*") if rank == victim else None
+    saver = checkpointer(path, rank, 3, hook, timeout=3600)
+    save(saver, "first", 1)
+    return outcome_of(lambda: save(saver, "second", 2))
+
+
+@pytest.mark.parametrize(("victim", "error"), [(0, OutcomeUnknown), (2, SaveFailed)])
+def test_a_dead_rank_is_reported_in_seconds(tmp_path: Path, victim: int, error: type[Exception]) -> None:
+    """By all that survive, whoever it is, and however long the timeout; they name it."""
+    outcomes = Job(3, dies_while_writing, tmp_path, victim, group=True).outcomes()
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert [error] * 2 == [type(outcome) for outcome in survivors]
+    assert all(f"rank {victim}" in str(outcome) and "process ended" in str(outcome) for outcome in survivors)
+    assert ["first"] == visible_tags(tmp_path)
+
+
+def dies_before_a_load(rank: int, path: Path, victim: int) -> Any:
+    """A load that ``victim`` does not live to see."""
+    saver = checkpointer(path, rank, 3, timeout=3600)
+    save(saver, "first", 1)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcome_of(lambda: saver.load(model={}))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_died_before_a_load_is_reported_in_seconds(tmp_path: Path, victim: int) -> None:
+    """By all that survive; nothing is loaded."""
+    outcomes = Job(3, dies_before_a_load, tmp_path, victim, group=True).outcomes()
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert [PeerTimeout] * 2 == [type(outcome) for outcome in survivors]
+
+
+def stops_itself(rank: int, path: Path, victim: int) -> Any:
+    """The second save, in which ``victim`` is stopped for longer than the end of a process takes to be believed."""
+
+    def stop(operation: Operation) -> None:
+        if operation.name == "create" and "-2/model/" in operation.key:
+            # The shell outlives the stop, and ends it.
+            subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    saver = checkpointer(path, rank, 2, stop if rank == victim else None, timeout=3600)
+    save(saver, "first", 1)
+    save(saver, "second", 2)
+    saver.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_not_taken_for_dead(tmp_path: Path, victim: int) -> None:
+    """It goes on later, and the save is whole."""
+    Job(2, stops_itself, tmp_path, victim, group=True).values()
     assert 2 == saved_value(tmp_path, None, 2)

@@ -11,7 +11,7 @@ import pytest
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.runtime.paths import rank_file, verdict_file, votes_dir
+from nxd_ckpt.runtime.paths import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.runtime.save import ballot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
@@ -103,7 +103,7 @@ def test_rank_0_passes_progress_on(storage: LocalStorage) -> None:
         thread.join()
     assert Verdict(("SaveFailed", "no vote from rank 1"), 0) == verdict
     read = {operation.key for operation in log if operation.name == "read"}
-    assert {rank_file(ATTEMPT, 0, "progress"), verdict_file(ATTEMPT)} == read
+    assert {alive_file(ATTEMPT), verdict_file(ATTEMPT)} == read
 
 
 @pytest.mark.parametrize("verdict", [Verdict(), Verdict(("RanksDisagree", "tags differ"), 0)])
@@ -129,7 +129,46 @@ def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage)
         ballot.collect(hooked, ATTEMPT, 2, 0.1)
     with pytest.raises(OutcomeUnknown):
         ballot.await_verdict(hooked, ATTEMPT, "t", 0.1)
-    assert {rank_file(ATTEMPT, 0, "vote")} == {done.key for done in log if done.name != "list"}
+    read = {done.key for done in log if done.name not in ("list", "write")}
+    assert {rank_file(ATTEMPT, 0, "vote")} == read - {alive_file(ATTEMPT)}  # that was listed
+
+
+def test_a_rank_whose_process_ended_is_not_waited_for(storage: LocalStorage) -> None:
+    """Rank 0 says at once who it is, and the others that rank 0 is gone, whatever the timeout."""
+    ballot.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(SaveFailed, match=r"no vote from rank 2 of 3: the process ended"):
+        ballot.collect(storage, ATTEMPT, 3, 3600.0, gone=lambda rank: rank == 2)
+    with pytest.raises(OutcomeUnknown, match=r"rank 0 gave no verdict: its process ended"):
+        ballot.await_verdict(storage, ATTEMPT, "t", 3600.0, lambda: True)
+
+
+def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage) -> None:
+    """Its bytes are durable, and a shared file system may show its vote later than the system its end."""
+    ballot.cast(storage, ATTEMPT, vote(0))
+    asked = threading.Event()
+
+    def gone(rank: int) -> bool:
+        if not asked.is_set():
+            ballot.cast(storage, ATTEMPT, vote(1))
+        asked.set()
+        return rank == 1
+
+    assert [vote(0), vote(1)] == ballot.collect(storage, ATTEMPT, 2, LONG, gone=gone)
+
+
+def test_a_verdict_is_tried_again_after_an_error_that_passes(storage: LocalStorage) -> None:
+    """Writing it, and reading it."""
+    failed: set[str] = set()
+
+    def once(operation: Operation) -> None:
+        if operation.name in ("write", "read") and operation.name not in failed:
+            failed.add(operation.name)
+            raise OSError(5, "Input/output error")
+
+    hooked = HookedStorage(storage, once)
+    ballot.announce(hooked, ATTEMPT, Verdict())
+    assert Verdict() == ballot.await_verdict(hooked, ATTEMPT, "t", LONG)
+    assert {"write", "read"} == failed
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"rank": 0, "unknown": 1}', b'{"rank": 0, "index": {"x": 1}}'])

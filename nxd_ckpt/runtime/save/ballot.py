@@ -6,8 +6,10 @@ cache the absence of a name, but a changed directory is seen.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -15,10 +17,16 @@ from nxd_ckpt.core import votes as ballots
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
-from nxd_ckpt.runtime.paths import begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.runtime.paths import alive_file, begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
 ResultT = TypeVar("ResultT")
+
+_PAUSES = (0.1, 0.5, 2.0)
+"""Seconds between tries of what must not fail for an error that passes."""
+
+_LAST_WORDS = 3.0
+"""Seconds after the end of a process in which a shared file system may yet show what it wrote."""
 
 
 def open_ballot(storage: Storage, attempt: str, tag: str) -> None:
@@ -65,16 +73,17 @@ def await_votes(
     attempt: str,
     world_size: int,
     timeout: float,
-    on_progress: Callable[[], None],
+    waiting_in: str,
     leaving: Callable[[], bool],
 ) -> bool:
-    """Wait until all ranks voted on an attempt, whatever they said.
+    """Wait until all ranks voted on an attempt, whatever they said. Rank 0 only.
 
-    ``on_progress`` is called now and then while some of them make progress. False ``timeout`` seconds after the last,
-    or when this rank is ``leaving`` the job.
+    Tells them meanwhile that it is at the attempt ``waiting_in``. False ``timeout`` seconds after the last progress of
+    any rank, or when this rank is ``leaving`` the job.
     """
-    patience, backoff = _Patience(timeout, on_progress), _Backoff(storage)
+    patience, backoff, sign = _Patience(timeout), _Backoff(storage), _Sign(storage, waiting_in, timeout)
     while True:
+        sign.give()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
         if _votes(names) == world_size:
             return True
@@ -91,23 +100,33 @@ def cast(storage: Storage, attempt: str, vote: Vote) -> None:
 
 def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
     """Tell the others that this rank is still at it; ``amount`` is any number that changes."""
-    storage.write(rank_file(attempt, rank, "progress"), str(amount).encode())
+    key = rank_file(attempt, rank, "progress") if rank > 0 else alive_file(attempt)
+    storage.write(key, str(amount).encode())
 
 
-def collect(storage: Storage, attempt: str, world_size: int, timeout: float, *, first: int = 0) -> list[Vote]:
+def collect(
+    storage: Storage,
+    attempt: str,
+    world_size: int,
+    timeout: float,
+    *,
+    first: int = 0,
+    gone: Callable[[int], bool] = lambda rank: False,
+) -> list[Vote]:
     """The votes of all ranks from ``first`` on, by rank. Rank 0 only.
 
-    Passes on to the other ranks, as rank 0's own progress, what it sees of theirs: nobody else reads all of it.
+    Tells the other ranks meanwhile that rank 0 is at it: they wait as long as it does, and no longer.
 
     Raises:
-        SaveFailed: at once when a vote is an error; else ``timeout`` seconds after the last progress of any rank,
-            naming the ranks that did not vote.
+        SaveFailed: at once when a vote is an error; a few seconds after a rank that has not voted was known to be
+            ``gone``; else ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
     """
     found: dict[int, Vote] = {}
     missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(first, world_size)}
     backoff = _Backoff(storage)
-    patience = _Patience(timeout, on_progress=lambda: report_progress(storage, attempt, 0, time.monotonic_ns()))
+    patience, sign, last_words = _Patience(timeout), _Sign(storage, attempt, timeout), _LastWords()
     while True:
+        sign.give()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
         for name in sorted(names & missing.keys()):
             rank = missing.pop(name)
@@ -118,6 +137,8 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float, *, 
         if not missing:
             return [found[rank] for rank in sorted(found)]
         ranks = list(missing.values())
+        if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
+            raise SaveFailed(f"no vote from {_ranks(dead)} of {world_size}: the process ended; see its log")
         if patience.is_over(len(found), partial(_progress, storage, attempt, names, ranks)):
             raise SaveFailed(
                 f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
@@ -128,25 +149,27 @@ def collect(storage: Storage, attempt: str, world_size: int, timeout: float, *, 
 
 def announce(storage: Storage, attempt: str, verdict: Verdict) -> None:
     """Publish rank 0's decision."""
-    storage.write(verdict_file(attempt), ballots.dump(verdict))
+    _retried(lambda: storage.write(verdict_file(attempt), ballots.dump(verdict)))
     storage.sync_dir(verdict_dir(attempt))
 
 
-def await_verdict(storage: Storage, attempt: str, tag: str, timeout: float) -> Verdict:
+def await_verdict(
+    storage: Storage, attempt: str, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False
+) -> Verdict:
     """Rank 0's decision, as the other ranks learn it. What that costs does not depend on how many ranks there are.
 
     Raises:
-        OutcomeUnknown: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds. That its
-            process lives does not count: it may be elsewhere.
+        OutcomeUnknown: rank 0 is known to be ``gone``, or gave no sign of being at this save for ``timeout`` seconds.
+            That its process lives is none: it may be elsewhere.
     """
     key = verdict_file(attempt)
-    if _first_of([key], storage, attempt, timeout) is None:
+    if _first_of([key], storage, attempt, timeout, gone=gone) is None:
+        why = "its process ended" if gone() else f"no sign of it for {timeout:.0f} s; it may never have made this save"
         raise OutcomeUnknown(
-            f"save of {tag!r}: rank 0 gave no verdict and made no progress for {timeout:.0f} s; it may have died, "
-            "or never have made this save. The tag may or may not have become visible: look for "
+            f"save of {tag!r}: rank 0 gave no verdict: {why}. The tag may or may not have become visible: look for "
             f"{storage.url}/{tag}/done"
         )
-    return ballots.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
+    return ballots.load_verdict(_retried(lambda: storage.read(key, NOTE)), f"{storage.url}/{key}")
 
 
 def ended_with(storage: Storage, attempt: str) -> str | None:
@@ -174,34 +197,73 @@ def _first_of(
     attempt: str,
     timeout: float,
     leaving: Callable[[], bool] = lambda: False,
+    gone: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """The first of ``keys``, all in the verdict's directory, that is there; None once patience with rank 0 is over."""
-    patience, backoff = _Patience(timeout), _Backoff(storage)
+    """The first of ``keys``, all in the verdict's directory, that is there; None once patience with rank 0 is over.
 
-    def look_closer() -> dict[str, bytes]:
-        names = _listed(storage, votes_dir(attempt))
-        return dict.fromkeys(names, b"") | _progress(storage, attempt, names, [0])
+    A storage that cannot be read for a moment shows nothing new.
+    """
+    patience, backoff, last_words = _Patience(timeout), _Backoff(storage), _LastWords()
+    listed: set[str] = set()
+
+    def signs() -> dict[str, bytes]:
+        alive = alive_file(attempt)
+        with suppress(OSError):
+            return {alive: _said(storage, alive)} if _name(alive) in listed else {}
+        return {}
 
     while True:
-        listed = backoff.timed(lambda: _listed(storage, verdict_dir(attempt)))
+        with suppress(OSError):
+            listed = backoff.timed(lambda: _listed(storage, verdict_dir(attempt)))
         for key in keys:
             if _name(key) in listed:
                 return key
-        if leaving() or patience.is_over(0, look_closer):
+        if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
             return None
         backoff.pause()
+
+
+class _Sign:
+    """Rank 0's sign to the others that it is at an attempt, given anew every tenth of the timeout, up to 5 seconds."""
+
+    def __init__(self, storage: Storage, attempt: str, timeout: float) -> None:
+        self._storage, self._attempt, self._interval = storage, attempt, min(timeout / 10, 5.0)
+        self._given = time.monotonic()
+
+    def give(self) -> None:
+        now = time.monotonic()
+        if now - self._given >= self._interval:
+            self._given = now
+            with suppress(OSError):  # the next may succeed
+                report_progress(self._storage, self._attempt, 0, time.monotonic_ns())
+
+
+class _LastWords:
+    """A few seconds in which to find what a process wrote just before it ended: file systems show it later."""
+
+    def __init__(self) -> None:
+        self._since = math.inf
+
+    def are_over(self, gone: Collection[int]) -> bool:
+        """Whether ranks are ``gone``, and were for long enough."""
+        if not gone:
+            self._since = math.inf
+            return False
+        self._since = min(self._since, time.monotonic())
+        return time.monotonic() - self._since >= _LAST_WORDS
 
 
 class _Patience:
     """A timeout in seconds that counts from the last sign of progress, not from the start.
 
-    ``count`` is a cheap sign of progress; ``look_closer`` gives dearer ones, asked four times in the timeout and at its
-    end. ``on_progress`` is called when a closer look shows some.
+    ``count`` is a cheap sign of progress; ``look_closer`` gives dearer ones, asked every two seconds or more seldom: it
+    is to take a twentieth of the time at most, but is asked four times in the timeout, and at its end.
     """
 
-    def __init__(self, timeout: float, on_progress: Callable[[], None] = lambda: None) -> None:
-        self._timeout, self._on_progress = timeout, on_progress
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         self._since = self._looked = time.monotonic()
+        self._interval = min(timeout / 4, 2.0)
         self._seen: Mapping[str, bytes] = {}
         self._count = 0
 
@@ -209,12 +271,12 @@ class _Patience:
         now = time.monotonic()
         if count != self._count:
             self._count, self._since = count, now
-        if now - self._looked >= self._timeout / 4 or now - self._since >= self._timeout:
+        if now - self._looked >= self._interval or now - self._since >= self._timeout:
             seen = look_closer()
             if seen != self._seen:
                 self._since = now
-                self._on_progress()
             self._seen, self._looked = seen, now
+            self._interval = min(self._timeout / 4, max(2.0, 20 * (time.monotonic() - now)))
         return now - self._since >= self._timeout
 
 
@@ -244,6 +306,16 @@ class _Backoff:
     def pause(self) -> None:
         waited = time.monotonic() - self._since
         time.sleep(max(min(max(waited / 25, 0.002), self._longest), min(8 * self._busy, 2.0)))
+
+
+def _retried(act: Callable[[], ResultT]) -> ResultT:
+    """What nobody can do in the place of this rank: tried again where a storage fails for a moment."""
+    for pause in _PAUSES:
+        try:
+            return act()
+        except OSError:
+            time.sleep(pause)
+    return act()
 
 
 def _listed(storage: Storage, folder: str) -> set[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.errors import DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.directory import may_be_replaced
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.runtime import intents, journal
@@ -165,12 +165,9 @@ class InPlace:
         """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
         storage, ranks = session.storage, session.topology.world_size
 
-        def report() -> None:
-            ballot.report_progress(storage, self.attempt, 0, time.monotonic_ns())
-
-        report()
+        ballot.report_progress(storage, self.attempt, 0, time.monotonic_ns())
         for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
-            if not ballot.await_votes(storage, attempt, ranks, session.timeout, report, session.is_leaving):
+            if not ballot.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):
                 raise SaveFailed(
                     f"{storage.url}/{self.tag}: an earlier save of this tag failed, and not all ranks have left it "
                     f"after {session.timeout:.0f} s without progress; save under another tag"
@@ -199,16 +196,9 @@ class InPlace:
         except OSError:
             return  # a lease that cannot be read says nothing against a tag that is complete
         except DirectoryInUse:
-            if not self._is_ours(session.storage):
+            if not _is_of(session.storage, self.tag, self.attempt):
                 self._withdraw(session.storage, mark)
                 raise
-
-    def _is_ours(self, storage: Storage) -> bool:
-        key = f"{self.tag}/{MANIFEST}"
-        try:
-            return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == self.attempt
-        except (FileNotFoundError, MalformedFile):
-            return False
 
     def _another_job(self, session: Session) -> SaveFailed:
         return SaveFailed(
@@ -221,6 +211,22 @@ def publication_of(session: Session, counter: int, tag: str, overwrite: bool | N
     """That of this run's attempt ``counter``, as the session's storage allows it."""
     kind = Staged if session.storage.renames else InPlace
     return kind(session.attempt(counter), tag, overwrite)
+
+
+def is_visible(storage: Storage, tag: str, attempt: str) -> bool:
+    """Whether the tag is complete, and of that attempt. False also where the storage does not say."""
+    try:
+        return storage.is_file(f"{tag}/{DONE}") and _is_of(storage, tag, attempt)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _is_of(storage: Storage, tag: str, attempt: str) -> bool:
+    key = f"{tag}/{MANIFEST}"
+    try:
+        return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == attempt
+    except (FileNotFoundError, MalformedFile):
+        return False
 
 
 def _empty(storage: Storage, tag: str) -> None:

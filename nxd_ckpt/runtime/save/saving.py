@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from nxd_ckpt.core.manifest import FileEntry, RankLine
@@ -28,7 +29,7 @@ from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
 from nxd_ckpt.runtime.save import ballot
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
 from nxd_ckpt.runtime.save.plan import SavePlan
-from nxd_ckpt.runtime.save.publication import publication_of
+from nxd_ckpt.runtime.save.publication import is_visible, publication_of
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.runtime.save.slots import writing_slot
 from nxd_ckpt.runtime.save.staging import Wave
@@ -54,7 +55,7 @@ class Saving:
     ) -> None:
         self.session, self.tag, self.plan, self._threads = session, tag, plan, threads
         self._overwrite = overwrite
-        self._patience = 1.5 * session.timeout + 5.0  # with rank 0, which is shorter with the others
+        self._patience = session.timeout
         self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
         self.error = error
         self.timings: dict[str, float] = {}
@@ -220,9 +221,8 @@ class Saving:
             return {}
         started = time.monotonic()
         try:
-            world_size = session.topology.world_size
             try:
-                self._others = ballot.collect(session.storage, self.attempt, world_size, session.timeout, first=1)
+                self._others = self._collect(first=1)
             except SaveFailed as error:
                 self._failed_elsewhere = error
                 return {}
@@ -258,17 +258,20 @@ class Saving:
         )
 
     def _learn(self) -> Verdict:
-        """The other ranks: await rank 0's verdict, for longer than its own patience with them."""
+        """The other ranks: await rank 0's verdict. Without one, a tag that is visible and of this attempt is one."""
+        session, where = self.session, f"{self.session.storage.url}/{votes_dir(self.attempt)}"
         try:
-            return ballot.await_verdict(self.session.storage, self.attempt, self.tag, self._patience)
-        except OutcomeUnknown:
+            gone = partial(session.is_gone, 0)
+            return ballot.await_verdict(session.storage, self.attempt, self.tag, self._patience, gone)
+        except (OutcomeUnknown, OSError, MalformedFile) as error:
+            if is_visible(session.storage, self.tag, self.attempt):
+                return Verdict()
             with suppress(OSError):
-                ballot.leave(self.session.storage, self.attempt, self.session.topology.rank, self.tag)
+                ballot.leave(session.storage, self.attempt, session.topology.rank, self.tag)
             if self.error is not None:
-                return Verdict(to_wire(self.error), self.session.topology.rank)  # without its vote, no tag
-            raise
-        except (OSError, MalformedFile) as error:
-            where = f"{self.session.storage.url}/{votes_dir(self.attempt)}"
+                return Verdict(to_wire(self.error), session.topology.rank)  # without its vote, no tag
+            if isinstance(error, OutcomeUnknown):
+                raise
             raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
 
     def _decide(self) -> Verdict:
@@ -281,7 +284,7 @@ class Saving:
                 raise self._failed_elsewhere
             if self.error is not None:
                 raise SaveFailed(f"rank 0 failed: {in_words(to_wire(self.error))}")
-            votes = self._votes(session)
+            votes = self._votes()
             parts = self.plan.parts if self.plan is not None else None
             if parts is None:
                 raise SaveFailed("rank 0 staged nothing")
@@ -291,7 +294,8 @@ class Saving:
             self.saved_nbytes = sum(vote.nbytes for vote in votes)
             verdict = Verdict()
         except (SaveFailed, OutcomeUnknown) as error:
-            verdict = Verdict(to_wire(error))
+            seen = isinstance(error, OutcomeUnknown) and is_visible(session.storage, self.tag, self.attempt)
+            verdict = Verdict() if seen else Verdict(to_wire(error))
         except Exception as error:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
         try:
@@ -300,10 +304,17 @@ class Saving:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
 
-    def _votes(self, session: Session) -> list[Vote]:
+    def _votes(self) -> list[Vote]:
         if self._others is not None and self._own is not None:
             return [self._own, *self._others]
-        return ballot.collect(session.storage, self.attempt, session.topology.world_size, session.timeout)
+        return self._collect()
+
+    def _collect(self, first: int = 0) -> list[Vote]:
+        session = self.session
+        ranks = session.topology.world_size
+        return ballot.collect(
+            session.storage, self.attempt, ranks, session.timeout, first=first, gone=session.is_gone
+        )
 
     def tidy(self) -> None:
         """Rank 0, once the outcome is known: delete what attempts and retention left, for which nobody has to wait."""

@@ -8,7 +8,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -54,6 +54,8 @@ class Session:
     """The number of the last attempt."""
     lost_votes: dict[str, Vote] = field(default_factory=dict)
     """This rank's votes that could not be cast, by attempt: until they are, it may be writing for all that is known."""
+    is_gone: Callable[[int], bool] = lambda rank: False
+    """Whether that rank's process is known to have ended."""
     leaves_at: float = math.inf
     """When this rank, after an exception, stops waiting for the others (seconds, as time.monotonic())."""
 
@@ -102,6 +104,7 @@ def open_session(
             _open_without_group(session, run_id)
         else:
             _open_with_group(session, agreement, run_id)
+            session.is_gone = agreement.is_gone
     except BaseException:
         session.close()  # the others must not find a directory that is in use by nobody
         raise
