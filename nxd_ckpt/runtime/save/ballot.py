@@ -147,9 +147,13 @@ def collect(
         backoff.pause()
 
 
-def announce(storage: Storage, attempt: str, verdict: Verdict) -> None:
-    """Publish rank 0's decision."""
-    _retried(lambda: storage.write(verdict_file(attempt), ballots.dump(verdict)))
+def announce(storage: Storage, attempt: str, verdict: Verdict, *, awaited: bool = True) -> None:
+    """Publish rank 0's decision; where it is ``awaited`` by other ranks, with some more tries."""
+
+    def write() -> None:
+        storage.write(verdict_file(attempt), ballots.dump(verdict))
+
+    _retried(write) if awaited else write()
     storage.sync_dir(verdict_dir(attempt))
 
 

@@ -299,7 +299,8 @@ class Saving:
         except Exception as error:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
         try:
-            ballot.announce(session.storage, self.attempt, replace(verdict, tag=self.tag))
+            awaited = session.topology.world_size > 1
+            ballot.announce(session.storage, self.attempt, replace(verdict, tag=self.tag), awaited=awaited)
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
