@@ -10,7 +10,8 @@ ZeRO-1     ``DIR/optim.dp_rank_00.tp_rank_00``, one ``torch.save`` file a rank
 =========  ====================================================================================
 
 A payload is what the script passed: usually a dict with the model's state under ``"model"`` and whatever else
-it liked, else a bare state dict, of a model or (in a directory of its own) of an optimizer.
+it liked, else a bare state dict, of a model or (in a directory of its own) of an optimizer. What Lightning keeps, in
+such a directory for each of its ``.ckpt``, has lists of optimizers and of schedulers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,})
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
 _INNER = "checkpoint.pt"
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 _RANK_KEYS = ("tp_rank", "pp_rank", "dp_rank")
 """NxD added these to payloads itself: ranks, not state."""
 
@@ -160,8 +161,9 @@ class LegacyTag:
 
 
 def _part(payload: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any] | None:
-    found = (payload[key] for key in keys if isinstance(payload.get(key), dict))
-    return next(found, None)
+    values = (payload.get(key) for key in keys)
+    alone = (value[0] if isinstance(value, list) and len(value) == 1 else value for value in values)
+    return next((value for value in alone if isinstance(value, dict)), None)
 
 
 def _is_bare_model(payload: dict[str, Any]) -> bool:
@@ -176,7 +178,12 @@ def _rest(payload: dict[str, Any]) -> dict[str, Any]:
     if is_optimizer(payload) or _is_bare_model(payload):
         return {}
     known = {*_MODEL_KEYS, *_OPTIMIZER_KEYS, *_SCHEDULER_KEYS}
-    return {key: value for key, value in _without_ranks(payload).items() if key not in known}
+
+    def is_part(key: str, value: Any) -> bool:
+        several = isinstance(value, list) and len(value) > 1  # which of them is meant only the script knows
+        return key in known and not several
+
+    return {key: value for key, value in _without_ranks(payload).items() if not is_part(key, value)}
 
 
 def _without_ranks(payload: dict[str, Any]) -> dict[str, Any]:

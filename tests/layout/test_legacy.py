@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub, map_tensors
@@ -17,6 +18,8 @@ from tests.layout.equality import difference
 from tests.layout.xser_files import save_xser
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+INNER = "checkpoint.pt"
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -101,6 +104,36 @@ def test_0_3_payload_with_everything(tmp_path: Path) -> None:
         parts.user_content,
         parts.use_xser,
     )
+
+
+@pytest.mark.parametrize("xser", [True, False])
+def test_a_checkpoint_of_lightning(tmp_path: Path, xser: bool) -> None:
+    """NxD's plugin writes each ``.ckpt`` as such a directory: state dict, a list of optimizers and one of schedulers."""
+    payload = {
+        "epoch": 2,
+        "state_dict": model(5),
+        "optimizer_states": [zero1(1)],
+        "lr_schedulers": [{"last_epoch": 4}],
+        "loops": {"fit_loop": {"state_dict": {}}},
+    }
+    directory = tmp_path / "epoch=2.ckpt"
+    if xser:
+        directory.mkdir()
+        save_xser(payload, directory / "tp_rank_00_pp_rank_00", info=False)
+    else:
+        save(payload, directory / "tp_rank_00_pp_rank_00" / "checkpoint.pt")
+    held: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": {}}
+    content = load_checkpoint(directory, **held, topology=Topology())
+    assert difference({"model": model(5), "optimizer": zero1(1), "scheduler": {"last_epoch": 4}}, held) is None
+    assert {"epoch": 2, "loops": {"fit_loop": {"state_dict": {}}}} == content
+
+
+def test_several_optimizers_are_left_to_the_script(tmp_path: Path) -> None:
+    """They are among the rest, none of them taken for the only one."""
+    save({"state_dict": model(0), "optimizer_states": [zero1(0), zero1(1)]}, tmp_path / "tp_rank_00_pp_rank_00" / INNER)
+    tag = open_directory(tmp_path)
+    assert tag.parts().optimizer is None
+    assert difference([zero1(0), zero1(1)], tag.user_content()["optimizer_states"]) is None
 
 
 def test_0_5_xser(tmp_path: Path) -> None:
