@@ -108,7 +108,7 @@ def test_0_3_payload_with_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("xser", [True, False])
 def test_a_checkpoint_of_lightning(tmp_path: Path, xser: bool) -> None:
-    """NxD's plugin writes each ``.ckpt`` as such a directory: state dict, a list of optimizers and one of schedulers."""
+    """NxD's plugin writes each ``.ckpt`` as such a directory: a state dict, lists of optimizers and schedulers."""
     payload = {
         "epoch": 2,
         "state_dict": model(5),
