@@ -36,7 +36,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.whole_tag import WholeTag
-from nxd_ckpt.storage.urls import is_url, join
+from nxd_ckpt.storage.urls import is_url, join, local_path
 
 _EXTENSIONS = ("pt", "safetensors")
 _FILES = [f"{part}.{extension}" for part in (MODEL, OPTIM) for extension in (*_EXTENSIONS, "json")]
@@ -224,4 +224,4 @@ def _form(item: Item) -> TensorForm:
 
 
 def _path(target: Place, given: StrPath, name: str) -> StrPath:
-    return join(target.path, name) if is_url(given) else Path(given) / name
+    return join(target.path, name) if is_url(given) else Path(local_path(given)) / name

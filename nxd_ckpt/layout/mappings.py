@@ -13,6 +13,7 @@ from typing import Any
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.urls import local_path
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | None
 """The name of a mapping that the package ships, the path of a JSON file, the document itself, or None."""
@@ -34,7 +35,7 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
     name = os.fspath(given)
     if name in shipped:
         return shipped[name]
-    path = Path(name)
+    path = Path(local_path(name))
     if not path.is_file():
         raise InvalidArgument(f"mapping {name!r}: neither one of {', '.join(shipped)} nor the path of a file")
     try:

@@ -123,7 +123,8 @@ class Storage(Protocol):
     def discard_unfinished(self, key: str) -> None:
         """Free what writers left in the directory ``key`` that died before they closed. None may be alive."""
 
-    def time(self, key: str) -> float: ...
+    def time(self, key: str) -> float:
+        """When it was last modified; 0 where the store does not tell."""
 
     def set_time(self, key: str, seconds: float) -> None: ...
 

@@ -52,7 +52,12 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
         raise InvalidArgument(f"{public}: {error}") from None
     except (TypeError, ValueError) as error:  # an unknown scheme, or options that the file system does not know
         raise InvalidArgument(f"{public}: {_without_values(str(error), options)}") from None
-    return RetryingStorage(FsspecStorage(fs, root, public, limits.throttle), limits.retries)
+    kind = FsspecStorage
+    if type(fs).__name__ == "HTTPFileSystem":
+        from nxd_ckpt.storage.http_storage import HttpStorage
+
+        kind = HttpStorage
+    return RetryingStorage(kind(fs, root, public, limits.throttle), limits.retries)
 
 
 def without_password(url: str) -> str:
@@ -227,13 +232,15 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 def _as_os_error(error: Exception, what: str) -> OSError:
     """``error`` of whatever library, so that what may go away by itself is a ConnectionError or TimeoutError."""
     text = f"{what}: {type(error).__name__}: {without_password(str(error))}"
-    status = getattr(error, "code", None) or getattr(error, "status", None) or getattr(error, "status_code", None)
+    status = next((found for name in ("status", "code", "status_code") if (found := getattr(error, name, None))), None)
     if isinstance(error, ConnectionError | TimeoutError) or status in _TRANSIENT:
-        return ConnectionError(text)
-    if type(error).__module__.partition(".")[0] in ("aiohttp", "requests", "urllib3", "asyncio"):
         return ConnectionError(text)
     if isinstance(error, PermissionError) or status in (401, 403):
         return PermissionError(f"{text}; check the credentials and what they allow")
+    if type(error).__module__.partition(".")[0] in ("aiohttp", "requests", "urllib3", "asyncio"):
+        return OSError(text) if status else ConnectionError(text)
+    if isinstance(error, NotImplementedError):
+        return OSError(f"{what}: fsspec's file system for such URLs cannot do what this needs ({text})")
     if isinstance(error, OSError) and type(error) in (FileExistsError, IsADirectoryError):
         return type(error)(text)
     return OSError(text)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.s3_errors import UploadGone, as_os_error, code_of
+from nxd_ckpt.storage.s3_errors import NotOffered, UploadGone, as_os_error, code_of
 from nxd_ckpt.storage.throttle import Limits, Throttle, shared_throttle
+
+logger = logging.getLogger("nxd_ckpt")
 
 TOKEN = "nxd-ckpt-writer"
 """Metadata of every object: who wrote it. It tells a lost reply from a key that somebody else took."""
@@ -151,10 +154,17 @@ class Bucket:
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def uploads(self, key: str, prefix: str) -> Iterator[tuple[str, str]]:
-        """(object name, upload id) of the unfinished multipart uploads whose names begin with ``prefix``."""
+        """(object name, upload id) of the unfinished multipart uploads whose names begin with ``prefix``.
+
+        None from a store that lists none: what they hold is freed by its own rules.
+        """
         more: dict[str, Any] = {}
         while True:
-            page = self.call("list_multipart_uploads", key, Prefix=prefix, **more)
+            try:
+                page = self.call("list_multipart_uploads", key, Prefix=prefix, **more)
+            except NotOffered as error:
+                logger.info("%s; what unfinished uploads left there is for the store itself to free", error)
+                return
             yield from ((upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ()))
             if not page.get("IsTruncated"):
                 return

@@ -17,6 +17,10 @@ class UploadGone(OSError):
     """The multipart upload is not there: completed by a request whose reply was lost, or aborted by someone."""
 
 
+class NotOffered(OSError):
+    """The store knows no such request (501)."""
+
+
 _DENIED = {
     "AccessDenied": "the credentials do not allow this; ask for the right on this bucket and prefix",
     "AllAccessDisabled": "the bucket's owner disabled access",
@@ -76,6 +80,8 @@ def _of_reply(reply: dict[str, Any], url: str, bucket: str) -> OSError:
     if code in _BUSY or status in (429, 500, 502, 503, 504):
         tries = reply.get("ResponseMetadata", {}).get("RetryAttempts", 0)
         return ConnectionError(f"{text}; still so after {tries} retries: try later, or pass more `retries`")
+    if code == "NotImplemented" or status == 501:
+        return NotOffered(text)
     if code in _CHANGED:
         return OSError(f"{text}; the bytes changed on their way to the store")
     if code in _LOST:

@@ -199,6 +199,14 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     assert [] == [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
 
 
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    """What is returned is where the files are."""
+    save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, durable=False)
+    model_path, _ = unshard_checkpoint(f"file://{tmp_path}/step_1", f"file://{tmp_path}/out")
+    assert model_path == tmp_path / "out" / "model.pt"
+    assert torch.equal(torch.ones(2), read(model_path)["w"])
+
+
 def test_what_an_interrupted_one_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed one leaves nothing visible; the next one starts anew."""
     tag = save_example(tmp_path, 2)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from nxd_ckpt import Checkpointer, load_checkpoint
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.s3_upload import PART
 from nxd_ckpt.storage.urls import open_storage
@@ -184,6 +186,19 @@ def test_unfinished_uploads_of_a_killed_writer(s3_server: S3Server, storage: Sto
     assert ["x"] == [name.rpartition("tag-2/")[2] for name in s3_server.unfinished(BUCKET)]
     storage.discard_unfinished("")
     assert [] == s3_server.unfinished(BUCKET)
+
+
+def test_a_store_that_lists_no_unfinished_uploads(proxy: S3Proxy) -> None:
+    """Saves, overwrites and retention go on without: the store has to free them by its own rules."""
+    proxy.faults.append(Fault(r"GET .*[?&]uploads", "refuse", times=FOR_EVER, status=501, code="NotImplemented"))
+    url, options = f"s3://{BUCKET}/{uuid.uuid4().hex}", options_for(proxy.address)
+    with Checkpointer(url, storage_options=options) as job:
+        for value, tag in enumerate(("one", "two", "two")):
+            job.save(tag, {"w": torch.full((5,), value)}, num_kept_ckpts=1, overwrite=True)
+    loaded: dict[str, torch.Tensor] = {}
+    load_checkpoint(url, model=loaded, storage_options=options)
+    assert [2] * 5 == loaded["w"].tolist()
+    assert proxy.faults[-1].hits > 0
 
 
 DENIED = [

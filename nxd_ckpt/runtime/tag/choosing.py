@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Sequence
 
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
@@ -41,6 +42,7 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
             logger.warning("%s: this tag is passed over", damage)
         if newest is None:
             raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+        _refuse_guess(storage, tags, newest)
         return newest.tag
     found = next((info for info in tags if info.tag == wanted), None)
     if found is None and is_whole_without_marks(storage, wanted):
@@ -62,6 +64,16 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
             f"{describe_incomplete(storage)}"
         )
     return wanted
+
+
+def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
+    """Raise CheckpointNotFound where nothing tells which of several tags is the latest."""
+    same = [info.tag for info in tags if info.complete and info.order_time == newest.order_time]
+    if newest.order_time == 0.0 and len(same) > 1:
+        raise CheckpointNotFound(
+            f"{storage.url} does not tell when files were written, and so not which is the latest of "
+            f"{', '.join(same[:8])}: name one"
+        )
 
 
 def settled_tags(storage: Storage, wanted: str | None = None) -> list[TagInfo]:

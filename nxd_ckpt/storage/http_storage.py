@@ -1,0 +1,111 @@
+"""What a web server shows of a directory, by fsspec's ``http``: to be read, not written to.
+
+The names in a directory are the links of its index page. Times and versions are those that the server tells with each
+file; one that tells no times is no obstacle where the tags' manifests do.
+"""
+
+from __future__ import annotations
+
+import errno
+from email.utils import parsedate_to_datetime
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+from nxd_ckpt.errors import CheckpointNotFound
+from nxd_ckpt.storage.base import Entry, Writer
+from nxd_ckpt.storage.fsspec_storage import FsspecStorage
+
+_WITHOUT_RANGES = 64 * 2**20
+"""Bytes of a file that is read from a server that answers no range requests: each time it sends the whole file."""
+
+
+class HttpStorage(FsspecStorage):
+    """Keys below a URL. Whatever would write raises OSError, and says that this is read-only."""
+
+    def read_at(self, key: str, begin: int, end: int) -> bytes:
+        data = super().read_at(key, begin, end)
+        if len(data) <= end - begin:
+            return data
+        if len(data) > _WITHOUT_RANGES:
+            raise OSError(
+                f"{self.url}/{key}: the server answers no range requests, and sends all {len(data)} bytes each time; "
+                "read from one that does (python's http.server does not), or copy the directory first"
+            )
+        return data[begin:end]
+
+    def version(self, key: str) -> tuple[str, int]:
+        info = self._info(key)
+        return repr([info.get(header) for header in ("ETag", "Last-Modified", "size")]), self._size(key, info)
+
+    def size(self, key: str) -> int:
+        return self._size(key, self._info(key))
+
+    def is_file(self, key: str) -> bool:
+        try:
+            self._info(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self, key: str) -> bool:
+        """Whether it has an index page. Raises CheckpointNotFound where the storage itself has none."""
+        found = bool(self.list(key))
+        if not found and not key:
+            raise CheckpointNotFound(
+                f"{self.url}: no such directory, or the server shows no index page of it, by which files are found; "
+                "switch that on there, or read the checkpoint from an archive (nxd-ckpt pack), which needs none"
+            )
+        return found
+
+    def list(self, key: str = "") -> list[Entry]:
+        directory = f"{self.path(key)}/"
+        with self.doing(key):
+            try:
+                found = self.fs.ls(directory, detail=True)
+            except FileNotFoundError:
+                return []
+        links = [info["name"].removeprefix(directory) for info in found if info["name"].startswith(directory)]
+        # Others lead elsewhere, or sort the page.
+        names = {link for link in links if link.strip("/") and not set("?#/") & set(link.removesuffix("/"))}
+        return sorted(Entry(unquote(name.removesuffix("/")), name.endswith("/")) for name in names)
+
+    def time(self, key: str) -> float:
+        told = self._info(key).get("Last-Modified")
+        return 0.0 if told is None else parsedate_to_datetime(told).timestamp()
+
+    def write(self, key: str, data: bytes) -> None:
+        self._refuse(key)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        self._refuse(key)
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        self._refuse(key)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        self._refuse(key)
+
+    def remove(self, key: str) -> None:
+        self._refuse(key)
+
+    def _refuse(self, key: str) -> NoReturn:
+        raise OSError(errno.EROFS, "http is read-only here: write to a directory or a store", f"{self.url}/{key}")
+
+    def _info(self, key: str) -> dict[str, Any]:
+        """What the server tells of a file. Raises FileNotFoundError for a directory."""
+        with self.doing(key):
+            try:
+                info: dict[str, Any] = self.fs.info(self.path(key))
+            except FileNotFoundError as error:  # fsspec's name for whatever failed
+                cause = error.__cause__
+                if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410):
+                    raise cause from None
+                raise
+            if info.get("url", "").endswith("/"):
+                raise FileNotFoundError(key)
+            return info
+
+    def _size(self, key: str, info: dict[str, Any]) -> int:
+        if info.get("size") is None:
+            raise OSError(f"{self.url}/{key}: the server does not tell how large the file is (Content-Length)")
+        return int(info["size"])
