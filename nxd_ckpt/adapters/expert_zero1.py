@@ -88,6 +88,11 @@ class ExpertZero1Optimizer:
         given = [one if one["params"] else other for one, other in pairs]  # on other sizes an empty one has no options
         restore_groups([self._optimizer.param_groups], given, read)
 
+    def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        ordinary, experts = split(saved)
+        yield from self._ordinary.followed(ordinary)
+        yield from self._experts.followed(experts)
+
     def follow(self, keeps: Keeps) -> None:
         self._ordinary.follow(keeps)
         self._experts.follow(keeps)

@@ -26,7 +26,7 @@ from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,10 @@ class ModelAdapter:
         """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
         return None if _is_extra_state(name) else memory_for(self._live.get(name))
 
+    def may_hold(self, parameter: torch.Tensor) -> bool:
+        """Whether assigning to one of its names may be assigning to that live parameter."""
+        return True
+
     def is_on_host(self, name: str) -> bool:
         """Whether it is a live tensor on the CPU."""
         live = self._live.get(name)
@@ -196,6 +200,11 @@ class ModuleModel(ModelAdapter):
     def __init__(self, model: Any, may_be_meta: bool = False) -> None:
         local = getattr(model, "local_state_dict", None)
         self._is_stage = callable(local)
+        if self._is_stage and not getattr(model, "partitioned", True):
+            raise InvalidArgument(
+                f"{type(model).__name__} is not partitioned yet, so what this stage holds is not known: call its "
+                "partition(), or run a first step where it partitions itself, before saving or loading"
+            )
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
         live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
         super().__init__(dict(live), may_be_meta)
@@ -248,6 +257,16 @@ class ModuleModel(ModelAdapter):
 
 class DictModel(ModelAdapter):
     """A state dict. An empty one is filled with CPU tensors, in another tensors are overwritten in place."""
+
+    def may_hold(self, parameter: torch.Tensor) -> bool:
+        if parameter.device.type == "cpu":
+            return memory_of(parameter) in self._memory
+        # A state dict's tensors on a device are not known to be the parameters, nor to be others.
+        return any((held.device, held.shape) == (parameter.device, parameter.shape) for held in self._tensors.values())
+
+    @cached_property
+    def _memory(self) -> set[Hashable]:
+        return {memory_of(held) for held in self._tensors.values()}
 
     def validate(
         self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None

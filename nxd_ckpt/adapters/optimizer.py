@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from nxd_ckpt.adapters.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
@@ -54,6 +56,9 @@ class OptimizerAdapter(Protocol):
         ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients
         and so go on decaying a parameter that had a gradient before and gets none in the next step.)
         """
+
+    def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+        """The live parameters, by name, that :meth:`load` takes copies of, where ``saved`` has none."""
 
     def follow(self, keeps: Keeps) -> None:
         """The model was loaded without the optimizer: take anew what are copies of its weights (ZeRO-1's shards).

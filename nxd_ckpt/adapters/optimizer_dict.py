@@ -80,6 +80,9 @@ class DictOptimizer:
         self._state.clear()
         self._state.update(loaded)
 
+    def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
+        return ()
+
     def follow(self, keeps: Keeps) -> None:
         """It is saved as it is, and loaded as it was saved."""
 

@@ -80,6 +80,9 @@ class PlainOptimizer:
         for slot in self._slots:
             slot.clear_gradients()
 
+    def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
+        return ()
+
     def follow(self, keeps: Keeps) -> None:
         """It holds no copies of weights."""
 

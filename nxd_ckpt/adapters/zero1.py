@@ -122,6 +122,10 @@ class Zero1Optimizer:
         for slot in self.slots:
             slot.clear_gradients()
 
+    def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = saved.get(MASTERS, {})
+        yield from ((slot.name, slot.parameter) for index, slot in enumerate(self.slots) if index not in masters)
+
     def follow(self, keeps: Keeps) -> None:
         self._rederive(self.slots, keeps)
 

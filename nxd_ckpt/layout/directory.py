@@ -115,8 +115,9 @@ def is_whole_without_marks(storage: Storage, tag: str) -> bool:
     NxD's converter writes such: ``model/`` alone. NxD and we begin a save with a mark. Not listed, as no one knows when
     it was finished; whoever names it may load it.
     """
-    found = {entry.name for entry in storage.list(tag)}
-    if not tag or found & {MARKER, DONE, MANIFEST, INDEX_DIR} or not _has_all_ranks(storage, tag):
+    found = {entry.name for entry in storage.list(tag)} if tag and storage.is_dir(tag) else set()
+    marked = found & {MARKER, DONE, MANIFEST, INDEX_DIR}
+    if marked or not found & _NXD_DIRS or not _has_all_ranks(storage, tag):
         return False
     parts = [{entry.name for entry in storage.list(f"{tag}/{part}")} for part in _NXD_DIRS & found]
     sizes = {(size.tp, size.pp) for part in parts if (size := spanned(filter(None, map(parse, part))))}

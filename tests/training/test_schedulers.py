@@ -69,3 +69,11 @@ def test_resumed_ranks_step_as_the_uninterrupted_ones(xla_ranks: WorkerPool, tmp
     schedulers = ["StepLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
     found = xla_ranks.run(scheduled_ranks.all_differences, str(tmp_path), ep, schedulers, timeout=240)
     assert [[]] * 4 == found
+
+
+@pytest.mark.xla
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("beside_dict", [False, True], ids=["model", "its state dict"])
+def test_shards_that_are_made_late(xla_ranks: WorkerPool, tmp_path: Path, beside_dict: bool) -> None:
+    """``lazy_init``: the model loads before ``init_zero()``, the optimizer after, and goes on to the last bit."""
+    assert [[]] * 4 == xla_ranks.run(scheduled_ranks.lazy_differences, str(tmp_path), beside_dict, timeout=240)

@@ -132,6 +132,7 @@ class Source:
             self._refuse_bare_groups(tree, optimizer)
             trees.optimizer_tree = self._filtered(tree, optimizer)
             optimizer.validate(trees.optimizer_tree)
+        trees.refuse_strangers()
         trees.is_regrouped = self.is_regrouped
         trees.keeps = filtered.keeps(trees.names)
         return trees

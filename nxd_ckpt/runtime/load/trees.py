@@ -13,6 +13,7 @@ from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.optimizer_state import Keeps, keeps_nothing
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.runtime.tag.reading import Leaf
 
@@ -39,6 +40,18 @@ class LoadTrees:
     def continues_optimizer(self) -> bool:
         """Whether a live optimizer goes on from what was saved; a dict simply gets it."""
         return bool(self.optimizer_tree) and not isinstance(self.optimizer, DictOptimizer)
+
+    def refuse_strangers(self) -> None:
+        """Raise OptimizerMismatch where the optimizer would copy weights that the model's load does not bring."""
+        if self.model is None or self.optimizer is None or not (self.names and self.optimizer_tree):
+            return
+        for name, parameter in self.optimizer.followed(self.optimizer_tree):
+            if not self.model.may_hold(parameter):
+                raise OptimizerMismatch(
+                    f"optimizer: its shards are cut from its parameters, and the dict given as the model does not hold "
+                    f"{name!r}: it would go on from the old weights. Pass the model itself, or load the model first "
+                    "and the optimizer with model=None in a second call; or save with save_master_weights=True"
+                )
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Everything that will be read, by its global name."""
