@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.means import add_means, means_of
+from nxd_ckpt.cli.means import add_means, means_of, show_converted
 
 NAME = "convert-zero1"
 SUMMARY = "unshard a ZeRO-1 optimizer, or cut it for another data-parallel size"
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--convert_to_sharded", action="store_true", help="one file for each rank; needs --dp_size")
     parser.add_argument("--dp_size", type=int, metavar="N", help="the new data-parallel size")
     parser.add_argument("--optim_only", action="store_true", help="leave out everything but the optimizer")
-    add_means(parser)
+    add_means(parser, workers="--num_workers")
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import convert_zero1
 
-    convert_zero1(
+    done = convert_zero1(
         args.input_dir,
         args.output_dir,
         dp_size=args.dp_size,
@@ -40,4 +40,5 @@ def run(args: argparse.Namespace) -> int:
         optim_only=args.optim_only,
         **means_of(args),
     )
+    show_converted(args, done)
     return 0

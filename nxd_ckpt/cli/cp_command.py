@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.means import output_of
-from nxd_ckpt.cli.storage_options import add_storage_options
+from nxd_ckpt.cli.means import add_output, output_of, show_done
 from nxd_ckpt.core.units import size
 
 NAME = "cp"
@@ -24,17 +22,15 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a tag's directory, or its URL")
     parser.add_argument("target", metavar="DST", help="the tag that is made: a directory or URL that ends in its name")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint at DST")
     parser.add_argument(
         "--hard-links",
         action="store_true",
         help="link files where that works and is safe: within one file system, and those of nxd_ckpt",
     )
-    parser.add_argument("--num_workers", type=int, default=4, metavar="N", help="files copied at once (default: 4)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be copied, and write nothing")
-    add_storage_options(parser, output=True)
-    text.add_quiet(parser)
-    text.add_json(parser)
+    parser.add_argument("--num-workers", type=int, default=4, metavar="N", help="files copied at once (default: 4)")
+    add_output(
+        parser, replaces="an existing checkpoint at DST", dry_run="say what would be copied, and write nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,12 +41,9 @@ def run(args: argparse.Namespace) -> int:
         args.target,
         hard_links=args.hard_links,
         num_workers=args.num_workers,
-        dry_run=args.dry_run,
         **output_of(args),
     )
-    document = {**asdict(done), "dry_run": args.dry_run}
-    if args.json or not args.quiet:
-        text.show(document, _lines(document), as_json=args.json)
+    show_done(args, done, _lines)
     return 0
 
 

@@ -10,7 +10,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     """The options that say it."""
     for part, what in (("model", "the model"), ("optim", "the optimizer")):
         parser.add_argument(
-            f"--{part}_key",
+            f"--{part}-key",
             default=part,
             metavar="KEY",
             help=f'the key of {what} in the state dict, "" for the state dict itself (default: {part})',

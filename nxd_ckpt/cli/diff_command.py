@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partitions", metavar="FILE", help="JSON: how parameters are cut in tags of NxD, as for nxd-ckpt reshard"
     )
     parser.add_argument(
-        "--param_names", metavar="FILE", help="JSON: their optimizers' parameter names, as for nxd-ckpt reshard"
+        "--param-names", metavar="FILE", help="JSON: their optimizers' parameter names, as for nxd-ckpt reshard"
     )
     add_storage_options(parser)
     text.add_quiet(parser)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
-from nxd_ckpt.cli.means import add_all_ranks, output_of
-from nxd_ckpt.cli.storage_options import add_storage_options
+from nxd_ckpt.cli.means import add_all_ranks, add_output, output_of, show_done
 from nxd_ckpt.core.units import size
 
 NAME = "export"
@@ -43,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", action="store_true", help="write the optimizer's state beside the model: optimizer.safetensors"
     )
     parser.add_argument(
-        "--param_names",
+        "--param-names",
         metavar="FILE",
         help="JSON: the optimizer's parameter names, for each pipeline stage a list of names for each param group",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing Hugging Face directory at OUT")
-    parser.add_argument("--dry-run", action="store_true", help="show what maps to what and what does not")
     add_all_ranks(parser)
-    add_storage_options(parser, output=True)
-    text.add_quiet(parser)
-    text.add_json(parser)
+    add_output(
+        parser,
+        replaces="an existing Hugging Face directory at OUT",
+        dry_run="show what maps to what and what does not, and write nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,14 +67,12 @@ def run(args: argparse.Namespace) -> int:
         master_weights=args.master_weights,
         optimizer=args.optimizer,
         param_names=nested_lists(args.param_names, depth=3),
-        dry_run=args.dry_run,
         all_ranks=args.all_ranks,
         **output_of(args),
     )
-    document = {**asdict(done), "nbytes": done.nbytes, "dry_run": args.dry_run}
-    if args.json or not args.quiet:
-        text.show(document, _lines(document), as_json=args.json)
-    return 1 if document["unknown"] or document["missing"] else 0
+    is_well = not (done.unknown or done.missing)
+    show_done(args, done, _lines, is_well=is_well, nbytes=done.nbytes)
+    return 0 if is_well else 1
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import argparse
 
 from nxd_ckpt.cli.dcp_options import add_keys, keys_of
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_means, means_of
+from nxd_ckpt.cli.means import add_means, means_of, show_converted
 
 NAME = "from-dcp"
 SUMMARY = "make a checkpoint of a torch DCP directory"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='JSON: how parameters are cut, by name: {"embed.weight": {"partition_dim": 0}}; others are whole',
     )
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
-    parser.add_argument("--use_xser", action="store_true", help="write xser files")
+    parser.add_argument("--use-xser", action="store_true", help="write xser files")
     add_keys(parser)
     add_means(parser)
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import from_dcp
 
-    from_dcp(
+    done = from_dcp(
         args.dcp,
         args.tag,
         **{name: getattr(args, name) for name in _SIZES},
@@ -53,4 +53,5 @@ def run(args: argparse.Namespace) -> int:
         **keys_of(args),
         **means_of(args),
     )
+    show_converted(args, done)
     return 0

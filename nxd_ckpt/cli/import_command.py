@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
-from nxd_ckpt.cli.means import add_means, means_of
+from nxd_ckpt.cli.means import add_means, means_of, show_done
 
 NAME = "import"
 SUMMARY = "make a checkpoint of a Hugging Face directory"
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{kind}-parallel size (default: 1)")
     parser.add_argument(
-        "--virtual_pp",
+        "--virtual-pp",
         type=int,
         default=1,
         metavar="N",
@@ -48,13 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_mapping(parser, "the job keeps")
     for name, meaning in _VARIANTS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=meaning)
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
     parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as it is)")
-    parser.add_argument("--use_xser", action="store_true", help="write xser files")
+    parser.add_argument("--use-xser", action="store_true", help="write xser files")
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
-    parser.add_argument("--dry-run", action="store_true", help="show what maps to what and what does not")
-    add_means(parser)
-    text.add_json(parser)
+    add_means(parser, dry_run="show what maps to what and what does not, and write nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,20 +66,20 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         use_xser=args.use_xser,
         stages=nested_lists(args.stages, depth=2),
-        dry_run=args.dry_run,
         **mapping_of(args),
         **means_of(args),
     )
-    document = {**asdict(done), "dry_run": args.dry_run}
-    if args.json or args.dry_run:
-        text.show(document, _lines(document), as_json=args.json)
-    return 1 if document["unknown"] or document["missing"] else 0
+    is_well = not (done.unknown or done.missing)
+    show_done(args, done, _lines, is_well=is_well)
+    return 0 if is_well else 1
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     done = "would be imported" if document["dry_run"] else "is imported"
     count = text.count(len(document["tensors"]), "tensor")
     yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {count}"
+    if not document["dry_run"]:
+        return
     rows = [
         (one["name"], one["dtype"], text.shape(one["shape"]), str(one["pp_rank"]), " ".join(one["members"]))
         for one in document["tensors"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +16,13 @@ SUMMARY = "the checkpoints in a directory"
 DESCRIPTION = (
     "List the tags in a checkpoint directory, oldest first, in the order in which they became visible. "
     "Tags of neuronx-distributed 0.1 to 0.18 are listed too. Of incomplete tags, which no load takes, it says what "
-    "they lack."
+    "they lack. Columns that the terminal is too narrow for are left out."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="what is passed to save_checkpoint: a directory or URL")
+    parser.add_argument("--wide", action="store_true", help="show all columns, whatever the width of the terminal")
     add_storage_options(parser)
     text.add_json(parser)
 
@@ -29,19 +31,20 @@ def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.tags import directory_document
 
     document = directory_document(args.directory, nested(args.storage_option))
-    text.show(document, _lines(document), as_json=args.json)
+    width = None if args.wide else shutil.get_terminal_size().columns
+    text.show(document, _lines(document, width), as_json=args.json)
     return 0
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
+def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
     tags = document["tags"]
     if not tags:
         yield f"{document['directory']}: {document['note']}"
         return
     complete = sum(tag["complete"] for tag in tags)
     yield f"{document['directory']}: {text.count(len(tags), 'tag')}, {complete} complete"
-    head = ("TAG", "STATE", "SAVED (UTC)", "AGE", "BY", "TOPOLOGY", "SIZE", "PARTS")
-    yield from text.table(head, map(_row, tags))
+    head = ("TAG", "STATE", "SAVED (UTC)", "SIZE", "TOPOLOGY", "BY", "AGE", "PARTS")
+    yield from text.fitting_table(head, map(_row, tags), width)
     for tag in tags:
         name = _name(tag)
         yield from (f"{name} is incomplete: it lacks {what}" for what in tag["lacks"])
@@ -54,10 +57,10 @@ def _row(tag: dict[str, Any]) -> tuple[str, ...]:
         _name(tag),
         "latest" if tag["latest"] else "complete" if tag["complete"] else "incomplete",
         text.time_of_day(tag["order_time"]) if known else "?",
-        text.age(tag["age_seconds"]) if known else "?",
-        text.writer(tag["written_by"]),
-        text.topology(tag["topology"]),
         size(tag["nbytes"]),
+        text.short_topology(tag["topology"]),
+        text.writer(tag["written_by"]),
+        text.age(tag["age_seconds"]) if known else "?",
         text.parts(tag["parts"]),
     )
 

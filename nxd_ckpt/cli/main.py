@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from nxd_ckpt.cli import (
     unshard_command,
     verify_command,
 )
+from nxd_ckpt.cli.wording import flags_of, in_flags, in_user_paths
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.version import __version__
 
@@ -94,10 +95,12 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors exit with 2, as argparse does."""
-    parser = parsers()[0]
+    parser, single = parsers()
+    complete(parser)
     args = parser.parse_args(argv)
+    flags = flags_of(single[args.command])
     try:
-        with _warnings_on_stderr():
+        with _warnings_on_stderr(flags):
             code: int = args.run(args)
             sys.stdout.flush()
             return code
@@ -112,15 +115,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, OSError) as error:
         if args.traceback:
             raise
-        print(f"nxd-ckpt: error: {text.printable(str(error))}", file=sys.stderr)
+        told = in_flags(str(error), flags) if isinstance(error, CheckpointError) else in_user_paths(error)
+        print(f"nxd-ckpt: error: {text.printable(told)}", file=sys.stderr)
         code = args.code_of_error
         return code
 
 
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell, where it asks what may stand at the cursor, and end; else return. Needs argcomplete."""
+    if "_ARGCOMPLETE" in os.environ:
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+
+
+class _InFlags(logging.Formatter):
+    def __init__(self, flags: Mapping[str, str]) -> None:
+        super().__init__("nxd-ckpt: warning: %(message)s")
+        self._flags = flags
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_flags(super().format(record), self._flags)
+
+
 @contextmanager
-def _warnings_on_stderr() -> Iterator[None]:
+def _warnings_on_stderr(flags: Mapping[str, str]) -> Iterator[None]:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("nxd-ckpt: warning: %(message)s"))
+    handler.setFormatter(_InFlags(flags))
     logger = logging.getLogger("nxd_ckpt")
     logger.addHandler(handler)
     try:

@@ -21,17 +21,17 @@ def add_mapping(parser: argparse.ArgumentParser, job_keeps: str) -> None:
         "(default: by config.json)",
     )
     parser.add_argument(
-        "--kv_size_multiplier",
+        "--kv-size-multiplier",
         type=int,
         default=1,
         metavar="N",
         help=f"how often {job_keeps} each key-value head (default: 1)",
     )
     parser.add_argument(
-        "--hw_backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
+        "--hw-backend", choices=HARDWARE, default="trn1", help="the order of those copies (default: trn1)"
     )
     parser.add_argument(
-        "--pad_attn_heads",
+        "--pad-attn-heads",
         action="store_true",
         help="query heads are padded with zeros to a multiple of the tensor-parallel size (trn1)",
     )

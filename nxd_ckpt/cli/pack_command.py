@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Iterator
+from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.means import output_of
-from nxd_ckpt.cli.storage_options import add_storage_options
+from nxd_ckpt.cli.means import add_output, output_of, show_done
 from nxd_ckpt.core.units import size
 
 NAME = "pack"
@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag's directory, or its URL")
     out = "the archive that is made: a path or URL that ends in .tar, .tar.zst, .tar.gz or .tgz"
     parser.add_argument("out", metavar="OUT", help=out)
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing file at OUT")
-    add_storage_options(parser, output=True)
-    text.add_quiet(parser)
-    text.add_json(parser)
+    add_output(parser, replaces="an existing file at OUT")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         **output_of(args),
     )
-    document = asdict(done)
-    if args.json or not args.quiet:
-        line = f"{done.source} is packed as {done.target}: {text.count(done.files, 'file')}, {size(done.nbytes)}"
-        text.show(document, [line], as_json=args.json)
+    show_done(args, done, _lines)
     return 0
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    verb = "would be" if document["dry_run"] else "is"
+    whole = f"{text.count(document['files'], 'file')}, {size(document['nbytes'])}"
+    yield f"{document['source']} {verb} packed as {document['target']}: {whole}"

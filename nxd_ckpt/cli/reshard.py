@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_means, means_of
+from nxd_ckpt.cli.means import add_means, means_of, show_converted
 
 NAME = "reshard"
 SUMMARY = "cut a whole checkpoint for other parallel sizes"
@@ -13,7 +13,7 @@ DESCRIPTION = (
     "Make a tag as a job of other sizes would have saved it: model and optimizer are cut anew, bit for bit, scheduler "
     "and user content are taken over. The input is only read, and the output appears once all of it is durable. "
     "Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the optimizer: with "
-    "another tensor-parallel size they need --partitions, and wherever more than --dp changes --param_names. "
+    "another tensor-parallel size they need --partitions, and wherever more than --dp changes --param-names. "
     "For a checkpoint that is too large for one machine, start it on several with torchrun "
     "(-m nxd_ckpt.cli reshard --all-ranks ...): each writes a share."
 )
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each new pipeline stage")
     parser.add_argument(
-        "--param_names",
+        "--param-names",
         metavar="FILE",
         help="JSON: the optimizer's parameter names, for each stage of the input a list of names for each param group",
     )
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import reshard
 
-    reshard(
+    done = reshard(
         args.input,
         args.output,
         **{name: getattr(args, name) for name in _SIZES},
@@ -51,4 +51,5 @@ def run(args: argparse.Namespace) -> int:
         saved_param_names=nested_lists(args.param_names, depth=3),
         **means_of(args),
     )
+    show_converted(args, done)
     return 0

@@ -14,7 +14,13 @@ from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced
 from nxd_ckpt.layout import legacy, names
-from nxd_ckpt.layout.directory import NO_TAG, describe_incomplete, is_whole_without_marks, list_tags
+from nxd_ckpt.layout.directory import (
+    NO_TAG,
+    describe_incomplete,
+    is_whole_without_marks,
+    list_tags,
+    require_directory,
+)
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.runtime.tag.choosing import settled_tags
@@ -45,6 +51,20 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
         if name and (any(info.tag == name for info in list_tags(above)) or is_whole_without_marks(above, name)):
             return directory, name
     return whole, tag
+
+
+def complete_tags(path: str, options: Options = None) -> list[str | None]:
+    """The complete tags in a directory, oldest first; None stands for the directory itself, of NxD 0.1 to 0.5.
+
+    Raises:
+        CheckpointNotFound: no such directory, or no complete tag in it.
+    """
+    storage = _open(path, options)
+    settle_swap(storage)
+    found = [info.tag or None for info in in_order(list_tags(storage)) if info.complete]
+    if not found:
+        raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+    return found
 
 
 def directory_document(path: str, options: Options = None) -> dict[str, Any]:
@@ -86,8 +106,7 @@ def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
 
 def _open(path: str, options: Options) -> Storage:
     storage = open_storage(path, storage_options=options)
-    if not storage.is_dir(""):
-        raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
+    require_directory(storage)
     return storage
 
 

@@ -45,6 +45,13 @@ def topology(sizes: Mapping[str, int | None] | None) -> str:
     return " ".join(f"{name}={'?' if number is None else number}" for name, number in sizes.items())
 
 
+def short_topology(sizes: Mapping[str, int | None] | None) -> str:
+    """The same without sizes of one: ``dp=2 tp=4``, ``1 rank``."""
+    if sizes is None:
+        return "?"
+    return topology({name: number for name, number in sizes.items() if number != 1}) or "1 rank"
+
+
 def parts(held: Mapping[str, Any] | None) -> str:
     """``model, zero1 optimizer, scheduler``."""
     if held is None:
@@ -63,6 +70,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  "
         (indent + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))).rstrip()
         for line in lines
     ]
+
+
+def fitting_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], width: int | None, keep: int = 3
+) -> list[str]:
+    """:func:`table`, without the last columns that are too much for ``width``, but with the first ``keep``.
+
+    What is left out is said. None fits everything.
+    """
+    lines = [*map(tuple, rows)]
+    for columns in range(len(head), keep - 1, -1):
+        found = table(head[:columns], [line[:columns] for line in lines])
+        if width is None or max(map(len, found)) <= width:
+            break
+    left_out = head[columns:]
+    return [*found, f"  (--wide shows {', '.join(left_out)} too)"] if left_out else found
 
 
 def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:

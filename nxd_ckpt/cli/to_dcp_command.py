@@ -6,7 +6,7 @@ import argparse
 
 from nxd_ckpt.cli.dcp_options import add_keys, keys_of
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_output, output_of
+from nxd_ckpt.cli.means import add_output, output_of, show_converted
 
 NAME = "to-dcp"
 SUMMARY = "make a torch DCP directory of a checkpoint"
@@ -15,7 +15,7 @@ DESCRIPTION = (
     "of any sizes: model, optimizer, scheduler and user content, tensors whole. The input is only read, its digests "
     "are proved on the way, and the output appears once all of it is durable. "
     "Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the optimizer: they "
-    "need --partitions with tensor or expert parallelism, and --param_names for an optimizer that others can use."
+    "need --partitions with tensor or expert parallelism, and --param-names for an optimizer that others can use."
 )
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag's directory or URL")
     parser.add_argument("dcp", metavar="DCP", help="the directory or URL that is made")
     parser.add_argument(
-        "--flatten_optimizer_state",
+        "--flatten-optimizer-state",
         action="store_true",
         help="param groups by parameter, as with torch's flatten_optimizer_state_dict=True",
     )
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partitions", metavar="FILE", help="JSON: how parameters are cut over the tag's ranks, by name"
     )
     parser.add_argument(
-        "--param_names",
+        "--param-names",
         metavar="FILE",
         help="JSON: the optimizer's parameter names, for each stage of the tag a list of names for each param group",
     )
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import to_dcp
 
-    to_dcp(
+    done = to_dcp(
         args.tag,
         args.dcp,
         flatten_optimizer_state=args.flatten_optimizer_state,
@@ -51,4 +51,5 @@ def run(args: argparse.Namespace) -> int:
         **keys_of(args),
         **output_of(args),
     )
+    show_converted(args, done)
     return 0

@@ -8,7 +8,8 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.means import add_output
+from nxd_ckpt.cli.storage_options import nested
 from nxd_ckpt.core.units import size
 
 NAME = "unshard"
@@ -18,7 +19,7 @@ DESCRIPTION = (
     "safetensors, or several files for each. Every tensor is whole and under its name, the optimizer's state by "
     "parameter name. The input is only read and proved on the way, in little memory, and the output appears once all "
     "of it is written. Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the "
-    "optimizer: with tensor parallelism they need --partitions, and --param_names."
+    "optimizer: with tensor parallelism they need --partitions, and --param-names."
 )
 
 
@@ -40,14 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partitions", metavar="FILE", help="JSON: how parameters were cut, by name; as for `nxd-ckpt reshard`"
     )
     parser.add_argument(
-        "--param_names",
+        "--param-names",
         metavar="FILE",
         help="JSON: the optimizer's parameter names, for each pipeline stage a list of names for each param group",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing unsharded checkpoint at OUT")
-    add_storage_options(parser, output=True)
-    text.add_quiet(parser)
-    text.add_json(parser)
+    add_output(parser, replaces="an existing unsharded checkpoint at OUT")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         optim=False if args.model_only else None,
         overwrite=args.overwrite,
+        dry_run=args.dry_run,
         use_safetensors=args.safetensors,
         unshard_strategy=args.strategy,
         chunk_size=args.chunk_size,
@@ -68,14 +67,21 @@ def run(args: argparse.Namespace) -> int:
         quiet=args.quiet,
     )
     model, optim = (None if place is None else str(place) for place in done)
-    document = {"model": model, "optim": optim, "files": dict(done.files), "nbytes": done.nbytes}
+    document = {
+        "model": model,
+        "optim": optim,
+        "files": dict(done.files),
+        "nbytes": done.nbytes,
+        "dry_run": args.dry_run,
+    }
     if args.json or not args.quiet:
         text.show(document, _lines(document), as_json=args.json)
     return 0
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    yield f"unsharded: {text.count(len(document['files']), 'file')}, {size(document['nbytes'])}"
+    done = "would be unsharded" if document["dry_run"] else "unsharded"
+    yield f"{done}: {text.count(len(document['files']), 'file')}, {size(document['nbytes'])}"
     for part in ("model", "optim"):
         if document[part] is not None:
             yield f"  {part}  {document[part]}"

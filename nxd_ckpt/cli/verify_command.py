@@ -23,20 +23,39 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
     parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
+    parser.add_argument("--all", action="store_true", help="prove every complete tag in DIR, oldest first")
     add_storage_options(parser)
     text.add_quiet(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.tags import locate
+    from nxd_ckpt.cli.tags import complete_tags, locate
+
+    options = nested(args.storage_option)
+    if not args.all:
+        document = _verified(*locate(args.directory, args.tag, options), args)
+        problems = document["problems"]
+        lines = _lines(document)
+    elif args.tag is not None:
+        raise argparse.ArgumentTypeError("--all proves every tag: leave out TAG")
+    else:
+        found = [_verified(args.directory, tag, args) for tag in complete_tags(args.directory, options)]
+        problems = [problem for one in found for problem in one["problems"]]
+        document = {"ok": not problems, "tags": found}
+        lines = (line for one in found for line in _lines(one))
+    if args.json or problems or not args.quiet:
+        text.show(document, lines, as_json=args.json)
+    return 1 if problems else 0
+
+
+def _verified(directory: str, tag: str | None, args: argparse.Namespace) -> dict[str, Any]:
     from nxd_ckpt.storage.fsspec_storage import without_password
     from nxd_ckpt.verify import verify_checkpoint
 
     options = nested(args.storage_option)
-    directory, tag = locate(args.directory, args.tag, options)
     found = verify_checkpoint(directory, tag, storage_options=options, progress=not args.quiet)
-    document = {
+    return {
         "directory": without_password(directory),
         "tag": found.tag,
         "ok": not found.problems,
@@ -47,9 +66,6 @@ def run(args: argparse.Namespace) -> int:
         "undigested_nbytes": found.undigested,
         "problems": list(found.problems),
     }
-    if args.json or found.problems or not args.quiet:
-        text.show(document, _lines(document), as_json=args.json)
-    return 1 if found.problems else 0
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from nxd_ckpt.convert.export import Export, export_checkpoint
 from nxd_ckpt.convert.from_dcp import from_dcp
 from nxd_ckpt.convert.import_plan import Import
 from nxd_ckpt.convert.importing import import_checkpoint
+from nxd_ckpt.convert.job import Converted
 from nxd_ckpt.convert.pack import Packed, pack_checkpoint
 from nxd_ckpt.convert.resharding import reshard
 from nxd_ckpt.convert.to_dcp import to_dcp
@@ -15,6 +16,7 @@ from nxd_ckpt.convert.unsharded import UnshardStrategy
 from nxd_ckpt.convert.zero1 import convert_zero1
 
 __all__ = [
+    "Converted",
     "Copy",
     "Export",
     "Import",

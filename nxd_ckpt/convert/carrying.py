@@ -109,7 +109,7 @@ class Carrying:
         if stub.nbytes != storage.nbytes or not stub.is_contiguous or storage.crc32 is None:
             raise UnsupportedState(
                 f"{where}: it is a view of a larger one, or its file records no digest: that file cannot be taken. "
-                "Convert the optimizer alone (--optim_only), or save the checkpoint anew with nxd_ckpt"
+                "Convert the optimizer alone (optim_only=True), or save the checkpoint anew with nxd_ckpt"
             )
         found = crc32.combine_blocks(blocks, storage.nbytes)
         if found != storage.crc32:

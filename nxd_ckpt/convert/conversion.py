@@ -15,7 +15,7 @@ from functools import partial
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.crew import Crew, joined
-from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.job import Converted, Job
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
@@ -44,12 +44,13 @@ logger = logging.getLogger("nxd_ckpt")
 class Means:
     """With what to convert: ``num_workers`` processes on each host, ``all_ranks`` to share the work with the job's
     other ranks, ``timeout`` seconds without progress until one of those counts as lost, ``progress`` for a bar on rank
-    0's standard error."""
+    0's standard error, ``dry_run`` to plan everything and write nothing."""
 
     num_workers: int = 1
     all_ranks: bool = False
     timeout: float = DEFAULT_TIMEOUT
     progress: bool = False
+    dry_run: bool = False
 
     def validate(self) -> None:
         """Raises InvalidArgument."""
@@ -57,7 +58,7 @@ class Means:
             raise InvalidArgument(f"num_workers must be an int of at least 1, found {self.num_workers!r}")
 
 
-def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
+def convert(prepare: Callable[[int, int], Job], means: Means) -> Converted:
     """Do the job that ``prepare(process, processes)`` describes: alone, or with ``means.all_ranks`` together.
 
     Raises CheckpointError, on every process, and then nothing is left but what was there before.
@@ -71,6 +72,11 @@ def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
             nbytes = on_all(agreement, lambda: crew.survey(ranks))
             told = agreement.rank == 0
+            planned = agreement.gather(nbytes)
+            whole = decided_by_rank0(agreement, lambda: sum(planned or ()))
+            done = Converted(job.source.path, job.target.path, job.topology.sizes, whole)
+            if means.dry_run:
+                return done
             with (
                 _claimed(job, agreement, means.timeout, crew) as session,
                 watched("convert", nbytes, lambda: crew.written, means.progress and told),
@@ -80,6 +86,7 @@ def convert(prepare: Callable[[int, int], Job], means: Means) -> None:
                 attempt.run()
             if told:
                 report("converted", f"{job.source.path} to {job.target.path}", crew.written, started)
+            return done
 
 
 def _must_agree(words: Sequence[str] | None) -> None:

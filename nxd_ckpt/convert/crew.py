@@ -102,7 +102,7 @@ def _result(future: Future[Any]) -> Any:
     except BrokenExecutor as error:
         raise CheckpointError(
             "a worker process died: look in the system's log whether it was killed for want of memory, and use fewer "
-            "workers (--num_workers)"
+            "workers (num_workers=)"
         ) from error
 
 
@@ -187,11 +187,11 @@ def _start_group(timeout: float) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except ValueError as error:
         raise InvalidArgument(
-            "--all-ranks (all_ranks=True) is for a job whose ranks all make this call: start it with torchrun, or join "
+            "all_ranks=True is for a job whose ranks all make this call: start it with torchrun, or join "
             f"the ranks in a process group first; found neither ({str(error).splitlines()[0]})"
         ) from error
     except RuntimeError as error:  # torch's DistError among others
         raise PeerTimeout(
-            "--all-ranks (all_ranks=True): the ranks did not all come together; each must make the same call (found "
+            "all_ranks=True: the ranks did not all come together; each must make the same call (found "
             f"WORLD_SIZE={os.environ.get('WORLD_SIZE')}; {str(error).splitlines()[0]})"
         ) from error

@@ -15,7 +15,7 @@ from nxd_ckpt.convert.crew import joined
 from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
@@ -145,8 +145,7 @@ def export_checkpoint(
 
     def prepare(converted: bool = False) -> _Job:
         source = locate_input(tag, storage_options)
-        target = place_of(out, "output", written_with(storage_options, output_options))
-        refuse_overlap(source, target)
+        target = locate_apart(out, source, written_with(storage_options, output_options))
         files = [] if config is None else read_config(os.fspath(config), storage_options)
         chosen = find_mapping(mapping, config_in(files))
         if tokenizer is not None:

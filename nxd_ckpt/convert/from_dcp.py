@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
 from nxd_ckpt.convert.inputs import open_dcp
-from nxd_ckpt.convert.job import DcpTarget, Job
+from nxd_ckpt.convert.job import Converted, DcpTarget, Job
 from nxd_ckpt.convert.places import Options, StrPath, locate_output, place_of, written_with
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
@@ -37,12 +37,13 @@ def from_dcp(
     num_workers: int = 1,
     all_ranks: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     progress: bool = False,
-) -> None:
+) -> Converted:
     """Make ``tag`` of what ``torch.distributed.checkpoint.save`` or OLMo-core's ``save_model_and_optim_state`` wrote.
 
     As a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and steps; what
@@ -59,7 +60,7 @@ def from_dcp(
         stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
         use_xser: write xser files.
         model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
-        num_workers, all_ranks, overwrite, storage_options, output_options, durable, timeout, progress: as for
+        num_workers, all_ranks, overwrite, dry_run, storage_options, output_options, durable, timeout, progress: as for
             ``reshard``.
 
     Raises:
@@ -70,14 +71,14 @@ def from_dcp(
         PartNotFound: neither model nor optimizer is under these keys.
         InvalidArgument, TopologyMismatch: as for ``reshard``.
     """
-    means, names = Means(num_workers, all_ranks, timeout, progress), DcpNames(model_key, optim_key)
+    means, names = Means(num_workers, all_ranks, timeout, progress, dry_run), DcpNames(model_key, optim_key)
     if optimizer not in OPTIMIZERS:
         raise InvalidArgument(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
 
     def prepare(process: int, processes: int) -> Job:
         means.validate()
         topology = Topology(dp, tp, pp, ep)
-        source = place_of(dcp_directory, "dcp_directory", storage_options)
+        source = place_of(dcp_directory, "input", storage_options)
         target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
         opened = open_dcp(source, names)
         if not opened.parts.model and opened.parts.optimizer is None:
@@ -92,7 +93,7 @@ def from_dcp(
         )
         return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite)
 
-    convert(prepare, means)
+    return convert(prepare, means)
 
 
 def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> None:

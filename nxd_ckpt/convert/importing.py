@@ -103,7 +103,7 @@ def import_checkpoint(
         if virtual_pp < 1 or (virtual_pp > 1 and stages is not None):
             raise InvalidArgument(f"virtual_pp must be at least 1, and is for stages=None; found {virtual_pp}")
         topology = Topology(dp, tp, pp, ep)
-        source = place_of(hf_directory, "hf_directory", storage_options)
+        source = place_of(hf_directory, "input", storage_options)
         target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
         if config is None:
             document = open_model(source, model_key).config

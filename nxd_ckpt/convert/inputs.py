@@ -13,8 +13,8 @@ from nxd_ckpt.convert.job import DcpTarget, Job
 from nxd_ckpt.convert.places import Place
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
+from nxd_ckpt.layout.directory import require_directory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import ModelFile
 from nxd_ckpt.runtime.hugging_face.imported_model import ImportedModel, ImportTarget
@@ -46,8 +46,7 @@ def open_model(place: Place, model_key: str) -> HuggingFaceDirectory:
     storage = place.open()
     if storage.is_file(place.name):
         return ModelFile(storage, place.name, model_key)
-    if not storage.is_dir(place.name):
-        raise CheckpointNotFound(f"hf_directory {place.path} does not exist")
+    require_directory(storage, place.name, "input")
     return HuggingFaceDirectory(storage, place.name)
 
 

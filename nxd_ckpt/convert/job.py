@@ -1,7 +1,8 @@
-"""What one conversion is to do, as each of its processes knows it."""
+"""What one conversion is to do, as each of its processes knows it; and what it did."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nxd_ckpt.convert.places import Place
@@ -17,6 +18,22 @@ class DcpTarget(Target):
     """The same for a torch DCP directory, and what it calls things."""
 
     names: DcpNames = field(default_factory=DcpNames)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was converted, or would be.
+
+    Attributes:
+        source, target: as given.
+        topology: the sizes dp, tp, pp and ep of the result; None where it has no ranks.
+        nbytes: bytes of what is written anew; files that are taken over as they are do not count.
+    """
+
+    source: str
+    target: str
+    topology: Mapping[str, int] | None
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Output:
         held = self.storage.list(name)
         if held and not overwrite:
             raise InvalidArgument(
-                f"output {path} is not empty; pass --overwrite (overwrite=True) to replace it, or choose another path"
+                f"output {path} is not empty; pass overwrite=True to replace it, or choose another path"
             )
         foreign = [file for entry in held for file in self._files(entry) if not self._kind.knows(file)]
         if foreign:

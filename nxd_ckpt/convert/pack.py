@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nxd_ckpt.convert.compressed_writer import CompressedWriter
 from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, prove
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
@@ -42,6 +42,7 @@ def pack_checkpoint(
     out: StrPath,
     *,
     overwrite: bool = False,
+    dry_run: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
     durable: bool = True,
@@ -60,6 +61,7 @@ def pack_checkpoint(
         out: the archive that is made; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
             ``nxd_ckpt[zstd]``).
         overwrite: replace an existing file.
+        dry_run: plan everything, and write nothing; the bytes are then those before compression.
         storage_options: what URLs are opened with; ``output_options`` the same for ``out``, if it needs others.
         durable: fsync it before it appears.
         progress: show a bar on standard error, if that is a terminal and it takes longer than two seconds.
@@ -72,8 +74,7 @@ def pack_checkpoint(
     """
     started = time.monotonic()
     source = locate_input(tag, storage_options)
-    target = place_of(out, "output", written_with(storage_options, output_options))
-    refuse_overlap(source, target)
+    target = locate_apart(out, source, written_with(storage_options, output_options))
     storage = target.open(durable)
     _check(target, storage, overwrite)
     opened = open_source(source)
@@ -82,6 +83,8 @@ def pack_checkpoint(
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
     nbytes = members[-1].end + archive_list.END
+    if dry_run:
+        return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
     with watched("pack", nbytes, lambda: written.nbytes, progress), opened.kept(proved=True):
         _write(opened, head, members, nbytes, storage, target.name, written)
@@ -159,7 +162,7 @@ def _check(target: Place, storage: Storage, overwrite: bool) -> None:
     compression_of(target.name)
     if storage.is_file(target.name):
         if not overwrite:
-            raise InvalidArgument(f"output {target.path} exists; pass --overwrite (overwrite=True) to replace it")
+            raise InvalidArgument(f"output {target.path} exists; pass overwrite=True to replace it")
     elif storage.is_dir(target.name):
         raise InvalidArgument(f"output {target.path} is a directory; choose another path")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
-from nxd_ckpt.layout.directory import list_tags, may_be_replaced
+from nxd_ckpt.layout.directory import list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.layout.names import DONE
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
@@ -42,11 +42,10 @@ class Place:
 
 def locate_input(path: StrPath, options: Options | None = None) -> Place:
     """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
-    place = place_of(path, "input_dir", options)
+    place = place_of(path, "input", options)
     if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
         place = _only_tag(place)
-    if not place.open().is_dir(place.name):
-        raise CheckpointNotFound(f"input_dir {place.path} does not exist, or is not a directory")
+    require_directory(place.open(), place.name, "input")
     return place
 
 
@@ -65,14 +64,15 @@ def locate_output(path: StrPath, source: Place, overwrite: bool, options: Option
 
     Raises:
         InvalidArgument: it is or contains the input, or lies inside it; it exists, and ``overwrite`` is not given or
-            it is not a checkpoint. Nothing was touched.
+            it is not a checkpoint; or it lies inside another tag. Nothing was touched.
     """
-    target = place_of(path, "output_dir", options)
+    target = place_of(path, "output", options)
     validate_tag(target.name)
     refuse_overlap(source, target)
     storage = target.open()
+    refuse_inside_tag(target, storage)
     if storage.is_file(target.name):
-        raise InvalidArgument(f"output_dir {target.path} is a file; choose another path")
+        raise InvalidArgument(f"output {target.path} is a file; choose another path")
     held = {entry.name for entry in storage.list(target.name)}
     if not held:
         return target
@@ -80,21 +80,40 @@ def locate_output(path: StrPath, source: Place, overwrite: bool, options: Option
     remains = not storage.renames and DONE not in held
     if not overwrite and not remains:
         raise InvalidArgument(
-            f"output_dir {target.path} exists; pass --overwrite (overwrite=True) to replace it once the conversion "
+            f"output {target.path} exists; pass overwrite=True to replace it once the conversion "
             "has succeeded, or choose another path"
         )
     if not may_be_replaced(storage, target.name):
         raise InvalidArgument(
-            f"output_dir {target.path} exists and holds more than a checkpoint; it is left alone: choose another path"
+            f"output {target.path} exists and holds more than a checkpoint; it is left alone: choose another path"
         )
     return target
+
+
+def locate_apart(path: StrPath, source: Place, options: Options | None) -> Place:
+    """What is to be made at ``path``, which is no tag; whether something is there already is not asked.
+
+    Raises:
+        InvalidArgument: it is or contains the input, or lies inside it or another tag.
+    """
+    target = place_of(path, "output", options)
+    refuse_overlap(source, target)
+    refuse_inside_tag(target, target.open())
+    return target
+
+
+def refuse_inside_tag(target: Place, storage: Storage) -> None:
+    """Raise InvalidArgument where the output would lie inside a tag: whoever copies or removes that takes it along."""
+    around = tag_around(storage)
+    if around is not None:
+        raise InvalidArgument(f"output {target.path} lies inside the checkpoint {around}: choose a path outside of it")
 
 
 def refuse_overlap(source: Place, target: Place) -> None:
     """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
     if f"{target.path}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.path}/"):
         raise InvalidArgument(
-            f"output_dir {target.path} and input_dir {source.path} are the same, or one lies inside the other; a "
+            f"output {target.path} and input {source.path} are the same, or one lies inside the other; a "
             "conversion never touches its input: write to a directory of its own"
         )
 

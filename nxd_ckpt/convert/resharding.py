@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
-from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.job import Converted, Job
 from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
@@ -16,6 +17,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.target import Target
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 @as_checkpoint_errors()
@@ -34,12 +37,13 @@ def reshard(
     num_workers: int = 1,
     all_ranks: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     progress: bool = False,
-) -> None:
+) -> Converted:
     """Make ``output_dir``, the tag ``input_dir`` as a job of the given sizes would have saved it.
 
     Model and optimizer are cut anew, bit for bit; scheduler and user content are taken over. What ranks saved for
@@ -55,7 +59,7 @@ def reshard(
         saved_param_names: the optimizer's parameter names, for each stage of the input, for each param group, in
             order, where it does not say (NxD's tags do not; needed where more than dp changes).
         use_xser: whether to write xser files; None as the input's.
-        num_workers, all_ranks, overwrite, storage_options, output_options, durable, timeout, progress: as for
+        num_workers, all_ranks, overwrite, dry_run, storage_options, output_options, durable, timeout, progress: as for
             ``convert_zero1``.
 
     Raises:
@@ -64,7 +68,7 @@ def reshard(
         OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
         CheckpointNotFound, CorruptCheckpoint, DirectoryInUse: as for ``convert_zero1``.
     """
-    means = Means(num_workers, all_ranks, timeout, progress)
+    means = Means(num_workers, all_ranks, timeout, progress, dry_run)
     sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
 
     def prepare(process: int, processes: int) -> Job:
@@ -85,9 +89,24 @@ def reshard(
             saved_names=saved_param_names,
             use_xser=use_xser,
         )
+        if process == 0:
+            _warn_if_nothing_is_cut(opened, what.topology.tp, partitions or {})
         return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite, save=opened.save)
 
-    convert(prepare, means)
+    return convert(prepare, means)
+
+
+def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:
+    saved = {} if opened.manifest is None else opened.manifest.parameters
+    known = opened.manifest is not None or opened.topology.tp == 1
+    cuts = {**{name: spec.partition for name, spec in saved.items()}, **partitions}.values()
+    if tp not in (1, opened.topology.tp) and known and all(cut == Partition() for cut in cuts):
+        logger.warning(
+            "%s does not say that any parameter is cut over tensor-parallel ranks: each of the %d will hold the whole "
+            "model. Where they are to hold parts, pass partitions= with the cut of each, by name",
+            opened.where,
+            tp,
+        )
 
 
 def _topology(saved: Topology, sizes: Mapping[str, int | None]) -> Topology:

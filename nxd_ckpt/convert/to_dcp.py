@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nxd_ckpt.convert.dcp_writer import DcpWriter
+from nxd_ckpt.convert.job import Converted
 from nxd_ckpt.convert.output import TORCH_DCP, Output
-from nxd_ckpt.convert.places import Options, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.places import Options, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
@@ -33,11 +34,12 @@ def to_dcp(
     partitions: Mapping[str, Partition] | None = None,
     saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     overwrite: bool = False,
+    dry_run: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
     durable: bool = True,
     progress: bool = False,
-) -> None:
+) -> Converted:
     """Make ``dcp_directory``, which ``torch.distributed.checkpoint.load`` and OLMo-core's
     ``load_model_and_optim_state`` read, of a tag.
 
@@ -54,6 +56,7 @@ def to_dcp(
         saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
             where the tag does not say (NxD's do not).
         overwrite: replace an existing torch DCP directory.
+        dry_run: plan everything, and write nothing.
         storage_options, output_options, durable, progress: as for ``reshard``.
 
     Raises:
@@ -64,24 +67,26 @@ def to_dcp(
     """
     started = time.monotonic()
     source = locate_input(tag, storage_options)
-    target = place_of(dcp_directory, "output", written_with(storage_options, output_options))
-    refuse_overlap(source, target)
+    target = locate_apart(dcp_directory, source, written_with(storage_options, output_options))
     opened = open_source(source)
     with opened.kept():
         state = _state(opened, DcpNames(model_key, optim_key, flatten_optimizer_state), partitions, saved_param_names)
     output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
-    output.begin()
+    writer = DcpWriter(opened, state, output.storage, output.folder)
+    done = Converted(source.path, target.path, None, writer.nbytes)
+    if dry_run:
+        return done
     try:
-        with opened.kept():
-            writer = DcpWriter(opened, state, output.storage, output.folder)
-            with watched("convert", writer.nbytes, lambda: writer.written, progress):
-                metadata = writer.write()
+        output.begin()
+        with opened.kept(), watched("convert", writer.nbytes, lambda: writer.written, progress):
+            metadata = writer.write()
         output.storage.write(f"{output.folder}/{METADATA}", metadata)
         output.publish()
     except BaseException:
         output.discard()
         raise
     report("converted", f"{source.path} to {target.path}", writer.written, started)
+    return done
 
 
 def _state(
@@ -103,7 +108,7 @@ def _state(
     if any(name.startswith("optim/#") for name in whole.tensors):
         logger.warning(
             "%s does not say whose state the entries of its optimizer are: they are called %s.state.#0 and so on, "
-            "which no optimizer looks for; pass saved_param_names= (--param_names)",
+            "which no optimizer looks for; pass saved_param_names=",
             opened.where,
             names.optim,
         )

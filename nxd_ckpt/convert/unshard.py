@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt.convert.output import Kind, Output
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_input, place_of, refuse_overlap, written_with
+from nxd_ckpt.convert.places import Options, Place, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard
 from nxd_ckpt.convert.source import open_source
@@ -75,6 +75,7 @@ def unshard_checkpoint(
     *,
     optim: bool | None = None,
     overwrite: bool = False,
+    dry_run: bool = False,
     use_safetensors: bool = False,
     unshard_strategy: str | Strategy = ONE_FILE,
     chunk_size: int | str = "5GB",
@@ -102,6 +103,7 @@ def unshard_checkpoint(
         output_dir: the directory or URL that is made.
         optim: whether to write the optimizer; None: if the tag has one.
         overwrite: replace an existing directory that this function made.
+        dry_run: plan everything, and write nothing: the result is what would be written.
         use_safetensors: safetensors in place of ``.pt``.
         unshard_strategy: "one_file", "one_file_per_tensor" or "chunks"; or an :class:`UnshardStrategy`, also
             OLMo-core's own.
@@ -123,14 +125,18 @@ def unshard_checkpoint(
     started = time.monotonic()
     strategy = _strategy(unshard_strategy, chunk_size)
     source = locate_input(tag_dir, storage_options)
-    target = place_of(output_dir, "output", written_with(storage_options, output_options))
-    refuse_overlap(source, target)
+    target = locate_apart(output_dir, source, written_with(storage_options, output_options))
     opened = open_source(source)
     with opened.kept():
         tag = WholeTag(opened, partitions=partitions, saved_param_names=saved_param_names)
         parts = [_Part(opened, tag, part, strategy, use_safetensors) for part in _parts(opened, optim)]
     output = Output(target, overwrite=overwrite, durable=durable, kind=_UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
+    files = {name: size for part in parts for name, size in part.sizes().items()}
+    places = {part.name: _path(target, output_dir, part.place) for part in parts}
+    done = Unsharded(places.get(MODEL), places.get(OPTIM), files)
+    if dry_run:
+        return done
     written = Counter()
     try:
         output.begin()
@@ -142,9 +148,7 @@ def unshard_checkpoint(
         output.discard()
         raise
     report("unsharded", f"{source.path} to {target.path}", nbytes, started)
-    files = {name: size for part in parts for name, size in part.sizes().items()}
-    places = {part.name: _path(target, output_dir, part.place) for part in parts}
-    return Unsharded(places.get(MODEL), places.get(OPTIM), files)
+    return done
 
 
 class _Part:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import Means, convert
-from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.job import Converted, Job
 from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
@@ -31,12 +31,13 @@ def convert_zero1(
     all_ranks: bool = False,
     optim_only: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
     storage_options: Options | None = None,
     output_options: Options | None = None,
     durable: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
     progress: bool = False,
-) -> None:
+) -> Converted:
     """Make ``output_dir``, a tag like ``input_dir`` but for its ZeRO-1 optimizer.
 
     Names and meaning are those of NxD's ``nxd_convert_zero_checkpoints``. Unlike its, the result is a complete tag:
@@ -58,6 +59,7 @@ def convert_zero1(
             process's own business, on one rank of a running job too.
         optim_only: leave out everything but the optimizer.
         overwrite: replace an existing checkpoint at ``output_dir``, after the conversion has succeeded.
+        dry_run: plan everything, and write nothing.
         storage_options: what URLs are opened with, of those that the call names; secrets stay in memory.
         output_options: the same for ``output_dir``, if it needs others.
         durable: fsync everything before the result becomes visible.
@@ -73,7 +75,7 @@ def convert_zero1(
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
         PeerTimeout: with ``all_ranks``, a rank did not come, or was lost.
     """
-    means = Means(num_workers, all_ranks, timeout, progress)
+    means = Means(num_workers, all_ranks, timeout, progress, dry_run)
 
     def prepare(process: int, processes: int) -> Job:
         means.validate()
@@ -94,7 +96,7 @@ def convert_zero1(
         job = Job(source, target, what, parts, durable=durable, overwrite=overwrite, save=opened.save)
         return _job(opened, job, optim_only)
 
-    convert(prepare, means)
+    return convert(prepare, means)
 
 
 def _check_mode(full: bool, sharded: bool, dp_size: int | None) -> None:
@@ -112,7 +114,7 @@ def _check_input(opened: OpenTag, convert_to_full: bool) -> None:
         held = "no optimizer" if kind is None else f"a {kind} optimizer, which is the same for any data-parallel size"
         raise OptimizerMismatch(f"{opened.where} holds {held}; expected a ZeRO-1 one: there is nothing to convert")
     if kind == "zero1_full" and convert_to_full:
-        raise InvalidArgument(f"{opened.where} is unsharded already; use --convert_to_sharded (convert_to_sharded)")
+        raise InvalidArgument(f"{opened.where} is unsharded already; use convert_to_sharded=True")
     unknown_ep = opened.manifest is None and not opened.parts.model and opened.topology.dp > 1
     if unknown_ep and any(key in opened.optimizer_tree(Coordinates()) for key in EXPERT_KEYS):
         raise OptimizerMismatch(

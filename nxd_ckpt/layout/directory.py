@@ -14,7 +14,7 @@ import logging
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
 from nxd_ckpt.core.tags import LATEST, TagInfo
-from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.grid import holes, spanned
 from nxd_ckpt.layout.names import (
@@ -32,6 +32,7 @@ from nxd_ckpt.layout.names import (
     parse,
 )
 from nxd_ckpt.storage.base import Entry, Storage
+from nxd_ckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -41,6 +42,32 @@ _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
 _SHOWN = 8
 _COPIED_WITHIN = 1.0
 """Seconds between a copy of a tag's marker and of its manifest, at most, for the copy to be known as one."""
+
+
+def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
+    """Raise CheckpointNotFound unless ``key``, which is ``what``, is a directory; a file is not called absent."""
+    if storage.is_dir(key):
+        return
+    where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
+    if storage.is_file(key):
+        raise CheckpointNotFound(f"{where} is a file, expected a directory: the {what}")
+    raise CheckpointNotFound(f"{what} {where} does not exist")
+
+
+def tag_around(storage: Storage) -> str | None:
+    """The tag that this directory is, or on a file system lies in, if there is one."""
+    if _is_tag(storage):
+        return storage.url
+    above = storage.root.parents if isinstance(storage, LocalStorage) else ()
+    return next((str(folder) for folder in above if _is_tag(LocalStorage(folder))), None)
+
+
+def _is_tag(storage: Storage) -> bool:
+    """Whether the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
+    return any(
+        storage.is_file(file) and storage.is_file(DONE) and storage.is_dir(folder)
+        for file, folder in ((MANIFEST, INDEX_DIR), (MARKER, MODEL_DIR), (MARKER, OPTIMIZER_DIR))
+    )
 
 
 def list_tags(storage: Storage) -> list[TagInfo]:

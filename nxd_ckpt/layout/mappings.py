@@ -59,6 +59,11 @@ def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> Mod
     for mapping in shipped.values():
         if model_type in mapping.model_types:
             return mapping
+    if model_type is None:
+        raise InvalidArgument(
+            "nothing says which model this is. The model's config.json does: pass it, or a Hugging Face directory with "
+            "one, as config= (exports and imports), or pass mapping=, a mapping file or the name of a shipped one"
+        )
     known = sorted(name for mapping in shipped.values() for name in mapping.model_types)
     raise InvalidArgument(
         f"config.json: no mapping for model_type {model_type!r} (there are some for {', '.join(known)}); pass "

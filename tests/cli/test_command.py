@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.cli.main import main
+from nxd_ckpt.cli.main import main, parsers
+from nxd_ckpt.cli.wording import flags_of, in_flags
 from nxd_ckpt.errors import CheckpointNotFound
+from nxd_ckpt.storage.local import LocalStorage
 from tests.cli.conftest import Run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -103,6 +105,87 @@ def test_errors_of_the_operating_system_are_one_line_too(
     outcome = run("verify", examples)
     said = "nxd-ckpt: error: PermissionError: [Errno 13] Permission denied: 'manifest.json'\n"
     assert (1, said) == (outcome.code, outcome.err)
+
+
+def test_errors_about_our_own_files_name_the_directory(
+    run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the user knows, and can do something about; not a journal that there may not even be."""
+
+    def refuse(self: LocalStorage, key: str) -> bool:
+        raise PermissionError(13, "Permission denied", str(self.path(key)))
+
+    monkeypatch.setattr(LocalStorage, "is_file", refuse)
+    outcome = run("list", examples)
+    assert 1 == outcome.code
+    assert f"nxd-ckpt: error: {examples}: Permission denied (of this directory, or of .nxd_ckpt in it)\n" == outcome.err
+
+
+@pytest.mark.parametrize("command", [*LOOKING, "diff", "reshard", "from-dcp", "pack"])
+def test_a_file_is_not_called_absent(run: Run, tmp_path: Path, command: str) -> None:
+    """Where a directory was expected, and there is a file."""
+    (tmp_path / "file").write_text("text")
+    more = {"diff": [tmp_path], "pack": [tmp_path / "x.tar"]}
+    outcome = run(command, tmp_path / "file", *more.get(command, [] if command in LOOKING else [tmp_path / "x"]))
+    assert outcome.code in (1, 2)
+    assert f"{tmp_path}/file" in outcome.err
+    assert "does not exist" not in outcome.err
+
+
+def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None:
+    """As this command spells them: not the keyword of the function that complains."""
+    outcome = run("export", examples / "zero1", tmp_path / "out")
+    assert "as --config (exports and imports), or pass --mapping" in outcome.err
+    outcome = run("convert-zero1", "--input_dir", examples, "--output_dir", tmp_path, "--convert_to_sharded")
+    assert "--convert_to_sharded needs --dp_size" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("pass saved_param_names=: for each", "pass --param-names: for each"),
+        ("pass overwrite=True to replace it", "pass --overwrite to replace it"),
+        ("num_workers must be at least 1", "--num-workers must be at least 1"),
+        ("from dp=2 tp=4 to dp=1", "from dp=2 tp=4 to dp=1"),
+        ("partitions and stages are words", "partitions and stages are words"),
+        ("'num_workers' in /data/num_workers/x", "'num_workers' in /data/num_workers/x"),
+    ],
+)
+def test_keywords_become_options(message: str, expected: str) -> None:
+    """And nothing else does: sizes, words, names in quotes and paths stay."""
+    assert expected == in_flags(message, flags_of(parsers()[1]["reshard"]))
+
+
+def test_options_have_hyphens() -> None:
+    """In every command, but for those that neuronx-distributed's converter has, which are spelled as there."""
+    theirs = {"--input_dir", "--output_dir", "--convert_to_full", "--convert_to_sharded", "--dp_size", "--num_workers"}
+    theirs |= {"--optim_only"}
+    for name, parser in parsers()[1].items():
+        options = {option for action in parser._actions for option in action.option_strings if "_" in option}
+        assert options == (theirs if name == "convert-zero1" else set()), name
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("nxd-ckpt unsh", {"unshard"}),
+        ("nxd-ckpt reshard --part", {"--partitions"}),
+        ("nxd-ckpt verify --al", {"--all"}),
+    ],
+)
+def test_the_shell_completes(line: str, expected: set[str], tmp_path: Path) -> None:
+    """Commands and their options, as argcomplete's shell function asks for them; without importing torch."""
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run(
+        [sys.executable, "-m", "nxd_ckpt.cli"], cwd=REPOSITORY, env={**os.environ, **asked}, check=True, timeout=100
+    )
+    assert expected == {found.strip() for found in (tmp_path / "found").read_text().split("\n")}
 
 
 def test_an_interrupt_is_quiet(run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +27,8 @@ def bytes_below(tag: Path) -> int:
 def states(outcome_lines: list[str]) -> dict[str, str]:
     """TAG -> STATE of a printed table."""
     head = next(number for number, line in enumerate(outcome_lines) if line.split()[:2] == ["TAG", "STATE"])
-    return {line.split()[0]: line.split()[1] for line in outcome_lines[head + 1 :] if line.startswith("  ")}
+    rows = [line.split() for line in outcome_lines[head + 1 :] if line.startswith("  ") and "--wide" not in line]
+    return {row[0]: row[1] for row in rows}
 
 
 def test_tags_come_in_the_order_in_which_they_became_visible(run: Run, examples: Path) -> None:
@@ -62,10 +64,26 @@ def test_the_document_says_all_of_a_tag(run: Run, examples: Path) -> None:
 
 def test_text_and_document_tell_the_same_parts(run: Run, examples: Path) -> None:
     """Sizes and parts of each tag in words."""
-    lines = run("list", examples).out.splitlines()
+    lines = run("list", examples, "--wide").out.splitlines()
     assert lines[2].endswith("model, plain optimizer, scheduler, user content")
     assert lines[3].endswith("model, zero1 optimizer, scheduler, rank content")
-    assert "dp=2 tp=4 pp=1 ep=2" in lines[4]
+    for line, sizes in zip(lines[2:], ("1 rank", "dp=2", "dp=2 tp=4 ep=2"), strict=True):
+        assert f"  {sizes}  " in line
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_listing_fits_the_terminal(
+    run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Columns that do not fit are left out, the least important first, and named; a wide terminal shows all."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, head, *rows = run("list", examples).out.splitlines()
+    shown, everything = head.split(), run("list", examples, "--wide").out.splitlines()[1].split()
+    assert max(map(len, [head, *rows])) <= width
+    assert everything[: len(shown)] == shown
+    assert {"TAG", "STATE", "SAVED", "SIZE", "TOPOLOGY", "BY"} <= set(shown)
+    assert everything[len(shown) :] == (re.findall("[A-Z]+", rows[-1]) if len(rows) > 3 else [])
+    assert (width == 200) == (shown == everything)
 
 
 def test_tags_of_neuronx_distributed_are_listed(run: Run, golden: Path) -> None:
@@ -85,7 +103,7 @@ def test_a_size_that_no_file_tells_is_not_made_up(run: Run, golden: Path) -> Non
     directory = golden / "g_dp2_tp2_nozero1_xser" / "ckpt"
     [tag] = run("list", directory, "--json").document["tags"]
     assert {"dp": None, "tp": 2, "pp": 1, "ep": 1} == tag["topology"]
-    assert "dp=? tp=2 pp=1 ep=1" in run("list", directory).out
+    assert "  dp=? tp=2  " in run("list", directory).out
 
 
 def test_a_directory_of_0_5_is_listed_as_itself(run: Run, tmp_path: Path) -> None:
@@ -164,7 +182,11 @@ def test_what_is_no_directory_is_an_error(run: Run, tmp_path: Path, kind: str) -
         path.write_text("")
     outcome = run("list", path, "--json")
     assert (1, "") == (outcome.code, outcome.out)
-    assert f"nxd-ckpt: error: checkpoint directory {path} does not exist\n" == outcome.err
+    expected = {
+        "absent": f"checkpoint directory {path} does not exist",
+        "file": f"{path} is a file, expected a directory: the checkpoint directory",
+    }
+    assert f"nxd-ckpt: error: {expected[kind]}\n" == outcome.err
 
 
 def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:
@@ -208,4 +230,4 @@ def test_ages_are_in_the_largest_fitting_unit(run: Run, golden: Path, tmp_path: 
     [tag] = (tmp_path / "ckpt").iterdir()
     then = datetime.now().timestamp() - 3 * 86400 - 60
     os.utime(tag / "done", (then, then))
-    assert "  3 d  " in run("list", tmp_path / "ckpt").out
+    assert "  3 d  " in run("list", tmp_path / "ckpt", "--wide").out

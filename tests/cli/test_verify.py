@@ -36,6 +36,31 @@ def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:
     assert "cut" == run("verify", examples, "--json").document["tag"]
 
 
+def test_all_tags_are_proved(run: Run, copied: Path) -> None:
+    """With --all: a document for each complete tag, oldest first; one that is damaged hides none of the others."""
+    (copied / "half").mkdir()
+    (copied / "half" / "checkpoint").write_text("1")
+    outcome = run("verify", copied, "--all", "--json")
+    assert (0, True) == (outcome.code, outcome.document["ok"])
+    assert ["z_plain", "zero1", "cut"] == [found["tag"] for found in outcome.document["tags"]]
+    assert run("verify", copied, "zero1", "--json").document == outcome.document["tags"][1]
+
+    (copied / "zero1" / "scheduler.pt").unlink()
+
+    outcome = run("verify", copied, "--all")
+    assert 1 == outcome.code
+    said = {line.rpartition("/")[2] for line in outcome.out.splitlines() if line.startswith(f"{copied}/")}
+    assert {"z_plain: ok", "zero1: 1 problem", "cut: ok"} == said
+
+
+def test_all_means_no_tag(run: Run, examples: Path, tmp_path: Path) -> None:
+    """One with a name is a wrong command line; a directory without a complete tag is an error."""
+    with pytest.raises(SystemExit, match="2"):
+        run("verify", examples, "zero1", "--all")
+    outcome = run("verify", tmp_path, "--all")
+    assert (1, True) == (outcome.code, "no complete checkpoint" in outcome.err)
+
+
 def test_every_problem_is_listed(run: Run, copied: Path) -> None:
     """A changed file, a lost one and a lost index: exit code 1, and a line for each."""
     tag = copied / "zero1"

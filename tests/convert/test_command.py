@@ -79,7 +79,7 @@ def test_reshard(tmp_path: Path) -> None:
         ("--partitions", '["embed.weight"]'),
         ("--partitions", '{"embed.weight": {"partition_dimension": 0}}'),
         ("--stages", '["embed.weight"]'),
-        ("--param_names", '[["embed.weight"]]'),
+        ("--param-names", '[["embed.weight"]]'),
     ],
 )
 def test_a_wrong_file_is_named(

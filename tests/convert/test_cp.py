@@ -147,7 +147,7 @@ def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
     source = save_example(tmp_path / "input", 2)
     old = save_example(tmp_path / "output", 1, "copy", step=1)
     before = contents(old)
-    with pytest.raises(InvalidArgument, match="--overwrite"):
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
         copy_checkpoint(source, old)
     assert before == contents(old)
     copy_checkpoint(source, old, overwrite=True)
@@ -191,7 +191,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     planned = copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
     assert (0, False) == (planned.copied, (tmp_path / "output").exists())
     assert planned.nbytes == copy_checkpoint(source, tmp_path / "output" / "copy").copied_nbytes
-    with pytest.raises(InvalidArgument, match="--overwrite"):
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
         copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
 
 
@@ -246,7 +246,7 @@ def test_a_copy_to_a_store_goes_on_too(tmp_path: Path, stores: None) -> None:
     copied = copy_checkpoint(source, f"{url}/step_3")
     assert (2, copied.files - 2) == (copied.copied, copied.kept)
     assert (done, [True]) == (store.read("step_3/done"), [info.complete for info in list_tags(store)])
-    with pytest.raises(InvalidArgument, match="--overwrite"):
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
         copy_checkpoint(source, f"{url}/step_3")
 
 

@@ -21,7 +21,7 @@ def command(tmp_path: Path, *arguments: str) -> int:
     if not tag.exists():
         save_job(tmp_path / "run", JOB, JOB.model.state())
     config = write_config(tmp_path / "config", JOB.model.config)
-    heads = ["--kv_size_multiplier", "2", "--hw_backend", "trn2"]
+    heads = ["--kv-size-multiplier", "2", "--hw-backend", "trn2"]
     return main(["export", str(tag), str(tmp_path / "out"), "--config", str(config), *heads, *arguments])
 
 

@@ -254,7 +254,7 @@ def test_experts_must_divide(tmp_path: Path) -> None:
 
 def test_a_directory_must_be_there(tmp_path: Path) -> None:
     """And is named."""
-    with pytest.raises(CheckpointNotFound, match=r"hf_directory .*/hf does not exist"):
+    with pytest.raises(CheckpointNotFound, match=r"input .*/hf does not exist"):
         bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model()))
 
 
@@ -264,7 +264,7 @@ def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
     state = write_model(tmp_path / "hf", job.model)
     bring(tmp_path / "hf", tag, job)
     doubled = write_model(tmp_path / "hf", job.model, {name: 2 * one for name, one in state.items()})
-    with pytest.raises(InvalidArgument, match=r"exists; pass --overwrite"):
+    with pytest.raises(InvalidArgument, match=r"exists; pass overwrite=True"):
         bring(tmp_path / "hf", tag, job)
     bring(tmp_path / "hf", tag, job, overwrite=True)
     assert [] == differences(job.rank(doubled), loaded(tag, Topology()))
@@ -309,20 +309,20 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """Says nothing if all is well, and why in one line if not."""
     job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"), tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
-    sizes = ["--tp", "4", "--pp", "2", "--kv_size_multiplier", "2", "--hw_backend", "trn2"]
-    command = ["import", str(tmp_path / "hf"), str(tag), *sizes, "--fuse_qkv", "--use_xser", "--quiet"]
+    sizes = ["--tp", "4", "--pp", "2", "--kv-size-multiplier", "2", "--hw-backend", "trn2"]
+    command = ["import", str(tmp_path / "hf"), str(tag), *sizes, "--fuse-qkv", "--use-xser", "--quiet"]
     assert (0, ("", "")) == (main(command), capsys.readouterr())
     for at in ranks(job):
         assert [] == differences(local_state(job, state, at), loaded(tag, at))
     assert 1 == main(command)
-    assert capsys.readouterr().err.startswith("nxd-ckpt: error: output_dir ")
+    assert capsys.readouterr().err.startswith("nxd-ckpt: error: output ")
 
 
 def test_a_dry_run_shows_what_maps_to_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What each rank would hold, of which tensors and on which stage; nothing is written."""
     job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="linear", copies=2), tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
-    options = ["--tp", "4", "--pp", "2", "--kv_size_multiplier", "2", "--qkv_linear", "--dry-run"]
+    options = ["--tp", "4", "--pp", "2", "--kv-size-multiplier", "2", "--qkv-linear", "--dry-run"]
     assert 0 == main(["import", str(tmp_path / "hf"), str(tag), *options, "--json"])
     document = json.loads(capsys.readouterr().out)
     for pp_rank in range(2):

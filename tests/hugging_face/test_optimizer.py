@@ -86,7 +86,7 @@ def test_the_command_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """And a dry run shows which state comes from where."""
     tag = save_trained(tmp_path / "run", COPIES, dp=2, zero1=True)
     config = write_config(tmp_path / "config", COPIES.model.config)
-    options = ["--config", str(config), "--kv_size_multiplier", "2", "--optimizer", "--json"]
+    options = ["--config", str(config), "--kv-size-multiplier", "2", "--optimizer", "--json"]
     command = ["export", str(tag), str(tmp_path / "out"), *options]
     assert 0 == main([*command, "--dry-run"])
     listed = {one["name"]: one["source"] for one in json.loads(capsys.readouterr().out)["tensors"]}

@@ -116,7 +116,7 @@ def test_an_existing_directory_is_replaced_only_on_request(tmp_path: Path) -> No
     how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2}
     out.mkdir()
     export_checkpoint(tag, out, size_per_shard="1kB", **how)
-    with pytest.raises(InvalidArgument, match="is not empty; pass --overwrite"):
+    with pytest.raises(InvalidArgument, match="is not empty; pass overwrite=True"):
         export_checkpoint(tag, out, **how)
     export_checkpoint(tag, out, overwrite=True, **how)
     assert ["config.json", "model.safetensors"] == sorted(contents(out))

@@ -175,7 +175,7 @@ def test_the_command_does_both_with_large_tensors(tmp_path: Path) -> None:
     large = {f"part{n}": torch.rand((3, 700_001), generator=drawn).bfloat16() for n in range(3)}
     save_whole(tmp_path / "dcp", {"net": {**large, "wide": torch.rand((4, 6_000_000), generator=drawn)}})
     (tmp_path / "cuts").write_text('{"wide": {"partition_dim": 1}}')
-    keys = ["--model_key", "net", "--quiet"]
+    keys = ["--model-key", "net", "--quiet"]
     cuts = ["--tp", "2", "--partitions", str(tmp_path / "cuts")]
     assert 0 == main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "tag"), *cuts, *keys])
     assert (4, 3_000_000) == open_checkpoint(tmp_path, "tag").model_state(1)["wide"].shape
@@ -205,7 +205,7 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
     assert 3.0 == states[0]["optim"]["state"]["embed.weight"]["step"].item()
     to_dcp(unnamed.directory / "step_3", f"{store}/dcp/unnamed")
     assert "saved_param_names=" in caplog.text
-    with pytest.raises(InvalidArgument, match="--overwrite"):
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
         to_dcp(named.directory / "step_3", f"{store}/dcp/step_3")
 
 
@@ -344,7 +344,7 @@ def test_an_output_appears_whole_or_not_at_all(examples: Path, tmp_path: Path) -
     assert ["damaged"] == sorted(path.name for path in tmp_path.iterdir())
     to_dcp(examples / "z_plain", tmp_path / "out")
     held = contents(tmp_path / "out")
-    with pytest.raises(InvalidArgument, match="--overwrite"):
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
         to_dcp(examples / "z_plain", tmp_path / "out")
     to_dcp(examples / "z_plain", tmp_path / "out", overwrite=True)
     assert held.keys() == contents(tmp_path / "out").keys()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
+from nxd_ckpt.layout.directory import tag_around
 from nxd_ckpt.runtime import intents, journal, lease
 from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.control_files import make_places
@@ -94,7 +95,8 @@ def open_session(
     Raises, on every rank:
         DirectoryInUse: another live job writes there.
         DirectoryNotShared: a rank does not see what rank 0 wrote there.
-        InvalidArgument: several ranks without a process group and without ``run_id``, or one that was used before.
+        InvalidArgument: it lies inside a tag; several ranks without a process group and without ``run_id``, or one that
+            was used before.
     """
     if run_id is not None and not _RUN_ID.fullmatch(run_id):
         raise InvalidArgument(f"run_id {run_id!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
@@ -113,6 +115,7 @@ def open_session(
 
 def _open_with_group(session: Session, agreement: Agreement, run_id: str | None) -> None:
     def claim() -> str:
+        _refuse_inside_tag(session.storage)
         _claim(session, run_id or uuid.uuid4().hex[:12], first=True)
         return session.run_id
 
@@ -130,6 +133,7 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
         )
     session.run_id = run_id
     if session.topology.rank == 0:
+        _refuse_inside_tag(session.storage)
         make_places(session.storage)
         if not session.storage.link_new(f"{RUNS}/{run_id}", b"1"):
             raise InvalidArgument(
@@ -142,6 +146,15 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
         _must_see(session, RUNS, [run_id], session.timeout)  # rank 0 may come as late as any rank
         _must_be_live(session)
         _see_probe(session, session.timeout)
+
+
+def _refuse_inside_tag(storage: Storage) -> None:
+    around = tag_around(storage)
+    if around is not None:
+        raise InvalidArgument(
+            f"{storage.url} is, or lies inside, the checkpoint {around}: whoever copies or removes that would take "
+            "what is saved here along; pass the directory that holds the tags, or another one"
+        )
 
 
 def _claim(session: Session, run_id: str, *, first: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags
+from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags, require_directory
 from nxd_ckpt.runtime import journal, lease
 from nxd_ckpt.storage.base import Storage
 
@@ -33,8 +33,7 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
         CorruptCheckpoint: what should mark this one is no file.
     """
     wanted = None if tag is None else validate_tag(tag)
-    if not storage.is_dir(""):
-        raise CheckpointNotFound(f"checkpoint directory {storage.url} does not exist")
+    require_directory(storage)
     tags = settled_tags(storage, wanted)
     if wanted is None:
         newest = latest(tags)

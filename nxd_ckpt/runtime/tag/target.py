@@ -247,8 +247,9 @@ class TargetOptimizer:
         if (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
             raise OptimizerMismatch(
                 f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; from "
-                f"{saved.describe()} to {live.describe()} they are needed. Pass saved_param_names= (reshard: "
-                "--param_names): for each pipeline stage that it was saved on, for each param group, the names in order"
+                f"{saved.describe()} to {live.describe()} they are needed. Pass "
+                "saved_param_names=: for each pipeline stage that it was saved on, for each param group, the names in "
+                "order"
             )
         stages = []
         for pp_rank in range(saved.pp):

@@ -1,0 +1,49 @@
+"""What the functions say, told as the command's own: its flags for their keywords, and paths that its user knows."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+
+from nxd_ckpt.layout.names import HIDDEN
+
+_OTHER_NAMES = {
+    "saved_param_names": "param_names",
+    "hardware": "hw_backend",
+    "storage_options": "storage_option",
+    "output_options": "output_option",
+}
+"""Keywords that are not called as their option is."""
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The option of the command for each keyword that its function may complain of."""
+    flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    return flags | {keyword: flags[name] for keyword, name in _OTHER_NAMES.items() if name in flags}
+
+
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """``message`` with ``--param-names`` for ``saved_param_names=``, and ``--overwrite`` for ``overwrite=True``.
+
+    A word without ``=`` is a keyword only with an underscore in it: "config" and "mapping" are words too, and ``dp=2``
+    says what the size is. Nothing in quotes or paths is changed.
+    """
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    keyword = re.compile(rf"(?<![\w/.'\"-])({names})(=True\b|=(?![\w'\"]))?(?![\w/'\"])")
+
+    def flag(found: re.Match[str]) -> str:
+        is_keyword = found[2] is not None or "_" in found[1]
+        return flags[found[1]] if is_keyword else found[0]
+
+    return keyword.sub(flag, message)
+
+
+def in_user_paths(error: OSError) -> str:
+    """What the system says of a file, where that is one of ours, of the checkpoint directory that holds it."""
+    name = os.fspath(error.filename) if isinstance(error.filename, (str, os.PathLike)) else ""
+    directory, found, _ = name.partition(f"{os.sep}{HIDDEN}")
+    if not found:
+        return str(error)
+    return f"{directory}: {error.strerror} (of this directory, or of {HIDDEN} in it)"

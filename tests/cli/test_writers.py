@@ -1,0 +1,146 @@
+"""What all commands that write have in common: a line of success, JSON, a dry run, and where they refuse to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nxd_ckpt import Partition, has_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.cli.main import COMMANDS
+from nxd_ckpt.convert import to_dcp
+from nxd_ckpt.errors import InvalidArgument
+from tests.cli.conftest import Outcome, Run
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import save_job, write_config
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+WRITERS = {
+    "cp": ["{run}/zero1", "{out}"],
+    "reshard": ["{run}/zero1", "{out}", "--dp", "3"],
+    "convert-zero1": ["--input_dir", "{run}/zero1", "--output_dir", "{out}", "--convert_to_full"],
+    "export": ["{models}/run/step_1", "{out}", "--config", "{models}/config"],
+    "import": ["{models}/hf", "{out}"],
+    "to-dcp": ["{run}/zero1", "{out}"],
+    "from-dcp": ["{models}/dcp", "{out}"],
+    "unshard": ["{run}/zero1", "{out}"],
+    "pack": ["{run}/zero1", "{out}.tar"],
+}
+"""A command line of each."""
+
+LOOKERS = {"list", "inspect", "verify", "diff"}
+
+
+@pytest.fixture(scope="module")
+def models(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What conversions from and to other libraries start from."""
+    folder, job = tmp_path_factory.mktemp("models"), Job(Model())
+    save_job(folder / "run", job, job.model.state())
+    write_config(folder / "config", job.model.config)
+    save_file(job.model.state(), write_config(folder / "hf", job.model.config).parent / "model.safetensors")
+    to_dcp(examples / "zero1", folder / "dcp", durable=False)
+    return folder
+
+
+class Writing:
+    """Runs one of :data:`WRITERS` on an output of the test's own."""
+
+    def __init__(self, run: Run, command: str, examples: Path, models: Path, out: Path) -> None:
+        self._run, self._command, self.out = run, command, out
+        self._places = {"run": examples, "models": models, "out": out}
+
+    def __call__(self, *more: str) -> Outcome:
+        arguments = [argument.format(**self._places) for argument in WRITERS[self._command]]
+        return self._run(self._command, *arguments, *more)
+
+    @property
+    def left(self) -> list[str]:
+        """What it left where the output belongs, hidden files too."""
+        return sorted(path.name for path in self.out.parent.iterdir())
+
+
+@pytest.fixture(params=WRITERS)
+def writing(request: pytest.FixtureRequest, run: Run, examples: Path, models: Path, tmp_path: Path) -> Writing:
+    return Writing(run, request.param, examples, models, tmp_path / "made")
+
+
+def test_every_command_that_writes_is_tried_here() -> None:
+    """All commands but those that only look."""
+    assert {command.NAME for command in COMMANDS} == WRITERS.keys() | LOOKERS
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(writing: Writing) -> None:
+    """For people and as JSON; then the command itself does it, and says so, in other words."""
+    would, document = writing("--dry-run"), writing("--dry-run", "--json").document
+    assert [] == writing.left
+    assert (0, "", True) == (would.code, would.err, "would be" in would.out)
+    assert document["dry_run"] is True
+
+    done = writing()
+
+    assert (0, "", False) == (done.code, done.err, "would be" in done.out)
+    assert str(writing.out) in done.out
+    assert all(len(line) < 200 for line in done.out.splitlines())
+    assert [] != writing.left
+
+
+def test_json_says_the_same_as_a_dry_run_but_for_what_happened(writing: Writing) -> None:
+    """One document, with the same keys."""
+    planned, done = writing("--dry-run", "--json").document, writing("--json").document
+    assert planned.keys() == done.keys()
+    assert done["dry_run"] is False
+
+
+def test_quiet_says_nothing(writing: Writing) -> None:
+    """If all is well."""
+    assert Outcome(0, "", "") == writing("--quiet")
+
+
+def test_an_existing_output_needs_overwrite(writing: Writing) -> None:
+    """The message names the option, as the command spells it, and no keyword of Python."""
+    assert 0 == writing("--quiet").code
+    again = writing()
+    assert 1 == again.code
+    assert "pass --overwrite" in again.err
+    assert "overwrite=" not in again.err
+    assert 0 == writing("--overwrite", "--quiet").code
+
+
+@pytest.mark.parametrize("below", [("copy",), ("model", "copy")], ids="/".join)
+def test_nothing_is_made_inside_a_tag(
+    run: Run, copied: Path, examples: Path, models: Path, below: tuple[str, ...]
+) -> None:
+    """At any depth: whoever copies or removes the tag would take it along."""
+    before = sorted(copied.rglob("*"))
+    for command in WRITERS:
+        outcome = Writing(run, command, examples, models, copied.joinpath("z_plain", *below))()
+        assert (1, command, True) == (outcome.code, command, f"inside the checkpoint {copied}/z_plain" in outcome.err)
+    assert before == sorted(copied.rglob("*"))
+
+
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_nothing_is_saved_inside_a_tag(tmp_path: Path, below: str) -> None:
+    """A save into a tag, taken for the directory, is refused and leaves nothing there."""
+    save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(1)})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidArgument, match=f"inside, the checkpoint {tmp_path}/run/step_1: .* the directory that"):
+        save_checkpoint(tmp_path / "run" / "step_1" / below, "step_2", {"w": torch.ones(1)})
+    assert before == sorted(tmp_path.rglob("*"))
+    assert not has_checkpoint(tmp_path / "run" / "step_1")
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+def test_more_tensor_parallel_ranks_for_what_nothing_cuts(run: Run, tmp_path: Path, is_cut: bool) -> None:
+    """Each of them holds the whole model then: the command says so, and which option would cut it."""
+    cuts = {"w": Partition(0, num_partitions=1)} if is_cut else {}
+    save_checkpoint(tmp_path / "run", "step_1", {"w": torch.arange(6.0)}, partitions=cuts)
+
+    outcome = run("reshard", tmp_path / "run" / "step_1", tmp_path / "out", "--tp", "3")
+
+    assert 0 == outcome.code
+    assert is_cut != ("each of the 3 will hold the whole model" in outcome.err)
+    assert is_cut != ("pass --partitions" in outcome.err)
+    assert [2 if is_cut else 6] == list(open_checkpoint(tmp_path, "out").model_state(rank=2)["w"].shape)
