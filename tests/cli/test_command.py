@@ -15,7 +15,7 @@ import nxd_ckpt
 from nxd_ckpt.cli.main import main, parsers
 from nxd_ckpt.cli.wording import flags_of, in_flags
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.runtime.paths import JOURNAL
 from tests.cli.conftest import Run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -112,10 +112,10 @@ def test_errors_about_our_own_files_name_the_directory(
 ) -> None:
     """Which the user knows, and can do something about; not a journal that there may not even be."""
 
-    def refuse(self: LocalStorage, key: str) -> bool:
-        raise PermissionError(13, "Permission denied", str(self.path(key)))
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(examples / JOURNAL))
 
-    monkeypatch.setattr(LocalStorage, "is_file", refuse)
+    monkeypatch.setattr("nxd_ckpt.cli.tags.settle_swap", refuse)
     outcome = run("list", examples)
     assert 1 == outcome.code
     assert f"nxd-ckpt: error: {examples}: Permission denied (of this directory, or of .nxd_ckpt in it)\n" == outcome.err

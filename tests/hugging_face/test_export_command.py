@@ -58,4 +58,4 @@ def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.Captur
 def test_what_cannot_be_exported_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line on stderr."""
     assert 1 == command(tmp_path, "--mapping", "gpt_neox")
-    assert capsys.readouterr().err.startswith("nxd-ckpt: error: kv_size_multiplier=2, but mapping 'gpt_neox'")
+    assert capsys.readouterr().err.startswith("nxd-ckpt: error: --kv-size-multiplier=2, but mapping 'gpt_neox'")
