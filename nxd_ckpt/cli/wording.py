@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from nxd_ckpt.errors import StorageError
 from nxd_ckpt.layout.names import HIDDEN
 
 _OTHER_NAMES = {
@@ -16,6 +17,8 @@ _OTHER_NAMES = {
     "output_options": "output_option",
 }
 """Keywords that are not called as their option is."""
+_UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
+"""Under which an output is written, or what it replaces put aside."""
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -40,10 +43,17 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     return keyword.sub(flag, message)
 
 
-def in_user_paths(error: OSError) -> str:
-    """What the system says of a file, where that is one of ours, of the checkpoint directory that holds it."""
-    name = os.fspath(error.filename) if isinstance(error.filename, (str, os.PathLike)) else ""
-    directory, found, _ = name.partition(f"{os.sep}{HIDDEN}")
-    if not found:
-        return str(error)
-    return f"{directory}: {error.strerror} (of this directory, or of {HIDDEN} in it)"
+def told(error: BaseException, flags: Mapping[str, str]) -> str:
+    """What the command says of an error of a function or of the system."""
+    system = error.__cause__ if isinstance(error, StorageError) else error
+    if isinstance(system, OSError) and isinstance(system.filename, str) and system.strerror:
+        return f"{_known_to_users(system.filename)}: {system.strerror}"
+    return in_flags(str(error), flags)
+
+
+def _known_to_users(path: str) -> str:
+    """For a file of ours the directory that holds it, for an output that is being made its name."""
+    directory, found, _ = path.partition(f"{os.sep}{HIDDEN}")
+    if found:
+        return f"{directory} (or {HIDDEN} in it)"
+    return _UNFINISHED.sub(r"\1\2", path)

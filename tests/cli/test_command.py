@@ -15,7 +15,6 @@ import nxd_ckpt
 from nxd_ckpt.cli.main import main, parsers
 from nxd_ckpt.cli.wording import flags_of, in_flags
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.runtime.paths import JOURNAL
 from tests.cli.conftest import Run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -103,22 +102,31 @@ def test_errors_of_the_operating_system_are_one_line_too(
 
     monkeypatch.setattr("nxd_ckpt.storage.local.LocalStorage.read", refuse)
     outcome = run("verify", examples)
-    said = "nxd-ckpt: error: PermissionError: [Errno 13] Permission denied: 'manifest.json'\n"
+    said = "nxd-ckpt: error: manifest.json: Permission denied\n"
     assert (1, said) == (outcome.code, outcome.err)
 
 
-def test_errors_about_our_own_files_name_the_directory(
-    run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("/run/.nxd_ckpt/journal.json", "/run (or .nxd_ckpt in it)"),
+        ("/run/.nxd_ckpt/staging/a-1/model/x.pt", "/run (or .nxd_ckpt in it)"),
+        ("/data/.whole.incomplete", "/data/whole"),
+        ("/data/.whole.incomplete/model.pt", "/data/whole"),
+        ("/data/.step.tar.replaced", "/data/step.tar"),
+        ("/data/.hidden/manifest.json", "/data/.hidden/manifest.json"),
+    ],
+)
+def test_errors_of_the_system_name_what_users_know(
+    run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch, file: str, named: str
 ) -> None:
-    """Which the user knows, and can do something about; not a journal that there may not even be."""
+    """Not a journal that there may not even be, nor the name under which an output is written."""
 
-    def refuse(_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(examples / JOURNAL))
+    def refuse(*_: object) -> bytes:
+        raise PermissionError(13, "Permission denied", file)
 
-    monkeypatch.setattr("nxd_ckpt.cli.tags.settle_swap", refuse)
-    outcome = run("list", examples)
-    assert 1 == outcome.code
-    assert f"nxd-ckpt: error: {examples}: Permission denied (of this directory, or of .nxd_ckpt in it)\n" == outcome.err
+    monkeypatch.setattr("nxd_ckpt.storage.local.LocalStorage.read", refuse)
+    assert f"nxd-ckpt: error: {named}: Permission denied\n" == run("verify", examples).err
 
 
 @pytest.mark.parametrize("command", [*LOOKING, "diff", "reshard", "from-dcp", "pack"])
