@@ -141,7 +141,7 @@ def test_an_output_that_exists(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("keep")
     (tmp_path / "empty").mkdir()
 
-    refused(InvalidArgument, "--overwrite", source, tmp_path / "mine", convert_to_full=True)
+    refused(InvalidArgument, "overwrite=True", source, tmp_path / "mine", convert_to_full=True)
     refused(InvalidArgument, "left alone", source, tmp_path / "mine", convert_to_full=True, overwrite=True)
     refused(InvalidArgument, "is a file", source, tmp_path / "file", convert_to_full=True, overwrite=True)
     refused(InvalidTag, "hidden", source, tmp_path / ".out", convert_to_full=True)
