@@ -53,15 +53,16 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
     return whole, tag
 
 
-def complete_tags(path: str, options: Options = None) -> list[str | None]:
-    """The complete tags in a directory, oldest first; None stands for the directory itself, of NxD 0.1 to 0.5.
+def tags_to_prove(path: str, options: Options = None) -> list[str | None]:
+    """The complete tags in a directory, oldest first, and those that damage keeps from it.
+
+    None stands for the directory itself, of NxD 0.1 to 0.5.
 
     Raises:
         CheckpointNotFound: no such directory, or no complete tag in it.
     """
     storage = _open(path, options)
-    settle_swap(storage)
-    found = [info.tag or None for info in in_order(list_tags(storage)) if info.complete]
+    found = [info.tag or None for info in in_order(settled_tags(storage)) if info.complete or info.damage]
     if not found:
         raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
     return found

@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_options, nested
 from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import CorruptCheckpoint
 
 NAME = "verify"
 SUMMARY = "prove that a checkpoint is what was written"
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.tags import complete_tags, locate
+    from nxd_ckpt.cli.tags import locate, tags_to_prove
 
     options = nested(args.storage_option)
     if not args.all:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.tag is not None:
         raise argparse.ArgumentTypeError("--all proves every tag: leave out TAG")
     else:
-        found = [_verified(args.directory, tag, args) for tag in complete_tags(args.directory, options)]
+        found = [_verified(args.directory, tag, args) for tag in tags_to_prove(args.directory, options)]
         problems = [problem for one in found for problem in one["problems"]]
         document = {"ok": not problems, "tags": found}
         lines = (line for one in found for line in _lines(one))
@@ -51,10 +52,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _verified(directory: str, tag: str | None, args: argparse.Namespace) -> dict[str, Any]:
     from nxd_ckpt.storage.fsspec_storage import without_password
-    from nxd_ckpt.verify import verify_checkpoint
+    from nxd_ckpt.verify import Verification, verify_checkpoint
 
     options = nested(args.storage_option)
-    found = verify_checkpoint(directory, tag, storage_options=options, progress=not args.quiet)
+    try:
+        found = verify_checkpoint(directory, tag, storage_options=options, progress=not args.quiet)
+    except CorruptCheckpoint as error:
+        if not args.all:
+            raise
+        found = Verification(tag or "", 0, 0, (str(error),))
     return {
         "directory": without_password(directory),
         "tag": found.tag,
