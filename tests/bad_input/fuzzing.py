@@ -1,0 +1,171 @@
+"""Fuzzing in a process of its own: ``fuzzing.py DIRECTORY SEED CASES`` damages one file after the other, and reads.
+
+DIRECTORY holds checkpoints to play with. A case changes one file of one checkpoint, reads it in every way there is, and
+puts the file back. Pickles in torch files are changed inside of a container that is right again, so that their digest
+does not shield them. Memory and CPU time of the process are limited. What leaves a reader and is no CheckpointError
+is printed, with its case.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import random
+import resource
+import struct
+import sys
+import traceback
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nxd_ckpt import Topology, has_checkpoint, load_checkpoint, open_checkpoint
+from nxd_ckpt.convert import from_dcp
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.layout.mappings import find_mapping
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.verify import verify_checkpoint
+
+MEMORY = 3 * 2**30
+CPU_SECONDS = 20
+
+EXTREMES = [0, 1, 127, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+OPCODES = b"(.012FIJKLMNRSTUVXabcdeghijlopqrstu}]\x81\x82\x85\x86\x87\x88\x89\x8a\x8b\x8e\x8f\x90\x91\x93\x94\x96"
+VALUES: list[Any] = [None, -1, 0, 2**70, 1.5, "", "x", "../x", [], {}, [[]], True, "\ud800", "\0", 10**400]
+
+
+def damaged(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """``data`` with one to three changes; ``other`` is another file's."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(changed)) if changed else 0
+        length = rng.choice([1, 2, 4, 8, 64, 1000])
+        kind = rng.randrange(8)
+        if kind == 0 and changed:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            changed[at : at + 1] = bytes([rng.choice(OPCODES)])
+        elif kind == 2:
+            del changed[at:]
+        elif kind == 3:
+            del changed[at : at + length]
+        elif kind == 4:
+            changed[at:at] = changed[at : at + length] * rng.choice([1, 2, 100])
+        elif kind == 5:
+            start = rng.randrange(len(other) + 1)
+            changed[at : at + length] = other[start : start + length]
+        elif kind == 6:
+            width = rng.choice([2, 4, 8])
+            changed[at : at + width] = struct.pack("<Q", rng.choice(EXTREMES))[:width]
+        else:
+            changed[at : at + length] = bytes(min(length, len(changed) - at))
+    return bytes(changed)
+
+
+def damaged_inside(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """A torch file whose pickle is damaged, and whose digests are right."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, damaged(rng, content, other) if name.endswith("data.pkl") else content)
+    return made.getvalue()
+
+
+def damaged_json(rng: random.Random, data: bytes) -> bytes:
+    """A document with one value replaced, anywhere."""
+    document = json.loads(data)
+    node = document
+    while isinstance(node, (dict, list)) and node:
+        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        below = node[key]
+        if not isinstance(below, (dict, list)) or not below or rng.random() < 0.3:
+            node[key] = rng.choice(VALUES)
+            break
+        node = below
+    return json.dumps(document).encode()
+
+
+def changed(rng: random.Random, path: Path, data: bytes, other: bytes) -> bytes:
+    if rng.random() < 0.6:
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            return damaged_inside(rng, data, other)
+        if path.suffix == ".json":
+            return damaged_json(rng, data)
+    return damaged(rng, data, other)
+
+
+def readings(checkpoint: Path, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Everything that reads a checkpoint."""
+    if (checkpoint / ".metadata").exists():
+        yield lambda: from_dcp(checkpoint, scratch / "tag", overwrite=True)
+    elif checkpoint.suffix == ".tar":
+        yield lambda: open_storage(str(checkpoint)).list()
+        yield lambda: load_checkpoint(str(checkpoint), model={}, topology=Topology(dp=2))
+    elif (checkpoint / "model.safetensors").exists():
+        yield lambda: hugging_face(checkpoint)
+    else:
+        sizes = Topology(**json.loads((checkpoint / "sizes").read_text()))
+        yield lambda: has_checkpoint(checkpoint)
+        yield lambda: verify_checkpoint(checkpoint)
+        parts: dict[str, Any] = {"model": {}, "optimizer": {}}
+        if checkpoint.name != "legacy":
+            parts["scheduler"] = {}
+        if checkpoint.name.startswith("ours"):
+            parts["rank_content"] = {}
+        yield lambda: load_checkpoint(checkpoint, **parts, topology=sizes)
+        yield lambda: load_checkpoint(checkpoint, model={}, topology=sizes, verify=False)
+        yield lambda: open_checkpoint(checkpoint).user_content()
+        yield lambda: open_checkpoint(checkpoint).metadata
+
+
+def hugging_face(checkpoint: Path) -> None:
+    held = HuggingFaceDirectory(LocalStorage(checkpoint))
+    for name in held.names:
+        held.tensor(name)
+    mapping = find_mapping(checkpoint / "mapping.json", held.config)
+    sizes = mapping.sizes(held.config, 1, "trn1")
+    mapping.required(sizes)
+    mapping.matches(["model.layers.0.mlp.down_proj.weight"])
+
+
+def main(directory: Path, seed: int, cases: int) -> int:
+    warnings.simplefilter("ignore")
+    logging.disable()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (60 + cases * 2, 120 + cases * 2))
+    checkpoints = sorted(path for path in directory.iterdir() if path.name != "scratch")
+    for checkpoint in checkpoints:
+        for read in readings(checkpoint, directory / "scratch"):
+            read()  # what is whole is read: else damage would prove nothing
+    failures = 0
+    for case in range(seed, seed + cases):
+        rng = random.Random(case)
+        checkpoint = rng.choice(checkpoints)
+        files = [checkpoint] if checkpoint.is_file() else sorted(filter(Path.is_file, checkpoint.rglob("*")))
+        path, other = rng.choice([file for file in files if file.name != "sizes"]), rng.choice(files)
+        whole = path.read_bytes()
+        path.write_bytes(changed(rng, path, whole, other.read_bytes()))
+        for number, read in enumerate(readings(checkpoint, directory / "scratch")):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+            try:
+                read()
+            except CheckpointError:
+                pass
+            except BaseException:
+                failures += 1
+                print(f"case {case}: {path.relative_to(directory)}, reading {number}\n{traceback.format_exc()}")
+            if resource.getrusage(resource.RUSAGE_SELF).ru_utime - before > CPU_SECONDS:
+                failures += 1
+                print(f"case {case}: {path.relative_to(directory)}, reading {number}: more than {CPU_SECONDS} s of CPU")
+        path.write_bytes(whole)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), 1))
