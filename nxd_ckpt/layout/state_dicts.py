@@ -58,7 +58,7 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     _dict(tree.get("sharded_master_weights", {}), f"{where}: sharded_master_weights")
     for index, shape in _dict(tree.get("shape_info", {}), f"{where}: shape_info").items():
         check_sizes(shape, f"{where}: shape_info of {shown(index)}")
-    groups = tree.get("param_groups", [])
+    groups = tree.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         raise MalformedFile(f"{where}: param_groups must be a list, found {shown(groups)}")
     for group in groups:

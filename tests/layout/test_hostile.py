@@ -39,6 +39,7 @@ STATES: dict[str, tuple[str, Any]] = {
     "a model that is a list": (MODEL, [torch.ones(1)]),
     "an optimizer of integer keys": (OPTIM, {1: 2}),
     "groups that are a number": (OPTIM, {"state": {}, "param_groups": 5}),
+    "no groups": (OPTIM, {"base_state": {}}),
     "groups of numbers": (OPTIM, {"base_state": {}, "param_groups": [5]}),
     "params that are a number": (OPTIM, {"base_state": {}, "param_groups": [{"params": 5}]}),
     "params of lists": (OPTIM, {"base_state": {}, "param_groups": [{"params": [[]]}]}),
