@@ -54,7 +54,8 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
         for index, state in _dict(tree.get(key, {}), f"{where}: {key}").items():
             if not isinstance(index, (int, str)):
                 raise MalformedFile(f"{where}: {key} must be by index or name, found {shown(index)}")
-            _names(state, f"{where}: {key} of {shown(index)}")
+            if isinstance(index, int):  # what has a name may be of the optimizer as a whole, and of any form
+                _names(state, f"{where}: {key} of {shown(index)}")
     _dict(tree.get("sharded_master_weights", {}), f"{where}: sharded_master_weights")
     for index, shape in _dict(tree.get("shape_info", {}), f"{where}: shape_info").items():
         check_sizes(shape, f"{where}: shape_info of {shown(index)}")
