@@ -71,8 +71,8 @@ def to_dcp(
     opened = open_source(source)
     with opened.kept():
         state = _state(opened, DcpNames(model_key, optim_key, flatten_optimizer_state), partitions, saved_param_names)
-    output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
-    writer = DcpWriter(opened, state, output.storage, output.folder)
+        output = Output(target, overwrite=overwrite, durable=durable, kind=TORCH_DCP)
+        writer = DcpWriter(opened, state, output.storage, output.folder)
     done = Converted(source.path, target.path, None, writer.nbytes)
     if dry_run:
         return done

@@ -154,6 +154,10 @@ def planned(path: Path, topology: Topology, count: int, *, verify: bool = True) 
     return operations(LocalStorage(path), plan)
 
 
+LOOKED_AT = {("time", "t/done"), ("list", "t")}
+"""What tells that the tag is still the same save, whatever its size."""
+
+
 @pytest.mark.parametrize("dp", [2, 3])
 def test_planning_a_load_opens_no_tensor_file(shared: dict[int, Path], dp: int) -> None:
     """Indexes say what xser's tensor files hold, on the same sizes and on others; what is read does not grow."""
@@ -161,7 +165,7 @@ def test_planning_a_load_opens_no_tensor_file(shared: dict[int, Path], dp: int) 
     for count, path in shared.items():
         found = planned(path, Topology(dp=dp), count)
         assert set() == {name for name, key in found if ".pt.tensors/tensor_" in key} - {"size"}
-        assert set(found.values()) <= {1, 2}
+        assert {} == {key: times for key, times in found.items() if times > 2 and key not in LOOKED_AT}
         reads.append(sum(times for (name, _), times in found.items() if name in READS))
     assert reads[0] == reads[1]
 

@@ -86,7 +86,9 @@ def _word(storage: Storage, tag: str) -> str | None:
     done = _digest(storage, f"{prefix}{names.DONE}")
     if not storage.renames and done not in (None, _ONE):
         return f"{done}"  # our own holds the order time and the attempt
-    manifest = _digest(storage, f"{prefix}{names.MANIFEST}")
+    # A manifest may be large. On a file system the time of `done` orders the tags: no two saves of ours have the same.
+    about = _size if storage.renames else _digest
+    manifest = about(storage, f"{prefix}{names.MANIFEST}")
     # Who saves over the files of a tag, as neuronx_distributed does, writes its markers anew.
     times = [_time(storage, f"{prefix}{marker}") for marker in (names.MARKER, names.DONE)]
     if (manifest, *times) == (None, None, None) and not storage.is_dir(tag):
@@ -102,6 +104,15 @@ def _digest(storage: Storage, key: str) -> str | None:
     except (CorruptCheckpoint, IsADirectoryError):
         return "damaged"  # whoever needs it says so
     return f"{len(data)} {crc32.crc32(data):08x}"
+
+
+def _size(storage: Storage, key: str) -> str | None:
+    try:
+        return str(storage.size(key))
+    except FileNotFoundError:
+        return None
+    except CorruptCheckpoint:
+        return "damaged"  # whoever needs it says so
 
 
 _ONE = f"1 {crc32.crc32(b'1'):08x}"
