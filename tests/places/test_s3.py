@@ -222,7 +222,7 @@ def test_worker_processes_get_the_options(bucket: Bucket, tmp_path: Path) -> Non
     """In memory only."""
     source = save_example(tmp_path / "input", 2)
     words = ["convert-zero1", "--quiet", "--input_dir", str(source), "--output_dir", f"{bucket.url}/dp4"]
-    words += ["--convert_to_sharded", "--dp_size", "4", "--num-workers", "2", *bucket.words]
+    words += ["--convert_to_sharded", "--dp_size", "4", "--num_workers", "2", *bucket.words]
     ended = subprocess.run([sys.executable, "-m", "nxd_ckpt.cli", *words], capture_output=True, text=True, check=False)
     assert (0, "", "") == (ended.returncode, ended.stdout, ended.stderr)
     assert () == verify_checkpoint(bucket.url, "dp4", storage_options=bucket.options).problems
