@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Union
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer
@@ -26,15 +28,19 @@ from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
-_open: dict[tuple[str, Topology], Checkpointer] = {}
-_lock = threading.Lock()
+_Key = tuple[str, Topology]
+_open: dict[_Key, Checkpointer] = {}
+_saving: Counter[_Key] = Counter()
+"""How many calls are saving with each of them: it is not to be forgotten under their hands."""
+_lock = threading.RLock()  # a signal handler may interrupt its holder, and save itself
 
 
 def _begin_anew() -> None:
     """In a forked child: what is open is its parent's, one of whose threads may have held the lock."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _open.clear()
+    _saving.clear()
 
 
 in_forked_children(_begin_anew)
@@ -120,41 +126,42 @@ def save_checkpoint(
     """
     directory = _directory(checkpoint_dir_str, path)
     key = (_resolved(directory), topology or default_topology())
-    with _lock:
-        checkpointer = _open.get(key)
-        if checkpointer is None:
-            checkpointer = _open[key] = Checkpointer(
-                directory,
-                topology=key[1],
-                run_id=run_id,
-                durable=durable,
-                timeout=timeout,
-                memory_cap=memory_cap,
-                storage_options=storage_options,
-                progress=progress,
-            )
-    checkpointer.save(
-        "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
-        model,
-        optimizer,
-        scheduler,
-        user_content,
-        rank_content=rank_content,
-        async_save=async_save,
-        tag_values=tag_values,
-        num_workers=num_workers,
-        use_xser=use_xser,
-        num_kept_ckpts=num_kept_ckpts,
-        zero1_optimizer=zero1_optimizer,
-        use_zero1_dcp=use_zero1_dcp,
-        avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights,
-        param_names=param_names,
-        partitions=partitions,
-        trust_pickle=trust_pickle,
-        overwrite=_overwrite(overwrite, save_overwrite),
-        weights_only=weights_only,
-        ignore_keys=ignore_keys,
-    )
+
+    def made() -> Checkpointer:
+        return Checkpointer(
+            directory,
+            topology=key[1],
+            run_id=run_id,
+            durable=durable,
+            timeout=timeout,
+            memory_cap=memory_cap,
+            storage_options=storage_options,
+            progress=progress,
+        )
+
+    with _kept(key, made) as checkpointer:
+        checkpointer.save(
+            "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            rank_content=rank_content,
+            async_save=async_save,
+            tag_values=tag_values,
+            num_workers=num_workers,
+            use_xser=use_xser,
+            num_kept_ckpts=num_kept_ckpts,
+            zero1_optimizer=zero1_optimizer,
+            use_zero1_dcp=use_zero1_dcp,
+            avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights,
+            param_names=param_names,
+            partitions=partitions,
+            trust_pickle=trust_pickle,
+            overwrite=_overwrite(overwrite, save_overwrite),
+            weights_only=weights_only,
+            ignore_keys=ignore_keys,
+        )
 
 
 @as_checkpoint_errors()
@@ -299,7 +306,24 @@ def close_checkpointers() -> None:
         _on_each(Checkpointer.close)
     finally:
         with _lock:
-            _open.clear()
+            for key, checkpointer in list(_open.items()):
+                if not (_saving[key] or checkpointer.is_open):  # else another thread saves there
+                    del _open[key]
+
+
+@contextmanager
+def _kept(key: _Key, made: Callable[[], Checkpointer]) -> Iterator[Checkpointer]:
+    """The one Checkpointer of a directory, which within is not forgotten."""
+    with _lock:
+        checkpointer = _open.get(key) or _open.setdefault(key, made())
+        _saving[key] += 1
+    try:
+        yield checkpointer
+    finally:
+        with _lock:
+            _saving[key] -= 1
+            if not _saving[key]:
+                del _saving[key]
 
 
 def _on_each(action: Callable[[Checkpointer], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -97,8 +96,7 @@ class Checkpointer:
         self._pipeline = Pipeline(self.topology, memory_cap)
         self._turns = Turns()
         self._pid = os.getpid()
-        self._pending: list[SaveProgress] = []
-        self._lock = threading.Lock()
+        self._pending: list[SaveProgress] = []  # no lock: signal handlers save too, and every change of it is atomic
         self._versions: dict[str, str] = {}
 
     @as_checkpoint_errors()
@@ -203,7 +201,7 @@ class Checkpointer:
     ) -> tuple[Saving, SaveProgress]:
         """Stage what is ``prepared`` and hand it over to the writer thread, which does the rest."""
         pending = SaveProgress(tag)
-        planned = self._open(prepared, tag) if self._session is None else None
+        planned = self._opened(prepared, tag) if self._session is None else None
         error: BaseException | None = None
         if planned is None:
             try:
@@ -212,18 +210,22 @@ class Checkpointer:
                 error = problem
         saving = self._saving(tag, planned.plan if planned is not None else None, error, options)
         self._pipeline.submit(saving.begin)
-        if planned is not None:
-            error = self._pipeline.stage(saving, planned)
-        saving.timings["stage_seconds"] = time.monotonic() - started
-        pending.staged.set()
-        # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
-        # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
-        interrupted = error is not None and not isinstance(error, Exception)
-        raise_now = error is not None and (planned is None or not async_save or interrupted)
-        pending.reported = raise_now
-        with self._lock:
-            self._pending.append(pending)
-        self._pipeline.submit(lambda: _conclude(saving, pending, started))
+        self._pending.append(pending)
+        try:
+            if planned is not None:
+                self._pipeline.stage(saving, planned)
+        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
+            saving.error = saving.error or problem
+            error = problem
+        finally:
+            saving.timings["stage_seconds"] = time.monotonic() - started
+            pending.staged.set()
+            # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
+            # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
+            interrupted = error is not None and not isinstance(error, Exception)
+            raise_now = error is not None and (planned is None or not async_save or interrupted)
+            pending.reported = raise_now
+            self._pipeline.submit(lambda: _conclude(saving, pending, started))
         if error is not None and raise_now:
             raise error
         return saving, pending
@@ -236,13 +238,16 @@ class Checkpointer:
             pending.decided.wait()
         PendingSave(pending).wait()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds the directory: from the first save on, until it is closed."""
+        return self._session is not None
+
     @as_checkpoint_errors()
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""
         require_own(self._pid, self.storage.url)
-        with self._lock:
-            pending = list(self._pending)
-        for save in pending:
+        for save in list(self._pending):
             save.decided.wait()
         self._raise_unreported()
 
@@ -271,6 +276,14 @@ class Checkpointer:
     def abandon(self, grace: float = _GRACE) -> None:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         self._shut(grace)
+
+    def _opened(self, prepared: Callable[[], Planned], tag: str) -> Planned | None:
+        """As :meth:`_open`; where that fails, threads and memory are given back: nobody may close this Checkpointer."""
+        try:
+            return self._open(prepared, tag)
+        except BaseException:
+            self._pipeline.stop()
+            raise
 
     def _open(self, prepared: Callable[[], Planned], tag: str) -> Planned | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
@@ -313,28 +326,33 @@ class Checkpointer:
         return saving
 
     def _await_arena(self) -> None:
-        with self._lock:
-            pending = list(self._pending)
-        for save in pending:
+        for save in list(self._pending):
             save.decided.wait()
-        with self._lock:
-            self._pending = [save for save in pending if save.unreported]
+            if not save.unreported:
+                self._drop(save)
 
     def _raise_unreported(self) -> None:
-        with self._lock:
-            failed = [save for save in self._pending if save.unreported]
-            self._pending = []
+        # What another thread has begun meanwhile stays: the next save has to wait for it.
+        decided = [save for save in list(self._pending) if save.decided.is_set() and self._drop(save)]
+        failed = [save for save in decided if save.unreported]
         for save in failed:
             save.reported = True
         if failed and failed[0].error is not None:
             raise failed[0].error
 
+    def _drop(self, save: SaveProgress) -> bool:
+        """Keep a save no longer; whether no other thread did that before."""
+        try:
+            self._pending.remove(save)
+        except ValueError:
+            return False
+        return True
+
     def _shut(self, grace: float | None) -> None:
         if grace is not None and self._session is not None:
             self._session.leaves_at = time.monotonic() + grace
         with suppress(TimeoutError), self._turns.taken("close", grace):
-            with self._lock:
-                pending = list(self._pending)
+            pending = list(self._pending)
             if grace is not None:
                 for save in pending:
                     save.voted.wait()

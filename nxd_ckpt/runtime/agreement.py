@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import errors
@@ -88,9 +87,10 @@ class Words:
 
     def read(self, key: str, rank: int) -> Any:
         """The word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
-        since, sign = time.monotonic(), self._sign_of(rank)
-        while not self._comes(key, min(_SLICE, self._timeout)):
-            if self._gone(rank) and not self._comes(key, 0.001):  # the last thing that it did may have been to leave it
+        began = since = time.monotonic()
+        sign = self._sign_of(rank)
+        while not self._comes(key, began):
+            if self._gone(rank) and not self.has(key):  # the last thing that it did may have been to leave it
                 raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
             if sign != (sign := self._sign_of(rank)):
                 since = time.monotonic()
@@ -107,22 +107,31 @@ class Words:
         with self._reaching():
             return int(self.store.add(key, amount))
 
-    def _comes(self, key: str, within: float) -> bool:
+    def _comes(self, key: str, began: float) -> bool:
+        """Whether it is there within a slice of the time; pauses grow with the time since the wait ``began``."""
         started = time.monotonic()
+        within = min(_SLICE, self._timeout)
         if self._rank == 0 and started - self._signed >= _SLICE / 2:
             self._signed = started
             self.leave("waiting", started)
-        try:
-            self.store.wait([key], timedelta(seconds=within))
-        except RuntimeError as error:
-            if time.monotonic() - started >= within:
+        # Not store.wait: where it times out, torch prints two warnings.
+        while not self.has(key):
+            now = time.monotonic()
+            if now - started >= within:
                 return False
-            raise self._lost(error) from error
+            time.sleep(min(max((now - began) / 25, 0.001), 0.25, within))
         return True
 
-    def _sign_of(self, rank: int) -> bytes | None:
+    def has(self, key: str) -> bool:
+        """Whether there is a word under ``key`` by now."""
         with self._reaching():
-            return self.store.get("waiting") if rank == 0 and self.store.check(["waiting"]) else None
+            return bool(self.store.check([key]))
+
+    def _sign_of(self, rank: int) -> bytes | None:
+        if rank != 0 or not self.has("waiting"):
+            return None
+        with self._reaching():
+            return bytes(self.store.get("waiting"))
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -69,13 +70,24 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
         DirectoryInUse: another live job holds it.
     """
     mine = Lease.of_this_process(run_id)
+    try:
+        return _acquired(storage, mine, patience)
+    except DirectoryInUse:
+        raise
+    except BaseException:  # an interrupt too: nobody would give back what may have been taken
+        with suppress(OSError):
+            release(storage, mine)
+        raise
+
+
+def _acquired(storage: Storage, mine: Lease, patience: float) -> Lease:
     while not storage.link_new(LEASE, _encode(mine)):
         found = _found(storage)
         if found is None:
             continue  # released in between
         data, holder = found
         if holder.pid == mine.pid and holder.host == mine.host and holder.born == mine.born:
-            if holder.run_id == run_id:
+            if holder.run_id == mine.run_id:
                 return mine
             raise DirectoryInUse(
                 f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
@@ -105,7 +117,7 @@ def read(storage: Storage) -> Lease | None:
 def release(storage: Storage, lease: Lease) -> None:
     """Give the lease back, if it is still ours."""
     holder = read(storage)
-    if holder is not None and holder.run_id == lease.run_id:
+    if holder is not None and replace(holder, beat=lease.beat) == lease:
         storage.remove(LEASE)
 
 

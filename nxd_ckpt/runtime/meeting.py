@@ -123,6 +123,9 @@ def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> i
                 )
         number = words.add("meetings", 1)
     except BaseException as error:
+        for rank in range(1, world_size):
+            if rank not in asked and (came := _came(words, rank)) is not None:
+                asked[rank] = came
         _answer(words, asked, {"error": errors.to_wire(error)})
         raise
     _answer(words, asked, {"value": [number, hub]})
@@ -138,22 +141,45 @@ def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None
 def _next_call(words: Words, rank: int) -> tuple[int, str]:
     """The number of the next call of ``rank`` that it has not withdrawn, and which one it is."""
     while True:
-        number = words.add(f"taken/{rank}", 0) + 1
-        call: str = words.take(f"call/{rank}/{number}", rank)
-        words.add(f"taken/{rank}", 1)
-        if words.add(f"claim/{rank}/{number}", 1) == 1:
+        number, call = _number_of_next(words, rank), _taken(words, rank)
+        if call is not None:
             return number, call
+
+
+def _came(words: Words, rank: int) -> int | None:
+    """The number of the call of a rank that waits for its answer by now; None if it does not."""
+    with suppress(PeerTimeout):  # the store is gone
+        while words.has(_call_key(rank, number := _number_of_next(words, rank))):
+            if _taken(words, rank) is not None:
+                return number
+    return None
+
+
+def _taken(words: Words, rank: int) -> str | None:
+    """The next call of ``rank``, None if it is withdrawn; from now on the next is another."""
+    number = _number_of_next(words, rank)
+    call: str = words.take(_call_key(rank, number), rank)
+    words.add(f"taken/{rank}", 1)
+    return call if words.add(f"claim/{rank}/{number}", 1) == 1 else None
+
+
+def _number_of_next(words: Words, rank: int) -> int:
+    return words.add(f"taken/{rank}", 0) + 1
+
+
+def _call_key(rank: int, number: int) -> str:
+    return f"call/{rank}/{number}"
 
 
 def _ask(words: Words, rank: int, call: str) -> tuple[int, Address | None]:
     """Another rank: the number of the meeting for this call, and where rank 0 may be connected to."""
     number = words.add(f"calls/{rank}", 1)
-    words.leave(f"call/{rank}/{number}", call)
+    words.leave(_call_key(rank, number), call)
     answer = f"answer/{rank}/{number}"
     try:
         word = words.take(answer, 0)
-    except PeerTimeout:
-        if words.add(f"claim/{rank}/{number}", 1) == 1:  # now it is withdrawn
+    except BaseException as error:  # an interrupt too: rank 0 must not answer who is not there any more
+        if words.add(f"claim/{rank}/{number}", 1) == 1 or not isinstance(error, PeerTimeout):  # now it is withdrawn
             raise
         word = words.take(answer, 0)  # rank 0 has just come
     meeting, hub = answer_of(word)

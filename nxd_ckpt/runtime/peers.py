@@ -65,8 +65,8 @@ class Hub:
         with suppress(OSError, ValueError):
             connection, _ = self._listener.accept()
             connection.settimeout(_CONNECTING)
-            token, _, rank = connection.recv(64).decode().partition(" ")
-            if not hmac.compare_digest(token, self._token):
+            token, _, rank = connection.recv(64).partition(b" ")
+            if not hmac.compare_digest(token, self._token.encode()):
                 connection.close()
                 return
             connection.sendall(b"1")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import deque
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,11 +12,13 @@ from nxd_ckpt.errors import CheckpointError
 
 
 class Turns:
-    """Gives threads their turn in the order in which they asked for it, which a lock does not promise."""
+    """Gives threads their turn in the order in which they asked for it, which a lock does not promise.
+
+    Without locks and events: a signal handler may interrupt their holder anywhere, and ask for a turn itself.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[int, threading.Event]] = deque()  # the first has its turn
-        self._lock = threading.RLock()  # a signal handler may interrupt its holder, and ask for a turn itself
+        self._queue: list[tuple[int, object]] = []  # the first has its turn; every change is atomic
 
     @contextmanager
     def taken(self, what: str, timeout: float | None = None) -> Iterator[None]:
@@ -25,22 +28,24 @@ class Turns:
             CheckpointError: this very thread has a turn already, or waits for one: a signal handler interrupted it.
             TimeoutError: it was not this thread's turn after ``timeout`` seconds.
         """
-        mine = (threading.get_ident(), threading.Event())
+        mine = (threading.get_ident(), object())
+        if any(thread == mine[0] for thread, _ in list(self._queue)):
+            raise CheckpointError(
+                f"{what}: this thread is in another save or load of the same Checkpointer; a signal handler "
+                "that interrupted one must not start another: let it set a flag that the training loop looks at"
+            )
         try:
-            with self._lock:
-                if any(thread == mine[0] for thread, _ in self._queue):
-                    raise CheckpointError(
-                        f"{what}: this thread is in another save or load of the same Checkpointer; a signal handler "
-                        "that interrupted one must not start another: let it set a flag that the training loop looks at"
-                    )
-                self._queue.append(mine)
-                self._queue[0][1].set()
-            if not mine[1].wait(timeout):
-                raise TimeoutError(f"{what}: another thread's save or load is still under way")
+            self._queue.append(mine)
+            self._await(mine, what, math.inf if timeout is None else timeout)
             yield
         finally:
-            with self._lock:
-                if mine in self._queue:
-                    self._queue.remove(mine)
-                if self._queue:
-                    self._queue[0][1].set()
+            if mine in self._queue:
+                self._queue.remove(mine)
+
+    def _await(self, mine: tuple[int, object], what: str, timeout: float) -> None:
+        began = time.monotonic()
+        while self._queue[0] is not mine:
+            waited = time.monotonic() - began
+            if waited >= timeout:
+                raise TimeoutError(f"{what}: another thread's save or load is still under way")
+            time.sleep(min(max(waited / 25, 0.001), 0.05))

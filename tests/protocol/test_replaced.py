@@ -30,6 +30,7 @@ from nxd_ckpt.runtime import journal
 from nxd_ckpt.runtime.agreement import StoreAgreement
 from nxd_ckpt.runtime.load.loading import load as load_on_ranks
 from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
@@ -333,3 +334,13 @@ def test_a_process_saves_while_others_read(tmp_path: Path) -> None:
                         raise
         finally:
             writer.kill()
+
+
+def test_a_tag_of_a_store_that_began_to_go_before_it_was_opened() -> None:
+    """``done`` goes first; what is left is not taken for a tag that lost a file."""
+    storage = MemoryStorage()
+    with Checkpointer(INPUT, storage=storage) as job:
+        job.save("t", state(1))
+    storage.remove("t/done")
+    with pytest.raises(TagReplaced, match="was removed, or is being replaced"):
+        open_complete_tag(storage, "t")

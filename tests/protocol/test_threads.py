@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, close_checkpointers, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CheckpointError, RanksDisagree
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, RanksDisagree
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, delaying
 from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, visible_tags, weights
@@ -82,6 +84,86 @@ def test_loads_and_saves_of_several_threads_take_turns(tmp_path: Path) -> None:
 
     in_threads([saves, loads])
     close_checkpointers()
+
+
+def test_a_thread_that_waits_does_not_let_saves_mix(tmp_path: Path) -> None:
+    """What is begun while another thread waits for earlier saves is waited for by the next save all the same."""
+    storage = HookedStorage(LocalStorage(tmp_path), delaying("write_at", "*", 0.005))
+    saver, over = Checkpointer(tmp_path, storage=storage), threading.Event()
+
+    def saves() -> None:
+        for number in range(2 * SAVES):
+            saver.save(f"t{number}", state(number), async_save=True)
+        over.set()
+
+    def waits() -> None:
+        while not over.is_set():
+            saver.wait()
+
+    in_threads([saves, waits, waits])
+    saver.close()
+    found = [
+        {float(value) for tensor in tensors for value in tensor.unique()}
+        for tensors in (open_checkpoint(tmp_path, f"t{number}").model_state().values() for number in range(2 * SAVES))
+    ]
+    assert [{float(number)} for number in range(2 * SAVES)] == found
+
+
+def test_saves_go_on_beside_threads_that_close(tmp_path: Path) -> None:
+    """A directory that was given back in between is taken again; none stays taken by a Checkpointer nobody knows."""
+    over = threading.Event()
+
+    def saves() -> None:
+        for number in range(SAVES):
+            save_checkpoint(tmp_path, f"t{number}", state(number), async_save=number % 2 == 0)
+        over.set()
+
+    def closes() -> None:
+        while not over.is_set():
+            close_checkpointers()
+
+    in_threads([saves, closes, closes])
+    close_checkpointers()
+    assert {f"t{number}" for number in range(SAVES)} == set(visible_tags(tmp_path))
+    with Checkpointer(tmp_path) as other:
+        other.save("last", state(0))
+
+
+def test_a_first_save_that_fails_leaves_no_threads(tmp_path: Path) -> None:
+    """Nobody may close what never held the directory."""
+    before = threading.active_count()
+    with Checkpointer(tmp_path) as holder:
+        holder.save("t", state(0))
+        held = threading.active_count()
+        for _ in range(3):
+            with pytest.raises(DirectoryInUse):
+                Checkpointer(tmp_path).save("t", state(0))
+        assert held == threading.active_count()
+    assert before == threading.active_count()
+
+
+def test_a_signal_handler_may_save_while_the_functions_open_the_directory(tmp_path: Path) -> None:
+    """It does not wait for the thread that it interrupted, and both save through one Checkpointer."""
+
+    class Interrupting(PurePosixPath):
+        asked = 0
+
+        def __fspath__(self) -> str:
+            Interrupting.asked += 1
+            signal.raise_signal(signal.SIGUSR1)
+            return super().__fspath__()
+
+    def handler(*_: Any) -> None:
+        if Interrupting.asked == 3:  # the storage is being opened
+            save_checkpoint(tmp_path, "by the handler", state(1))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        save_checkpoint(Interrupting(tmp_path), "t", state(2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    close_checkpointers()
+    assert ["by the handler", "t"] == visible_tags(tmp_path)
 
 
 def test_a_signal_handler_may_not_save_in_the_middle_of_a_save(tmp_path: Path) -> None:

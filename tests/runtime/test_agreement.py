@@ -133,3 +133,11 @@ def test_alone() -> None:
 def test_no_group_no_agreement() -> None:
     """Several ranks that nothing joins."""
     assert None is meet(1, 4, 5.0, "load")
+
+
+def test_waiting_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """A wait of minutes must not fill the log with the store's own warnings of its time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with pytest.raises(PeerTimeout):
+        StoreAgreement(store, 1, 2, 0.1).broadcast(None)
+    assert "" == capfd.readouterr().err

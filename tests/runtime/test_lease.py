@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -17,6 +18,7 @@ from nxd_ckpt.runtime import lease
 from nxd_ckpt.runtime.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, failing
 from tests.protocol.job import Job
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -55,6 +57,22 @@ def test_the_same_process_is_told_apart(storage: LocalStorage) -> None:
     lease.acquire(storage, "one", 1.0)
     with pytest.raises(DirectoryInUse, match="this process already saves here as run one"):
         lease.acquire(storage, "two", 1.0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "no answer")], ids=["interrupt", "error"])
+def test_what_an_acquisition_took_before_it_failed_is_given_back(storage: LocalStorage, error: BaseException) -> None:
+    """Else the directory would be in use by this very process, until it ends."""
+    failing_once = HookedStorage(storage, failing("sync_dir", ".nxd_ckpt", error))
+    with pytest.raises(type(error)):
+        lease.acquire(failing_once, "one", 1.0)
+    assert None is lease.read(storage)
+
+
+def test_nobody_gives_back_what_another_job_holds(storage: LocalStorage) -> None:
+    """Not even one with the same run_id."""
+    write(storage, abroad())
+    lease.release(storage, Lease.of_this_process("abroad"))
+    assert abroad() == lease.read(storage)
 
 
 def acquire_and_end(rank: int, path: Path) -> Lease:

@@ -54,6 +54,9 @@ def test_a_forked_child_does_not_keep_its_parent_alive() -> None:
 def test_strangers_are_not_ranks() -> None:
     """Without the token nobody is admitted."""
     hub = Hub()
-    with pytest.raises(OSError, match="no answer"):
-        Spoke(1, {**hub.address(), "token": "guessed"})
+    for token in ("guessed", "\N{SNOWMAN}"):
+        with pytest.raises(OSError, match="no answer"):
+            Spoke(1, {**hub.address(), "token": token})
     assert not hub.is_gone(1)
+    Spoke(1, hub.address()).leave()  # the next is admitted
+    assert comes_true(lambda: hub.is_gone(1))

@@ -44,18 +44,13 @@ class Pipeline:
         _ = self.writers  # a thread that cannot start is said here, too
         return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
 
-    def stage(self, saving: Saving, planned: Planned) -> BaseException | None:
-        """Copy the state into the arena and hand it over, in as many waves as it takes; the error of this rank."""
-        try:
-            stager = self._staging()
-            torch_xla.sync()
-            for number, wave in enumerate(planned.waves):
-                views = stager.stage(planned.plan.files, wave)
-                self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
-        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
-            saving.error = saving.error or problem
-            return problem
-        return None
+    def stage(self, saving: Saving, planned: Planned) -> None:
+        """Copy the state into the arena and hand it over, in as many waves as it takes."""
+        stager = self._staging()
+        torch_xla.sync()
+        for number, wave in enumerate(planned.waves):
+            views = stager.stage(planned.plan.files, wave)
+            self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""

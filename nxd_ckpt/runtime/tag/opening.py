@@ -44,6 +44,9 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
 def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) -> OpenTag:
     where = f"{storage.url}/{tag}"
     listed = {entry.name for entry in storage.list(tag)}
+    if tag and not storage.renames and _is_in_flux(listed):
+        # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
+        raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
     manifest = None
     if names.MANIFEST in listed:
         manifest = _manifest(storage, tag)
@@ -58,9 +61,6 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
             manifest = None
         elif names.INDEX_DIR not in listed:
             raise _lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
-    elif tag and not storage.renames and _is_in_flux(listed):
-        # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
-        raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
     elif tag and names.INDEX_DIR in listed:
         raise _lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
     topology = None if manifest is None else manifest.topology
@@ -366,7 +366,7 @@ def _is_in_flux(listed: Set[str]) -> bool:
 
     Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
     """
-    return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR}))
+    return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR, names.MANIFEST}))
 
 
 def _size(storage: Storage, key: str) -> int | None:

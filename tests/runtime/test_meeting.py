@@ -1,0 +1,79 @@
+"""Ranks meet for a call; one that does not come, or goes, is not waited for by the others longer than need be."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nxd_ckpt.errors import PeerTimeout
+from nxd_ckpt.runtime.agreement import StoreAgreement
+from nxd_ckpt.runtime.meeting import Venue
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+LONG = 60.0
+
+
+class Ranks:
+    """The ranks of a job, threads here, and what came of their last calls."""
+
+    def __init__(self, world_size: int) -> None:
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
+        self.venues = [Venue(self._store, rank, world_size) for rank in range(world_size)]
+        self.outcomes: dict[int, Any] = {}
+
+    def meeting(self, rank: int, timeout: float) -> threading.Thread:
+        """A started thread in which ``rank`` comes."""
+
+        def run() -> None:
+            try:
+                self.outcomes[rank] = self.venues[rank].meet(timeout, "save")
+            except PeerTimeout as error:
+                self.outcomes[rank] = error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def await_call(self, rank: int, number: int = 1) -> None:
+        """Until that rank has asked."""
+        self._store.wait([f"nxd_ckpt/call/{rank}/{number}"])
+
+
+def in_thread(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, daemon=True).start()
+
+
+def test_who_came_hears_at_once_of_who_did_not() -> None:
+    """Also one that rank 0 would have looked for after the missing one."""
+    ranks = Ranks(3)
+    second = ranks.meeting(2, LONG)
+    ranks.await_call(2)
+    ranks.meeting(0, 0.2).join()
+    second.join(LONG / 2)
+    assert not second.is_alive()
+    assert {0, 2} == ranks.outcomes.keys()
+    for outcome in ranks.outcomes.values():
+        assert "rank 0 waited 0 s for rank 1" in str(outcome)
+
+
+def test_an_interrupted_rank_meets_the_others_at_the_next_call() -> None:
+    """It withdraws what it asked, as it does when its time is up."""
+    ranks = Ranks(2)
+
+    def interrupt() -> None:
+        ranks.await_call(1)
+        _thread.interrupt_main()
+
+    in_thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.venues[1].meet(LONG, "save")
+    threads = [ranks.meeting(rank, LONG) for rank in (1, 0)]
+    for thread in threads:
+        thread.join()
+    assert [StoreAgreement] * 2 == [type(ranks.outcomes[rank]) for rank in (0, 1)]
