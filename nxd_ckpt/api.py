@@ -323,7 +323,7 @@ def _kept(key: _Key, made: Callable[[], Checkpointer]) -> Iterator[Checkpointer]
         with _lock:
             _saving[key] -= 1
             if not _saving[key]:
-                del _saving[key]
+                _saving.pop(key, None)  # a handler that has just saved here may have done it
 
 
 def _on_each(action: Callable[[Checkpointer], None]) -> None:
