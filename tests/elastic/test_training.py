@@ -27,10 +27,11 @@ SHAPES = {weight.name: weight.shape for weight in weights_of(torch.float32)}
 Tensors = dict[str, torch.Tensor]
 
 
-def chain(*sizes: str, **fields: Any) -> Any:
-    """The setups of jobs that each continue the one before."""
+def chain(*sizes: str, soak: bool = False, **fields: Any) -> Any:
+    """The setups of jobs that each continue the one before; of several alike all but one are left to ``make soak``."""
     setups = [Setup(tuple(topology_of(size).sizes.items()), **fields) for size in sizes]
-    return pytest.param(setups, id="-".join(sizes) + "".join(f"-{key}={value}" for key, value in fields.items()))
+    name = "-".join(sizes) + "".join(f"-{key}={value}" for key, value in fields.items())
+    return pytest.param(setups, id=name, marks=[pytest.mark.soak] if soak else [])
 
 
 def whole_of(setup: Setup, outcomes: list[Outcome | None]) -> dict[str, dict[str, Any]]:
@@ -76,16 +77,16 @@ def held_by(setup: Setup, rank: int, wholes: dict[str, dict[str, Any]]) -> dict[
     [
         chain("dp2tp2", "dp4"),
         chain("dp4", "dp3", "dp4", options=(*XSER, ("use_zero1_dcp", True))),
-        chain("tp4", "tp1", "tp2"),
-        chain("dp2tp2", "pp2tp2", "dp3", options=XSER),
+        chain("tp4", "tp1", "tp2", soak=True),
+        chain("dp2tp2", "pp2tp2", "dp3", options=XSER, soak=True),
         chain("pp2", "tp2", "dp2pp2"),
         chain("dp4ep2", "dp4", "dp2ep2tp2", options=XSER),
         chain("dp2ep2", "dp1", "dp4ep2"),
-        chain("dp2tp2", "dp4", "tp3", dtype="bfloat16"),
+        chain("dp2tp2", "dp4", "tp3", dtype="bfloat16", soak=True),
         chain("dp2tp2", "dp3", "pp2tp2", dtype="bfloat16", options=LEFT_OUT),
         chain("dp4", "dp3", master_weights=False),
         chain("dp2tp2", "dp4", "pp2", zero1=False, options=XSER),
-        chain("dp4ep2", "tp2", "dp2ep2", zero1=False),
+        chain("dp4ep2", "tp2", "dp2ep2", zero1=False, soak=True),
     ],
 )
 def test_training_goes_on_on_other_sizes(xla_ranks: WorkerPool, tmp_path: Path, setups: list[Setup]) -> None:

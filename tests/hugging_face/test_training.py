@@ -57,7 +57,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+SOAK = ("llama-mha", "mistral")
+"""What the others cover between them, and the tests of loads and exports."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else []) for name in CASES]
+)
 def test_a_model_trains_on_and_goes_back(
     xla_ranks: WorkerPool, s3_server: S3Server, tmp_path: Path, name: str
 ) -> None:
