@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
     from nxd_ckpt.runtime.save.background import PendingSave
-    from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor
+    from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
 
 __all__ = [
     "Checkpoint",
@@ -68,7 +68,7 @@ __all__ = [
 _MODULE_OF = {
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
-    "GlobalTensor": "runtime.tag.whole_tag",
+    "GlobalTensor": "runtime.views.whole_tag",
     "Partition": "core.partition",
     "PendingSave": "runtime.save.background",
     "Section": "core.section",

@@ -219,7 +219,7 @@ def load_checkpoint(
         param_names: the optimizer's parameter names, per param group, where no live model tells them.
         saved_param_names: the same as when it was saved, per pipeline stage, for tags that do not say it (NxD's).
         partitions: how live parameters are cut over ranks, by name, where their attributes were lost.
-        verify: True proves all digests before anything changes, "reading" as the bytes arrive, False none; None is
+        verify: True verifies all digests before anything changes, "reading" as the bytes arrive, False none; None is
             True on file systems and "reading" on stores.
         share_reads: of data-parallel replicas one reads each tensor and broadcasts it; None measures which is faster.
         pre_download: first download the files that this rank needs to a local disk, and load from there.
@@ -242,7 +242,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
-            proved first (see ``verify``): then the error of a load that had begun says so.
+            verified first (see ``verify``): then the error of a load that had begun says so.
         TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag``, the load goes on with the
             latest one that there is then.
     """

@@ -27,7 +27,7 @@ from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
-from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import is_url, local_path, open_storage
 
 SavedNames = Sequence[Sequence[Sequence[str]]]
@@ -118,7 +118,7 @@ class Checkpoint:
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
-        with self._opened.kept(proved=self.manifest is not None):
+        with self._opened.kept(verified=self.manifest is not None):
             return MappingProxyType(self.whole.tensors)
 
     def keys(self, *patterns: str) -> list[str]:
@@ -142,10 +142,10 @@ class Checkpoint:
 
     @as_checkpoint_errors()
     def read(self, name: str, box: Box | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The tensor of that name, whole or what is inside ``box``, on the CPU; its digests are proved.
+        """The tensor of that name, whole or what is inside ``box``, on the CPU; its digests are verified.
 
         ``box`` is a slice for each dimension, later ones may be left out. Of files of nxd_ckpt only the box's bytes are
-        read, rounded up to blocks of 4 MiB, each of which has a digest. NxD's have one for a whole tensor: to prove a
+        read, rounded up to blocks of 4 MiB, each of which has a digest. NxD's have one for a whole tensor: to verify a
         part of it, all that a rank saved of it is read.
 
         Raises:
@@ -157,7 +157,7 @@ class Checkpoint:
             CorruptCheckpoint: its bytes are not those that were written.
             TagReplaced: the tag was removed, or saved anew, since it was opened.
         """
-        with self._opened.kept(proved=self.manifest is not None):
+        with self._opened.kept(verified=self.manifest is not None):
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
@@ -209,7 +209,7 @@ class Checkpoint:
     def _put_together(self, leaf: TensorStub | Assembly, name: str) -> torch.Tensor:
         out = allocated(leaf.shape, leaf.dtype)
         with self._opened.reader() as reader:
-            reader.read_into(leaf, out, name, compare=True, proved=False)
+            reader.read_into(leaf, out, name, compare=True, verified=False)
             reader.finish()
         return out
 
@@ -257,7 +257,7 @@ def get_checkpoint_metadata(
 def load_keys(
     path: str | os.PathLike[str], keys: Iterable[str], tag: Tag | None = None, **options: Any
 ) -> Iterator[Any]:
-    """What has these names in a tag, in their order: tensors, on the CPU and proved, or what stands there instead.
+    """What has these names in a tag, in their order: tensors, on the CPU and verified, or what stands there instead.
 
     One after the other, each read when it is asked for. Needs no process group. Other arguments are those of
     :func:`open_checkpoint`; patterns of names are for :meth:`Checkpoint.keys`.

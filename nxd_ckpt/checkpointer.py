@@ -13,13 +13,13 @@ from typing import Any
 from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree, as_checkpoint_errors
-from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.meeting import meet
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.save.background import PendingSave, SaveProgress
 from nxd_ckpt.runtime.save.capture import SaveOptions, capture

@@ -61,7 +61,7 @@ def diff_checkpoints(
 ) -> Difference:
     """What two tags differ in: of nxd_ckpt or NxD, in any place, saved on any sizes.
 
-    Tensors are put together by name and compared through windows of 64 MiB in all; their digests are proved. NaN in
+    Tensors are put together by name and compared through windows of 64 MiB in all; their digests are verified. NaN in
     the same place is equal. Tensors of other dtypes are compared as numbers, and differ in any case but with a
     ``tolerance``. Where it is not known how a tensor is cut, and both tags were saved on the same tp and ep, what their
     ranks held is compared.

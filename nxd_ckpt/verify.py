@@ -1,6 +1,6 @@
-"""Proving a whole tag: ours byte for byte against its indexes, NxD's by the digests that its files carry.
+"""Verifying a whole tag: ours byte for byte against its indexes, NxD's by the digests that its files carry.
 
-What is proved differs. A tag of ours has a digest over every byte of every file, headers and padding included. The
+What is verified differs. A tag of ours has a digest over every byte of every file, headers and padding included. The
 files of neuronx_distributed are zip archives with a CRC-32 for each record (a tensor's bytes, or the pickle): those
 are compared, and what no digest covers is counted. That no file is missing follows from the references between them.
 """
@@ -47,10 +47,11 @@ _MARKERS = (names.MARKER, names.DONE)
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read and what is wrong with it. ``problems`` name file, expected and found; empty means proved.
+    """What was read and what is wrong with it. ``problems`` name file, expected and found; empty means verified.
 
-    ``nbytes`` counts what was read. Of it, ``proved`` equals a recorded digest, and ``undigested`` is contents (records
-    of zip files, other files) for which none is recorded. The rest is what surrounds records, and damaged files.
+    ``nbytes`` counts what was read. Of it, ``verified`` equals a recorded digest, and ``undigested`` is contents
+    (records of zip files, other files) for which none is recorded. The rest is what surrounds records, and damaged
+    files.
     ``ours`` says that the tag's indexes were the measure.
     """
 
@@ -58,7 +59,7 @@ class Verification:
     files: int
     nbytes: int
     problems: tuple[str, ...]
-    proved: int = 0
+    verified: int = 0
     undigested: int = 0
     ours: bool = True
 
@@ -73,7 +74,7 @@ def verify_checkpoint(
 ) -> Verification:
     """Read every file of a tag, by default the latest, and compare what it holds with the digests there are.
 
-    For a tag of ours these cover all bytes, unlike in a load, which proves what it reads. For one that
+    For a tag of ours these cover all bytes, unlike in a load, which verifies what it reads. For one that
     neuronx_distributed wrote they are the CRC-32s in its files; files that others refer to must be there too. Extra
     memory: one chunk of 16 MiB. ``progress`` shows a bar on standard error, if that is a terminal.
 
@@ -93,7 +94,7 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
         opened = open_complete_tag(storage, chosen)
     except CorruptCheckpoint as error:  # without marker and manifest nothing tells what the rest should be
         return Verification(chosen, 0, 0, (str(error),))
-    with opened.kept(proved=opened.manifest is not None):
+    with opened.kept(verified=opened.manifest is not None):
         found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
         if found.problems:
             opened.require_kept()
@@ -128,16 +129,16 @@ def _is_legacy(name: str) -> bool:
 def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     problems: list[str] = []
     entries = list(_entries(opened, problems))
-    nbytes, proved = sum(entry.nbytes for _, entry in entries), 0
+    nbytes, verified = sum(entry.nbytes for _, entry in entries), 0
     done = Counter()
     with watched("verify", nbytes, lambda: done.nbytes, progress):
         for file, entry in entries:
             try:
-                _prove(opened.storage, f"{opened.tag}/{file}", entry, done)
-                proved += entry.nbytes
+                _verify_file(opened.storage, f"{opened.tag}/{file}", entry, done)
+                verified += entry.nbytes
             except CheckpointError as error:
                 problems.append(str(error))
-    return Verification(opened.tag, len(entries), nbytes, tuple(problems), proved)
+    return Verification(opened.tag, len(entries), nbytes, tuple(problems), verified)
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry]]:
@@ -162,7 +163,7 @@ def _marker(opened: OpenTag, marker: str) -> FileEntry:
     return FileEntry(len(data), crc32.crc32(data))
 
 
-def _prove(storage: Storage, key: str, entry: FileEntry, done: Counter) -> None:
+def _verify_file(storage: Storage, key: str, entry: FileEntry, done: Counter) -> None:
     where = f"{storage.url}/{key}"
     try:
         size = storage.size(key)
@@ -258,7 +259,7 @@ def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
             records.read(file)
     problems += _lost_files(opened, known=tuple(problems))
     return Verification(
-        opened.tag, len(files), records.nbytes, tuple(problems), records.proved, records.undigested, ours=False
+        opened.tag, len(files), records.nbytes, tuple(problems), records.verified, records.undigested, ours=False
     )
 
 
@@ -269,12 +270,12 @@ class _Records:
         self.tag_files = tag_files
         self._storage, self._where = tag_files.storage, where
         self._inside = DigestsInside(tag_files)
-        self.nbytes, self.proved, self.undigested = 0, 0, 0
+        self.nbytes, self.verified, self.undigested = 0, 0, 0
         self.done = Counter()
         self.problems: list[str] = []
 
     def read(self, file: str) -> None:
-        """Count the file, and prove what it holds; what is wrong with it goes into ``problems``."""
+        """Count the file, and verify what it holds; what is wrong with it goes into ``problems``."""
         try:
             size = self._storage.size(self.tag_files.key(file))
             self.nbytes += size
@@ -282,7 +283,7 @@ class _Records:
                 self.undigested += size
                 return
             for record in self._inside.of(file, size):
-                self._prove(file, record)
+                self._verify(file, record)
         except CheckpointError as error:
             self.problems.append(str(error))
         except FileNotFoundError:
@@ -290,12 +291,12 @@ class _Records:
         except EOFError as error:
             self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
 
-    def _prove(self, file: str, record: Digested) -> None:
+    def _verify(self, file: str, record: Digested) -> None:
         found = _crc32_of(self._storage, self.tag_files.key(file), record.offset, record.nbytes, self.done)
         if record.crc32 is None:
             self.undigested += record.nbytes
         elif found == record.crc32:
-            self.proved += record.nbytes
+            self.verified += record.nbytes
         else:
             digests = f"expected CRC-32 {record.crc32:08x}, found {found:08x}"
             self.problems.append(f"{self._where}/{file}, record {record.name!r}: {digests}")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from nxd_ckpt.testing.s3_server import S3Server
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.
@@ -64,13 +64,13 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def _xla_pool() -> Iterator[WorkerPool]:
-    with WorkerPool(nproc=4, xla=True) as pool:
+def _xla_pool() -> Iterator[RankPool]:
+    with RankPool(nproc=4, xla=True) as pool:
         yield pool
 
 
 @pytest.fixture
-def xla_ranks(_xla_pool: WorkerPool) -> WorkerPool:
+def xla_ranks(_xla_pool: RankPool) -> RankPool:
     """Four emulated CPU-XLA ranks, one pool for the whole session; started anew after a test that broke it."""
     if not _xla_pool.healthy:
         _xla_pool.restart()

@@ -27,7 +27,7 @@ LEVELS = (
     ("errors", "version"),
 )
 # The same inside of runtime, whose own modules are below all of them.
-RUNTIME = ("load", "compare", "hugging_face", "tag", "save")
+RUNTIME = ("load", "compare", "views", "tag", "save", "coordination")
 LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 
 # What others call in the place of their own: above the layer that they lie in, and nothing below imports them.
@@ -185,7 +185,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("nxd_ckpt.adapters.nxd", "from neuronx_distributed import trainer", "into the function"),
         ("nxd_ckpt.adapters.nxd", "class A:\n    import torch_xla", "into the function"),
         ("nxd_ckpt.runtime.save.plan", "from nxd_ckpt.runtime.tag.opening import OpenTag", "imports point down"),
-        ("nxd_ckpt.runtime.lease", "from nxd_ckpt.runtime.save import ballot", "imports point down"),
+        ("nxd_ckpt.runtime.coordination.lease", "from nxd_ckpt.runtime.save import voting", "imports point down"),
         ("nxd_ckpt.runtime.load.loading", "from nxd_ckpt.adapters.dcp import StorageReader", "imports point down"),
         ("nxd_ckpt.adapters.dcp", "from nxd_ckpt import api", "imports point down"),
         ("nxd_ckpt.utils", "", "is in no layer"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Partition, Topology
-from nxd_ckpt.runtime.lease import Lease
+from nxd_ckpt.runtime.coordination.lease import Lease
 from tests.docs.markdown import REPOSITORY
 from tests.interop.saving import save_as_every_rank
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_without_what_linux_alone_has(tmp_path: Path) -> None:
-    """Every module is imported, tags are read, proved, converted and packed; a save says what it lacks."""
+    """Every module is imported, tags are read, verified, converted and packed; a save says what it lacks."""
     whole = torch.arange(24.0).reshape(6, 4)
     save_as_every_rank(
         tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Proving a whole tag: a flipped byte anywhere is found, and the file is named; NxD's as far as digests reach."""
+"""Verifying a whole tag: a flipped byte anywhere is found, and the file is named; NxD's as far as digests reach."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tag", ["xser", "plain"])
-def test_a_fresh_tag_is_proved_in_full(directory: Path, tag: str) -> None:
-    """Every file but the manifest and the indexes, which prove the others, is counted, with all its bytes."""
+def test_a_fresh_tag_is_verified_in_full(directory: Path, tag: str) -> None:
+    """Every file but the manifest and the indexes, which verify the others, is counted, with all its bytes."""
     files = [p for p in (directory / tag).rglob("*") if p.is_file() and p.suffix != ".json"]
 
     found = verify_checkpoint(directory, tag)
@@ -45,7 +45,7 @@ def test_a_fresh_tag_is_proved_in_full(directory: Path, tag: str) -> None:
         found.nbytes,
         found.problems,
     )
-    assert (True, found.nbytes, 0) == (found.ours, found.proved, found.undigested)
+    assert (True, found.nbytes, 0) == (found.ours, found.verified, found.undigested)
 
 
 @pytest.mark.parametrize("tag", ["xser", "plain"])
@@ -90,7 +90,7 @@ def files_of(tag: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_tag_of_neuronx_distributed_is_proved_by_its_own_digests(golden: Path, name: str) -> None:
+def test_a_tag_of_neuronx_distributed_is_verified_by_its_own_digests(golden: Path, name: str) -> None:
     """Every file is read, and every record equals the CRC-32 that its file gives for it, as zipfile finds them too."""
     golden_one = saved(golden, name)
     for tag in golden_one.tags:
@@ -104,16 +104,16 @@ def test_a_tag_of_neuronx_distributed_is_proved_by_its_own_digests(golden: Path,
         assert (len(files), sum(p.stat().st_size for p in files)) == (found.files, found.nbytes)
         assert [None] * len(archives) == [archive.testzip() for archive in archives]
         if not golden_one.config["dcp"]:
-            assert (records, 0) == (found.proved, found.undigested)
+            assert (records, 0) == (found.verified, found.undigested)
 
 
 def test_the_metadata_of_torch_dcp_has_no_digest(golden: Path) -> None:
-    """It is counted as such; what it points to is proved."""
+    """It is counted as such; what it points to is verified."""
     tag = golden / "l_dp2_zero1_dcp_async" / "ckpt" / "step_3"
     metadata = (tag / "optim" / ".metadata").stat().st_size
     whole = verify_checkpoint(tag.parent)
     assert metadata == whole.undigested
-    assert whole.proved > sum(file.stat().st_size for file in (tag / "optim").glob("*.distcp")) // 10
+    assert whole.verified > sum(file.stat().st_size for file in (tag / "optim").glob("*.distcp")) // 10
 
 
 FOREIGN = ["a_dp2_zero1_pt", "b_dp2_zero1_xser", "l_dp2_zero1_dcp_async"]
@@ -199,7 +199,7 @@ def test_weights_that_were_left_out_are_not_lost(golden: Path, tmp_path: Path) -
     assert str(lost) in problem
 
 
-def test_a_directory_of_0_5_is_proved(tmp_path: Path) -> None:
+def test_a_directory_of_0_5_is_verified(tmp_path: Path) -> None:
     """It is a checkpoint without tags, and its files carry digests, too."""
     file = tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
     file.parent.mkdir()
@@ -213,7 +213,7 @@ def test_a_directory_of_0_5_is_proved(tmp_path: Path) -> None:
     assert problem.startswith(f"{file}, record 'data/0'")
 
 
-def test_bytes_without_a_digest_are_counted_not_proved(tmp_path: Path) -> None:
+def test_bytes_without_a_digest_are_counted_not_verified(tmp_path: Path) -> None:
     """torch.save can leave digests out; and a file that is no torch file has none."""
     (tmp_path / "step_1" / "model").mkdir(parents=True)
     weights = torch.arange(100.0)
@@ -231,11 +231,11 @@ def test_bytes_without_a_digest_are_counted_not_proved(tmp_path: Path) -> None:
     (tag / "notes.txt").write_text("12345")
 
     file.write_bytes(with_digest.getvalue())
-    proved = verify_checkpoint(tmp_path)
+    verified = verify_checkpoint(tmp_path)
     file.write_bytes(without.getvalue())
-    unproved = verify_checkpoint(tmp_path)
+    unverified = verify_checkpoint(tmp_path)
 
-    assert ((), ()) == (proved.problems, unproved.problems)
-    assert 5 == proved.undigested
-    assert weights.nbytes + 5 <= unproved.undigested
-    assert proved.proved + proved.undigested == unproved.proved + unproved.undigested
+    assert ((), ()) == (verified.problems, unverified.problems)
+    assert 5 == verified.undigested
+    assert weights.nbytes + 5 <= unverified.undigested
+    assert verified.verified + verified.undigested == unverified.verified + unverified.undigested

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nxd_ckpt.cli.wording import flags_of, told
+from nxd_ckpt.cli.wording import flags_of, message_of
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint, reshard
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             _convert(args, Path(scratch))
     except (CheckpointError, OSError) as error:
-        print(f"checkpoint_converter: error: {told(error, flags_of(parser))}", file=sys.stderr)
+        print(f"checkpoint_converter: error: {message_of(error, flags_of(parser))}", file=sys.stderr)
         return 1
     return 0
 

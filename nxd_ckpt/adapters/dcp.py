@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from nxd_ckpt.convert.places import Options, StrPath, locate_input, place_of
+from nxd_ckpt.convert.locations import Options, StrPath, locate_input, location_of
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
-from nxd_ckpt.runtime.tag.dcp_state import DcpState
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.dcp_state import DcpState
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -47,7 +47,7 @@ class StorageReader(TorchStorageReader):
     """Reads a tag for ``torch.distributed.checkpoint.load(state_dict, storage_reader=...)``.
 
     The tag may be nxd_ckpt's or NxD's, local or in a store, saved on any sizes; every rank reads the bytes that its
-    shards are made of, straight into their memory, and proves them as they arrive. Values are cast where dtypes differ.
+    shards are made of, straight into their memory, and verifies them on the way. Values are cast where dtypes differ.
 
     Names are those of :class:`~nxd_ckpt.core.dcp_names.DcpNames`: ``{"model": get_model_state_dict(...), "optim":
     get_optimizer_state_dict(...)}``, with ``flatten_optimizer_state_dict`` or without, and ``scheduler.*`` and
@@ -61,7 +61,7 @@ class StorageReader(TorchStorageReader):
         partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
         saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
             where the tag does not say (NxD's do not).
-        verify: prove digests.
+        verify: verify digests.
         storage_options: what a URL is opened with.
     """
 
@@ -85,7 +85,7 @@ class StorageReader(TorchStorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The tag, as logs name it."""
-        return place_of(self._path, "tag", self._options).path
+        return location_of(self._path, "tag", self._options).path
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Forget what is known of the tag; with ``checkpoint_id``, read that one from now on."""
@@ -149,7 +149,7 @@ class StorageReader(TorchStorageReader):
                 name = item.storage_index.fqn
                 planner.load_bytes(item, _pickled(states.holding(name).values[name][1]))
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        # Leaves first: making them reads trees, and a reader proves by those that there are when it is made.
+        # Leaves first: making them reads trees, and a reader verifies by those that there are when it is made.
         leaves = [_wanted(states.holding(item.storage_index.fqn), item) for item in tensors]
         with opened.reader() as reader:
             delivery = _Delivery(reader, planner, self._verify)
@@ -161,7 +161,7 @@ class StorageReader(TorchStorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether it names a place at all."""
         try:
-            place_of(checkpoint_id, "tag", None)
+            location_of(checkpoint_id, "tag", None)
         except CheckpointError:
             return False
         return True
@@ -254,7 +254,7 @@ class _Delivery:
             self._planner.commit_tensor(item, target)
 
     def _read(self, leaf: Assembly, out: torch.Tensor, item: ReadItem) -> None:
-        self._reader.read_into(leaf, out, item.storage_index.fqn, compare=self._verify, proved=not self._verify)
+        self._reader.read_into(leaf, out, item.storage_index.fqn, compare=self._verify, verified=not self._verify)
 
     def _copy(self, leaf: Assembly | torch.Tensor, target: torch.Tensor, item: ReadItem) -> None:
         """By way of memory of our own, a stretch of rows after the other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.means import add_means, means_of, show_converted
+from nxd_ckpt.cli.execution_options import add_execution_options, execution_options_of, show_converted
 
 NAME = "convert-zero1"
 SUMMARY = "unshard a ZeRO-1 optimizer, or cut it for another data-parallel size"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--convert_to_sharded", action="store_true", help="one file for each rank; needs --dp_size")
     parser.add_argument("--dp_size", type=int, metavar="N", help="the new data-parallel size")
     parser.add_argument("--optim_only", action="store_true", help="leave out everything but the optimizer")
-    add_means(parser, workers="--num_workers")
+    add_execution_options(parser, workers="--num_workers")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         convert_to_full=args.convert_to_full,
         convert_to_sharded=args.convert_to_sharded,
         optim_only=args.optim_only,
-        **means_of(args),
+        **execution_options_of(args),
     )
     show_converted(args, done)
     return 0

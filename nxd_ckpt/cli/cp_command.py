@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.means import add_output, output_of, show_done
+from nxd_ckpt.cli.execution_options import add_output, output_of, show_done
 from nxd_ckpt.core.units import size
 
 NAME = "cp"
 SUMMARY = "copy a checkpoint between any two places"
 DESCRIPTION = (
     "Make an exact copy of one tag, of nxd_ckpt's or neuronx-distributed's, in another directory or store. Every file "
-    "is proved by its digests on the way, and the copy appears once all of it is durable. A copy that is interrupted "
+    "is verified by its digests on the way, and the copy appears once all of it is durable. A copy that is interrupted "
     "goes on when it is started again. It keeps the time of its save, and with that its place among other tags."
 )
 
@@ -57,4 +57,4 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"  {text.count(document['linked'], 'file')} linked"
     if document["kept"]:
         kept = text.count(document["kept"], "file")
-        yield f"  {kept} there already, and proved; {size(document['copied_nbytes'])} new"
+        yield f"  {kept} there already, and verified; {size(document['copied_nbytes'])} new"

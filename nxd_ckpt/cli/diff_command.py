@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
     from nxd_ckpt.cli.tags import Options
     from nxd_ckpt.diff import Difference, TensorDifference, ValueDifference
-    from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor
+    from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
 
 NAME = "diff"
 SUMMARY = "what two checkpoints differ in, and by how much"
 DESCRIPTION = (
     "Compare two tags, of nxd_ckpt or neuronx-distributed, whatever sizes they were saved on: tensors of model and "
-    "optimizer by name, options of param groups, scheduler and user content. Tensors are proved by their digests on "
+    "optimizer by name, options of param groups, scheduler and user content. Tensors are verified by their digests on "
     "the way; those with equal digests are the same without being read. Exit code 0 if nothing differs, 1 if something "
     "does or could not be compared, 2 for an error."
 )
@@ -163,7 +163,7 @@ def _lines(document: dict[str, Any], limit: int | None) -> Iterator[str]:
     others = [one for one in tensors if one["kind"] != "values"]
     if others:
         yield from ("", f"{text.count(len(others), 'tensor')} that one tag lacks, or has in another shape or dtype")
-        kinds = ((one["name"], one["kind"], _shown(one["a"]), _shown(one["b"])) for one in others[:limit])
+        kinds = ((one["name"], one["kind"], _form_text(one["a"]), _form_text(one["b"])) for one in others[:limit])
         yield from _limited(text.table(("NAME", "WHAT", "A", "B"), kinds), len(others), limit)
         yield from (f"  {one['name']}: {one['problem']}" for one in others[:limit] if one["problem"])
     if values:
@@ -176,10 +176,10 @@ def _lines(document: dict[str, Any], limit: int | None) -> Iterator[str]:
 def _changed(one: dict[str, Any]) -> tuple[str, ...]:
     nans = f" ({one['nans']} NaN)" if one["nans"] else ""
     numbers = (f"{float(one[key]):.3g}" for key in ("max_difference", "relative_norm"))
-    return one["name"], f"{one['differing']}{nans}", *numbers, _shown(one["a"]), _shown(one["b"])
+    return one["name"], f"{one['differing']}{nans}", *numbers, _form_text(one["a"]), _form_text(one["b"])
 
 
-def _shown(form: dict[str, Any] | None) -> str:
+def _form_text(form: dict[str, Any] | None) -> str:
     return "-" if form is None else f"{form['dtype']} {text.shape(form['shape'])}"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.execution_options import add_all_ranks, add_output, output_of, show_done
 from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
-from nxd_ckpt.cli.means import add_all_ranks, add_output, output_of, show_done
 from nxd_ckpt.core.units import size
 
 NAME = "export"
@@ -18,7 +18,7 @@ DESCRIPTION = (
     "Make a directory that transformers' from_pretrained loads, of a checkpoint of nxd_ckpt's or neuronx-distributed's "
     "on any sizes: safetensors files with their index, config.json and the tokenizer's files. Names and shapes are "
     "translated by a mapping, shipped for Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-NeoX, or a file of your own. "
-    "The input is only read, its digests are proved, and the output appears once all of it is written. "
+    "The input is only read, its digests are verified, and the output appears once all of it is written. "
     "For a model that is too large for one machine, start it on several with torchrun "
     "(-m nxd_ckpt.cli export --all-ranks ...): each writes a share of the files."
 )

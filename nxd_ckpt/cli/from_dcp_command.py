@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from nxd_ckpt.cli.dcp_options import add_keys, keys_of
+from nxd_ckpt.cli.execution_options import add_execution_options, execution_options_of, show_converted
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_means, means_of, show_converted
 
 NAME = "from-dcp"
 SUMMARY = "make a checkpoint of a torch DCP directory"
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
     parser.add_argument("--use-xser", action="store_true", help="write xser files")
     add_keys(parser)
-    add_means(parser)
+    add_execution_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         stages=nested_lists(args.stages, depth=2),
         use_xser=args.use_xser,
         **keys_of(args),
-        **means_of(args),
+        **execution_options_of(args),
     )
     show_converted(args, done)
     return 0

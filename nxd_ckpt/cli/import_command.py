@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.execution_options import add_execution_options, execution_options_of, show_done
 from nxd_ckpt.cli.json_files import nested_lists
 from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
-from nxd_ckpt.cli.means import add_means, means_of, show_done
 
 NAME = "import"
 SUMMARY = "make a checkpoint of a Hugging Face directory"
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as it is)")
     parser.add_argument("--use-xser", action="store_true", help="write xser files")
     parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each pipeline stage")
-    add_means(parser, dry_run="show what maps to what and what does not, and write nothing")
+    add_execution_options(parser, dry_run="show what maps to what and what does not, and write nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         use_xser=args.use_xser,
         stages=nested_lists(args.stages, depth=2),
         **mapping_of(args),
-        **means_of(args),
+        **execution_options_of(args),
     )
     is_well = not (done.unknown or done.missing)
     show_done(args, done, _lines, is_well=is_well)

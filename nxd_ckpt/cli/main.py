@@ -30,7 +30,7 @@ from nxd_ckpt.cli import (
     unshard_command,
     verify_command,
 )
-from nxd_ckpt.cli.wording import flags_of, in_flags, told
+from nxd_ckpt.cli.wording import flags_of, in_flags, message_of
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.version import __version__
 
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, OSError) as error:
         if args.traceback:
             raise
-        print(f"nxd-ckpt: error: {text.printable(told(error, flags))}", file=sys.stderr)
+        print(f"nxd-ckpt: error: {text.printable(message_of(error, flags))}", file=sys.stderr)
         code = args.code_of_error
         return code
 

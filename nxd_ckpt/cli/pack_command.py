@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.means import add_output, output_of, show_done
+from nxd_ckpt.cli.execution_options import add_output, output_of, show_done
 from nxd_ckpt.core.units import size
 
 NAME = "pack"
 SUMMARY = "pack a checkpoint into one tar file"
 DESCRIPTION = (
-    "Make a tar file of one tag, of nxd_ckpt's or neuronx-distributed's, exactly as it is. Every file is proved by its "
-    "digests on the way, and the archive appears once it is whole. It takes the place of a checkpoint directory in "
+    "Make a tar file of one tag, of nxd_ckpt's or neuronx-distributed's, exactly as it is. Every file is verified by "
+    "its digests on the way, and the archive appears once it is whole. It takes the place of a checkpoint directory in "
     "every command and function that reads, without being unpacked; a compressed one is unpacked first, to $TMPDIR."
 )
 

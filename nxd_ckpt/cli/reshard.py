@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from nxd_ckpt.cli.execution_options import add_execution_options, execution_options_of, show_converted
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_means, means_of, show_converted
 
 NAME = "reshard"
 SUMMARY = "cut a whole checkpoint for other parallel sizes"
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON: the optimizer's parameter names, for each stage of the input a list of names for each param group",
     )
-    add_means(parser)
+    add_execution_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         partitions=partitions_in(args.partitions),
         stages=nested_lists(args.stages, depth=2),
         saved_param_names=nested_lists(args.param_names, depth=3),
-        **means_of(args),
+        **execution_options_of(args),
     )
     show_converted(args, done)
     return 0

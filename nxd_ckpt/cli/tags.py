@@ -53,7 +53,7 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
     return whole, tag
 
 
-def tags_to_prove(path: str, options: Options = None) -> list[str | None]:
+def tags_to_verify(path: str, options: Options = None) -> list[str | None]:
     """The complete tags in a directory, oldest first, and those that damage keeps from it.
 
     None stands for the directory itself, of NxD 0.1 to 0.5.

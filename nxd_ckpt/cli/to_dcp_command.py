@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 
 from nxd_ckpt.cli.dcp_options import add_keys, keys_of
+from nxd_ckpt.cli.execution_options import add_output, output_of, show_converted
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_output, output_of, show_converted
 
 NAME = "to-dcp"
 SUMMARY = "make a torch DCP directory of a checkpoint"
 DESCRIPTION = (
     "Make a directory that torch.distributed.checkpoint.load and OLMo-core's load_model_and_optim_state read, of a tag "
     "of any sizes: model, optimizer, scheduler and user content, tensors whole. The input is only read, its digests "
-    "are proved on the way, and the output appears once all of it is durable. "
+    "are verified on the way, and the output appears once all of it is durable. "
     "Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the optimizer: they "
     "need --partitions with tensor or expert parallelism, and --param-names for an optimizer that others can use."
 )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.execution_options import add_output
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.means import add_output
 from nxd_ckpt.cli.storage_options import nested
 from nxd_ckpt.core.units import size
 
@@ -17,7 +17,7 @@ SUMMARY = "write model and optimizer as plain files of whole tensors"
 DESCRIPTION = (
     "Make model.pt and optim.pt of a tag of any sizes, for torch.load and for what knows nothing of ranks; or "
     "safetensors, or several files for each. Every tensor is whole and under its name, the optimizer's state by "
-    "parameter name. The input is only read and proved on the way, in little memory, and the output appears once all "
+    "parameter name. The input is only read and verified on the way, in little memory, and the output appears once all "
     "of it is written. Tags of neuronx-distributed say neither how parameters are cut nor what they are called in the "
     "optimizer: with tensor parallelism they need --partitions, and --param-names."
 )

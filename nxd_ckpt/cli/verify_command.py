@@ -12,7 +12,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CorruptCheckpoint
 
 NAME = "verify"
-SUMMARY = "prove that a checkpoint is what was written"
+SUMMARY = "verify that a checkpoint is what was written"
 DESCRIPTION = (
     "Read every file of a complete tag and compare it with the digests that were recorded. For a tag of nxd_ckpt they "
     "cover every byte. Files of neuronx-distributed carry a CRC-32 for each tensor and each pickle: these are "
@@ -24,14 +24,14 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
     parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
-    parser.add_argument("--all", action="store_true", help="prove every complete tag in DIR, oldest first")
+    parser.add_argument("--all", action="store_true", help="verify every complete tag in DIR, oldest first")
     add_storage_options(parser)
     text.add_quiet(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.tags import locate, tags_to_prove
+    from nxd_ckpt.cli.tags import locate, tags_to_verify
 
     options = nested(args.storage_option)
     if not args.all:
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
         problems = document["problems"]
         lines = _lines(document)
     elif args.tag is not None:
-        raise argparse.ArgumentTypeError("--all proves every tag: leave out TAG")
+        raise argparse.ArgumentTypeError("--all verifies every tag: leave out TAG")
     else:
-        found = [_verified(args.directory, tag, args) for tag in tags_to_prove(args.directory, options)]
+        found = [_verified(args.directory, tag, args) for tag in tags_to_verify(args.directory, options)]
         problems = [problem for one in found for problem in one["problems"]]
         document = {"ok": not problems, "tags": found}
         lines = (line for one in found for line in _lines(one))
@@ -65,10 +65,10 @@ def _verified(directory: str, tag: str | None, args: argparse.Namespace) -> dict
         "directory": without_password(directory),
         "tag": found.tag,
         "ok": not found.problems,
-        "proved_by": "index" if found.ours else "zip",
+        "verified_by": "index" if found.ours else "zip",
         "files": found.files,
         "nbytes": found.nbytes,
-        "proved_nbytes": found.proved,
+        "verified_nbytes": found.verified,
         "undigested_nbytes": found.undigested,
         "problems": list(found.problems),
     }
@@ -80,14 +80,14 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     where = "/".join(filter(None, (document["directory"], document["tag"])))
     yield f"{where}: {'ok' if document['ok'] else problems}"
     read = f"{text.count(document['files'], 'file')}, {size(document['nbytes'])}"
-    proved = document["proved_nbytes"]
-    if document["proved_by"] == "index":
-        yield f"  read {read}; {size(proved)} are what nxd_ckpt wrote, byte for byte"
+    verified = document["verified_nbytes"]
+    if document["verified_by"] == "index":
+        yield f"  read {read}; {size(verified)} are what nxd_ckpt wrote, byte for byte"
         return
     undigested = document["undigested_nbytes"]
-    around = document["nbytes"] - proved - undigested
-    yield f"  read {read}; {size(proved)} equal the CRC-32 in their file"
+    around = document["nbytes"] - verified - undigested
+    yield f"  read {read}; {size(verified)} equal the CRC-32 in their file"
     yield (
-        f"  not proved: {size(undigested)} of contents without a digest, {size(around)} of headers and "
+        f"  not verified: {size(undigested)} of contents without a digest, {size(around)} of headers and "
         f"padding{'' if document['ok'] else ', and what is damaged'}"
     )

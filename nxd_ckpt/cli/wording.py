@@ -43,7 +43,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     return keyword.sub(flag, message)
 
 
-def told(error: BaseException, flags: Mapping[str, str]) -> str:
+def message_of(error: BaseException, flags: Mapping[str, str]) -> str:
     """What the command says of an error of a function or of the system."""
     system = error.__cause__ if isinstance(error, StorageError) else error
     if isinstance(system, OSError) and isinstance(system.filename, str) and system.strerror:

@@ -6,8 +6,8 @@ import tempfile
 from contextlib import suppress
 from typing import BinaryIO
 
+from nxd_ckpt.storage.archive.compression import compressing
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.compression import compressing
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import sync_file
 from nxd_ckpt.storage.work_dir import default_work_dir

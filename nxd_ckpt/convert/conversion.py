@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
-from nxd_ckpt.convert.crew import Crew, joined
 from nxd_ckpt.convert.job import Converted, Job
+from nxd_ckpt.convert.worker_pool import WorkerPool, joined
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
@@ -27,12 +27,12 @@ from nxd_ckpt.errors import (
     from_wire,
     to_wire,
 )
-from nxd_ckpt.runtime import intents, journal
-from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination import intents, journal
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.environment import versions
 from nxd_ckpt.runtime.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
 from nxd_ckpt.runtime.save.publication import publication_of
 from nxd_ckpt.runtime.save.session import Session, open_session
@@ -41,7 +41,7 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
-class Means:
+class ExecutionOptions:
     """With what to convert: ``num_workers`` processes on each host, ``all_ranks`` to share the work with the job's
     other ranks, ``timeout`` seconds without progress until one of those counts as lost, ``progress`` for a bar on rank
     0's standard error, ``dry_run`` to plan everything and write nothing."""
@@ -58,34 +58,34 @@ class Means:
             raise InvalidArgument(f"num_workers must be an int of at least 1, found {self.num_workers!r}")
 
 
-def convert(prepare: Callable[[int, int], Job], means: Means) -> Converted:
-    """Do the job that ``prepare(process, processes)`` describes: alone, or with ``means.all_ranks`` together.
+def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> Converted:
+    """Do the job that ``prepare(process, processes)`` describes: alone, or with ``execution.all_ranks`` together.
 
     Raises CheckpointError, on every process, and then nothing is left but what was there before.
     """
     started = time.monotonic()
-    with joined(means.all_ranks, means.timeout) as agreement:
+    with joined(execution.all_ranks, execution.timeout) as agreement:
         job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
         words = agreement.gather(repr((job.what, job.parts, job.save)))
         decided_by_rank0(agreement, lambda: _must_agree(words))
-        with closing(Crew(job, means.num_workers)) as crew:
+        with closing(WorkerPool(job, execution.num_workers)) as workers:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
-            nbytes = on_all(agreement, lambda: crew.survey(ranks))
-            told = agreement.rank == 0
+            nbytes = on_all(agreement, lambda: workers.survey(ranks))
+            reports_progress = agreement.rank == 0
             planned = agreement.gather(nbytes)
             whole = decided_by_rank0(agreement, lambda: sum(planned or ()))
             done = Converted(job.source.path, job.target.path, job.topology.sizes, whole)
-            if means.dry_run:
+            if execution.dry_run:
                 return done
             with (
-                _claimed(job, agreement, means.timeout, crew) as session,
-                watched("convert", nbytes, lambda: crew.written, means.progress and told),
+                _claimed(job, agreement, execution.timeout, workers) as session,
+                watched("convert", nbytes, lambda: workers.written, execution.progress and reports_progress),
             ):
-                attempt = _Attempt(job, session, crew, ranks)
+                attempt = _Attempt(job, session, workers, ranks)
                 decided_by_rank0(agreement, attempt.begin)
                 attempt.run()
-            if told:
-                report("converted", f"{job.source.path} to {job.target.path}", crew.written, started)
+            if reports_progress:
+                report("converted", f"{job.source.path} to {job.target.path}", workers.written, started)
             return done
 
 
@@ -97,7 +97,7 @@ def _must_agree(words: Sequence[str] | None) -> None:
 
 
 @contextmanager
-def _claimed(job: Job, agreement: Agreement, timeout: float, crew: Crew) -> Iterator[Session]:
+def _claimed(job: Job, agreement: Agreement, timeout: float, workers: WorkerPool) -> Iterator[Session]:
     """The claim on the result's directory; afterwards what the attempt left there is removed."""
     storage = job.target.open(job.durable)
     processes = Topology(dp=agreement.world_size, rank=agreement.rank)
@@ -105,7 +105,7 @@ def _claimed(job: Job, agreement: Agreement, timeout: float, crew: Crew) -> Iter
     try:
         yield session
     finally:
-        crew.close()
+        workers.close()
         with suppress(PeerTimeout):
             agreement.gather(None)  # from here on nobody writes
         if agreement.rank == 0:
@@ -131,8 +131,8 @@ def _clean_up(session: Session) -> None:
 class _Attempt:
     """This process's part in writing one tag: the ranks ``ranks`` of the result; process 0 also decides."""
 
-    def __init__(self, job: Job, session: Session, crew: Crew, ranks: range) -> None:
-        self._job, self._session, self._crew = job, session, crew
+    def __init__(self, job: Job, session: Session, workers: WorkerPool, ranks: range) -> None:
+        self._job, self._session, self._workers = job, session, workers
         self._storage, self._attempt = session.storage, session.attempt(1)
         # Asked again, though it was answered before anything was read: another job may have saved there since.
         self._publication = publication_of(session, 1, job.target.name, job.overwrite)
@@ -164,13 +164,13 @@ class _Attempt:
     def _write(self) -> None:
         self._storage.make_dir(verdict_dir(self._attempt))
         self._storage.make_dir(self._publication.folder)
-        for vote in self._crew.write(tuple(self._unwritten), self._publication, self._tick):
+        for vote in self._workers.write(tuple(self._unwritten), self._publication, self._tick):
             self._cast(vote)
             self._unwritten.remove(vote.rank)
 
     def _cast(self, vote: Vote) -> None:
         try:
-            ballot.cast(self._storage, self._attempt, vote)
+            voting.cast(self._storage, self._attempt, vote)
             self._failure_told = vote.error is not None
         except OSError:
             if vote.error is None:
@@ -185,7 +185,7 @@ class _Attempt:
         self._looked = now
         if self._unwritten:
             rank = self._unwritten[0] if self._session.topology.rank > 0 else 0  # process 0's sign, not the target's
-            ballot.report_progress(self._storage, self._attempt, rank, self._crew.written)
+            voting.report_progress(self._storage, self._attempt, rank, self._workers.written)
         if self._storage.is_file(verdict_file(self._attempt)):  # before all ranks voted: it can only be a failure
             raise CheckpointError("stopped: another process of this conversion failed")
 
@@ -197,7 +197,7 @@ class _Attempt:
             except BaseException as error:
                 own = error
         try:
-            ballot.announce(self._storage, self._attempt, Verdict(None if own is None else to_wire(own)))
+            voting.announce(self._storage, self._attempt, Verdict(None if own is None else to_wire(own)))
         except OSError as error:
             logger.error("%s: cannot tell the other processes the outcome: %s", self._storage.url, error)
         return own
@@ -208,7 +208,7 @@ class _Attempt:
         def gone(rank: int) -> bool:
             return session.is_gone(rank % session.topology.world_size)  # the process that writes it
 
-        votes = ballot.collect(self._storage, self._attempt, job.topology.world_size, session.timeout, gone=gone)
+        votes = voting.collect(self._storage, self._attempt, job.topology.world_size, session.timeout, gone=gone)
         request = Commit(self._publication, job.parts, versions=versions())
         try:
             commit(session, job.topology, votes, request)
@@ -219,7 +219,7 @@ class _Attempt:
         if own is None:
             session = self._session
             gone = partial(session.is_gone, 0)
-            return ballot.await_verdict(self._storage, self._attempt, self._job.target.name, session.timeout, gone)
+            return voting.await_verdict(self._storage, self._attempt, self._job.target.name, session.timeout, gone)
         if self._unwritten and not self._failure_told:
             self._cast(Vote(self._unwritten[0], error=to_wire(own)))
         return Verdict()

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
 from nxd_ckpt.convert.cp_publication import copy_publication
-from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
+from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import tensors_dirs
-from nxd_ckpt.runtime.agreement import Alone
+from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.publication import Publication
 from nxd_ckpt.runtime.save.session import Session, open_session
@@ -59,7 +59,7 @@ def copy_checkpoint(
 ) -> Copy:
     """Make ``dst``, a tag, an exact copy of the tag ``src``. Both may be directories or URLs.
 
-    Every file is proved on the way: those of a tag of ours by its indexes, those of neuronx_distributed's by the
+    Every file is verified on the way: those of a tag of ours by its indexes, those of neuronx_distributed's by the
     digests that they carry. The copy becomes visible at once, when all of it is durable; one that is interrupted goes
     on when it is started again: files that are there and equal their digests are kept. Extra memory: 16 MiB for each
     file that is being copied.
@@ -107,7 +107,7 @@ def copy_checkpoint(
         with watched("copy", planned.nbytes, lambda: counter.nbytes, progress):
             saved = None if opened.manifest is None else opened.manifest.attempt
             publication = copy_publication(session, target.name, overwrite, saved)
-            with opened.kept(proved=True):
+            with opened.kept(verified=True):
                 brought = _copy(opened, files, publication, session, hard_links, num_workers, counter.add)
     done = Copy(
         planned.source,

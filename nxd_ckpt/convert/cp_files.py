@@ -1,4 +1,4 @@
-"""The files that a tag consists of, and bringing each to another storage: proved, and only if it is not there yet."""
+"""The files that a tag consists of, and bringing each to another storage: verified, and only if it is not there yet."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ class Bringing:
             found, blocks = copy(source, source_key, self._target, key, file.records, self._progress)
         except FileNotFoundError as error:
             raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-        prove(file, found, blocks, where)
+        verify(file, found, blocks, where)
 
 
-def prove(file: TagFile, found: FileEntry, blocks: Mapping[int, Sequence[int]], where: str) -> None:
+def verify(file: TagFile, found: FileEntry, blocks: Mapping[int, Sequence[int]], where: str) -> None:
     """Raise unless what was read is what the tag's indexes say, and the digests inside the file.
 
     ``blocks`` are the CRC-32s of the blocks of its records, by their offset.

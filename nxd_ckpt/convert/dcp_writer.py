@@ -1,4 +1,4 @@
-"""Writing the files of a torch DCP directory: proved on the way, in bounded memory.
+"""Writing the files of a torch DCP directory: verified on the way, in bounded memory.
 
 Every entry is a ``torch.save`` file. A large tensor's is a file of its own, as torch's writer has them with
 ``single_file_per_rank=False``, which is laid out, filled and written as those of a tag are. Values and small tensors
@@ -19,8 +19,8 @@ from nxd_ckpt.formats.tensors import Assembly, allocated, itemsize
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.runtime.tag.dcp_state import DcpState
 from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.storage.base import Storage
 
 _SMALL = 2**20
@@ -110,7 +110,7 @@ class DcpWriter:
                 tensors[name] = leaf
                 if isinstance(leaf, Assembly):
                     tensors[name] = allocated(leaf.shape, leaf.dtype)
-                    reader.read_into(leaf, tensors[name], name, compare=True, proved=False)
+                    reader.read_into(leaf, tensors[name], name, compare=True, verified=False)
             reader.finish()
         yield from tensors.items()
 

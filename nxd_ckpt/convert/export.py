@@ -11,14 +11,14 @@ from functools import partial
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.adapters import ADAPTER_MODEL, adapter_config, settings_of
-from nxd_ckpt.convert.crew import joined
 from nxd_ckpt.convert.head_copies import are_converted
+from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
@@ -27,12 +27,12 @@ from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.layout.mappings import Given, find_mapping
-from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.hugging_face.mapped_optimizer import MappedOptimizer
-from nxd_ckpt.runtime.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.runtime.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
+from nxd_ckpt.runtime.views.mapped_tag import MappedTag
+from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -103,7 +103,7 @@ def export_checkpoint(
 ) -> Export:
     """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
 
-    Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are proved on the way; the
+    Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are verified on the way; the
     directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model.
 
     Args:
@@ -184,8 +184,8 @@ class _Job:
 
     def __init__(
         self,
-        source: Place,
-        target: Place,
+        source: Location,
+        target: Location,
         opened: OpenTag,
         mapping: ModelMapping,
         mapped: MappedTag,
@@ -246,7 +246,7 @@ class _Job:
             yield ModelFile(INDEX, index_of(self._weights))
 
 
-def _open(place: Place) -> OpenTag:
+def _open(place: Location) -> OpenTag:
     storage = place.open()
     if any(legacy.parse(entry.name) for entry in storage.list(place.name)):
         return open_complete_tag(storage, place.name)  # a checkpoint of NxD 0.1 to 0.5, which has no tags

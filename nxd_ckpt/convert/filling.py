@@ -1,4 +1,4 @@
-"""Filling the memory of files to be written with what other files hold: proved, in waves, read ahead of the writing."""
+"""Filling the memory of files to be written with what other files hold: verified, in waves, ahead of the writing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def filled(reader: LeafReader, sets: Sequence[Sequence[PlannedFile]]) -> Iterato
     """Wave after wave of all sets of files; while the caller writes one, the next is read. Memory is used again.
 
     Leaves of the files stand for tensors that ``reader`` reads. At most :data:`TOGETHER` sets are filled side by side,
-    so that what several ranks hold of a tensor is read once. All is proved when the last wave has been asked for.
+    so that what several ranks hold of a tensor is read once. All is verified when the last wave has been asked for.
 
     Raises:
         DigestMismatch: what is read is not what was written; names the tensor.
@@ -83,7 +83,7 @@ def _fill_span(
 def read_run(
     reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str
 ) -> Iterator[torch.Tensor]:
-    """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, and to prove them.
+    """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, and to verify them.
 
     Yields the tensors that it is then, each when it was asked for.
     """
@@ -92,7 +92,7 @@ def read_run(
     at = 0
     for box in boxes_of_run(first, last, leaf.shape):
         out = torch.frombuffer(memory, dtype=dtype, count=box.numel, offset=at).view(box.size)
-        reader.read_into(leaf.within(box), out, name, compare=True, proved=False)
+        reader.read_into(leaf.within(box), out, name, compare=True, verified=False)
         at += box.numel * dtype.itemsize
         yield out
 

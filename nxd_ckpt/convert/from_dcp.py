@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
-from nxd_ckpt.convert.conversion import Means, convert
+from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.inputs import open_dcp
 from nxd_ckpt.convert.job import Converted, DcpTarget, Job
-from nxd_ckpt.convert.places import Options, StrPath, locate_output, place_of, written_with
+from nxd_ckpt.convert.locations import Options, StrPath, locate_output, location_of, written_with
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
@@ -71,14 +71,15 @@ def from_dcp(
         PartNotFound: neither model nor optimizer is under these keys.
         InvalidArgument, TopologyMismatch: as for ``reshard``.
     """
-    means, names = Means(num_workers, all_ranks, timeout, progress, dry_run), DcpNames(model_key, optim_key)
+    execution = ExecutionOptions(num_workers, all_ranks, timeout, progress, dry_run)
+    names = DcpNames(model_key, optim_key)
     if optimizer not in OPTIMIZERS:
         raise InvalidArgument(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
 
     def prepare(process: int, processes: int) -> Job:
-        means.validate()
+        execution.validate()
         topology = Topology(dp, tp, pp, ep)
-        source = place_of(dcp_directory, "input", storage_options)
+        source = location_of(dcp_directory, "input", storage_options)
         target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
         opened = open_dcp(source, names)
         if not opened.parts.model and opened.parts.optimizer is None:
@@ -93,7 +94,7 @@ def from_dcp(
         )
         return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite)
 
-    return convert(prepare, means)
+    return convert(prepare, execution)
 
 
 def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> None:

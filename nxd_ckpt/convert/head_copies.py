@@ -14,9 +14,9 @@ import torch
 
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.runtime.compare.side_by_side import Pair, SideBySide
-from nxd_ckpt.runtime.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.runtime.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.mapped_tag import MappedTag
+from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nxd_ckpt.convert.inputs import open_model
-from nxd_ckpt.convert.places import Place
+from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.selection import closest
-from nxd_ckpt.runtime.hugging_face.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.runtime.views.imported_model import ImportedModel, ImportTarget
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Import:
     missing: tuple[str, ...]
 
 
-def import_plan(source: Place, target: Place, what: ImportTarget) -> Import:
+def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
     """Raises what :meth:`ImportedModel.state` raises, but for names that are unknown or missing."""
     model = ImportedModel(open_model(source, what.model_key), what)
     found, sizes = model.selection, what.sizes

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
-from nxd_ckpt.convert.conversion import Means, convert
-from nxd_ckpt.convert.crew import joined
+from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.export import DTYPES
 from nxd_ckpt.convert.import_plan import Import, import_plan
 from nxd_ckpt.convert.inputs import open_model
 from nxd_ckpt.convert.job import Job
+from nxd_ckpt.convert.locations import Options, StrPath, locate_output, location_of, written_with
 from nxd_ckpt.convert.model_files import config_in, read_config
-from nxd_ckpt.convert.places import Options, StrPath, locate_output, place_of, written_with
+from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.mappings import Given, find_mapping
-from nxd_ckpt.runtime.agreement import on_all
-from nxd_ckpt.runtime.hugging_face.imported_model import ImportTarget
+from nxd_ckpt.runtime.coordination.agreement import on_all
+from nxd_ckpt.runtime.views.imported_model import ImportTarget
 
 
 @as_checkpoint_errors()
@@ -91,19 +91,19 @@ def import_checkpoint(
         InvalidArgument: arguments that cannot be, or a ``tag`` that must not be touched.
         CheckpointNotFound, PartNotFound, MalformedFile, UnsupportedState: no directory, or not one that can be read.
     """
-    means = Means(num_workers, all_ranks, timeout, progress)
+    execution = ExecutionOptions(num_workers, all_ranks, timeout, progress)
     variants = _variants(qkv_linear, fuse_qkv, coalesce_qkv, split_gate_up)
 
     plans: list[Import] = []
 
     def prepare(process: int, processes: int) -> Job:
-        means.validate()
+        execution.validate()
         if dtype is not None and dtype not in DTYPES:
             raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
         if virtual_pp < 1 or (virtual_pp > 1 and stages is not None):
             raise InvalidArgument(f"virtual_pp must be at least 1, and is for stages=None; found {virtual_pp}")
         topology = Topology(dp, tp, pp, ep)
-        source = place_of(hf_directory, "input", storage_options)
+        source = location_of(hf_directory, "input", storage_options)
         target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
         if config is None:
             document = open_model(source, model_key).config
@@ -121,7 +121,7 @@ def import_checkpoint(
         with joined(all_ranks, timeout) as agreement:
             on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
     else:
-        convert(prepare, means)
+        convert(prepare, execution)
     return plans[-1]
 
 

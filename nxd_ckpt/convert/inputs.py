@@ -8,20 +8,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
-from nxd_ckpt.convert.carrying import Carried, Carrying
+from nxd_ckpt.convert.file_passthrough import FilePassthrough, PassedFiles
 from nxd_ckpt.convert.job import DcpTarget, Job
-from nxd_ckpt.convert.places import Place
+from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.directory import require_directory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import ModelFile
-from nxd_ckpt.runtime.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.tag.reading import LeafReader
-from nxd_ckpt.runtime.tag.target import Target, target_state
+from nxd_ckpt.runtime.views.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.runtime.views.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
 
 
@@ -32,16 +32,16 @@ class Input(Protocol):
         """What the rank that ``topology`` is seen from would save, with leaves that stand for tensors on disk."""
 
     def reader(self) -> LeafReader:
-        """Reads those leaves, proved as far as that is possible."""
+        """Reads those leaves, verified as far as that is possible."""
 
-    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
-        """Take over what belongs to the rank, below ``folder``; see :class:`~nxd_ckpt.convert.carrying.Carrying`."""
+    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+        """Take over what belongs to the rank, below ``folder``; see :class:`.FilePassthrough`."""
 
     def kept(self) -> AbstractContextManager[None]:
         """Within, it is read: raises TagReplaced if it is no more the save that was opened."""
 
 
-def open_model(place: Place, model_key: str) -> HuggingFaceDirectory:
+def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
     """The Hugging Face directory, or the file with a whole model; raises what opening it raises."""
     storage = place.open()
     if storage.is_file(place.name):
@@ -59,13 +59,13 @@ def open_input(job: Job, storage: Storage) -> Input:
     return _Tag(job, job.what, storage)
 
 
-def open_dcp(place: Place, names: DcpNames) -> OpenTag:
+def open_dcp(place: Location, names: DcpNames) -> OpenTag:
     """The torch DCP directory as a tag of one rank; raises what opening it raises."""
     storage = place.open()
     return OpenTag(storage, place.name, DcpDirectory(storage, place.name, names), None)
 
 
-class _Proved:
+class _Verified:
     """The tensors of a tag."""
 
     def __init__(self, opened: OpenTag) -> None:
@@ -78,18 +78,18 @@ class _Proved:
         return self._opened.reader()
 
 
-class _Tag(_Proved):
+class _Tag(_Verified):
     def __init__(self, job: Job, target: Target, storage: Storage) -> None:
         super().__init__(open_complete_tag(job.source.open(), job.source.name))
         self._opened.require_save(job.save)
         self._target = target
-        self.bring = Carrying(job, self._opened, storage).bring
+        self.bring = FilePassthrough(job, self._opened, storage).bring
 
     def state(self, topology: Topology) -> SaveState:
         return target_state(self._opened, replace(self._target, topology=topology))
 
 
-class _Dcp(_Proved):
+class _Dcp(_Verified):
     """Scheduler and user content are entries among others there, and written anew."""
 
     def __init__(self, opened: OpenTag, target: DcpTarget) -> None:
@@ -104,12 +104,12 @@ class _Dcp(_Proved):
             user_content=self._opened.user_content() if parts.user_content else None,
         )
 
-    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
-        return Carried()
+    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+        return PassedFiles()
 
 
 class _Directory:
-    """Its files have no digests: only their headers prove anything."""
+    """Its files have no digests: only their headers verify anything."""
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._files, self._model = directory.files, ImportedModel(directory, target)
@@ -123,5 +123,5 @@ class _Directory:
     def reader(self) -> LeafReader:
         return LeafReader(self._files, {})
 
-    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> Carried:
-        return Carried()
+    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+        return PassedFiles()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nxd_ckpt.convert.places import Place
+from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.runtime.hugging_face.imported_model import ImportTarget
-from nxd_ckpt.runtime.tag.target import Target
+from nxd_ckpt.runtime.views.imported_model import ImportTarget
+from nxd_ckpt.runtime.views.target import Target
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Job:
         save: of a tag, which save it is that is converted: workers open it anew (see runtime.tag.identity).
     """
 
-    source: Place
-    target: Place
+    source: Location
+    target: Location
     what: Target | ImportTarget
     parts: Parts
     keeps_model: bool = False

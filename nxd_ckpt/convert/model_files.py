@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from nxd_ckpt.convert.places import Options
+from nxd_ckpt.convert.locations import Options
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.layout.hugging_face import CONFIG
 from nxd_ckpt.storage.base import Storage

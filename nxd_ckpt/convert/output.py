@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nxd_ckpt.convert.places import Place
+from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.base import Entry
+from nxd_ckpt.storage.base import DirEntry
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -42,7 +42,7 @@ TORCH_DCP = Kind("torch DCP checkpoint", ("*.distcp", ".metadata"))
 class Output:
     """The directory ``place``. Raises InvalidArgument where it must not be written; nothing was touched then."""
 
-    def __init__(self, place: Place, *, overwrite: bool, durable: bool, kind: Kind = HUGGING_FACE) -> None:
+    def __init__(self, place: Location, *, overwrite: bool, durable: bool, kind: Kind = HUGGING_FACE) -> None:
         self.place, self.storage, self._kind = place, place.open(durable), kind
         self._existed = self._check(overwrite)
 
@@ -92,7 +92,7 @@ class Output:
             )
         return self.storage.is_dir(name)
 
-    def _files(self, entry: Entry) -> Iterator[str]:
+    def _files(self, entry: DirEntry) -> Iterator[str]:
         """The entry itself, and of a directory what is in it."""
         held = self.storage.list(f"{self.place.name}/{entry.name}") if entry.is_dir else []
         yield from (f"{entry.name}/{below.name}{'/' * below.is_dir}" for below in held)

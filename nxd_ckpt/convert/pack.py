@@ -9,17 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from nxd_ckpt.convert.compressed_writer import CompressedWriter
-from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, prove
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_apart, locate_input, written_with
+from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, verify
+from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.storage import archive_list
+from nxd_ckpt.storage.archive import member_list
+from nxd_ckpt.storage.archive.compression import compression_of
 from nxd_ckpt.storage.base import Storage, Writer
-from nxd_ckpt.storage.compression import compression_of
 from nxd_ckpt.storage.urls import ARCHIVES
 
 _PAGE = 4096
@@ -52,7 +52,7 @@ def pack_checkpoint(
 
     ``load_checkpoint``, ``open_checkpoint`` and every conversion take the archive in place of a checkpoint directory,
     and read the ranges that they need; a compressed one is unpacked first, to the system's temporary directory. Any tar
-    unpacks it. Every file is proved on the way, those of NxD by the digests that they carry; the archive appears when
+    unpacks it. Every file is verified on the way, those of NxD by the digests that they carry; the archive appears when
     it is whole. The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory:
     16 MiB, about 100 with zstd. What is compressed for a store goes through the system's temporary directory.
 
@@ -82,11 +82,11 @@ def pack_checkpoint(
         members = list(_members(opened))
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
-    nbytes = members[-1].end + archive_list.END
+    nbytes = members[-1].end + member_list.END
     if dry_run:
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
-    with watched("pack", nbytes, lambda: written.nbytes, progress), opened.kept(proved=True):
+    with watched("pack", nbytes, lambda: written.nbytes, progress), opened.kept(verified=True):
         _write(opened, head, members, nbytes, storage, target.name, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
     return Packed(source.path, target.path, len(members), storage.size(target.name))
@@ -124,9 +124,9 @@ def _members(opened: OpenTag) -> Iterator[_Member]:
 
 def _list_of(tag: str, members: Sequence[_Member]) -> bytes:
     """The list of the members, as a member: pages, so that the others' bytes begin on pages too."""
-    data = archive_list.dump((f"{tag}/{one.file.name}", one.offset, one.file.nbytes, one.time) for one in members)
+    data = member_list.dump((f"{tag}/{one.file.name}", one.offset, one.file.nbytes, one.time) for one in members)
     data += b" " * (-len(data) % _PAGE)
-    return _header(archive_list.NAME, len(data), members[0].time, 0) + data
+    return _header(member_list.NAME, len(data), members[0].time, 0) + data
 
 
 def _markers(opened: OpenTag) -> Iterator[TagFile]:
@@ -156,7 +156,7 @@ def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT)
 
 
-def _check(target: Place, storage: Storage, overwrite: bool) -> None:
+def _check(target: Location, storage: Storage, overwrite: bool) -> None:
     if not target.name.endswith(ARCHIVES):
         raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
     compression_of(target.name)
@@ -199,7 +199,7 @@ def _write(
 
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:
-    """Write the member's header, its bytes, proved, and what fills the last block."""
+    """Write the member's header, its bytes, verified, and what fills the last block."""
     file, key = member.file, f"{opened.tag}/{member.file.name}"
     where = f"{opened.storage.url}/{key}"
     writer.write_at(member.at, member.header)
@@ -207,7 +207,7 @@ def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> 
         found, blocks = pour(opened.storage, key, writer, member.offset, file.records, written.add)
     except FileNotFoundError as error:
         raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-    prove(file, found, blocks, where)
+    verify(file, found, blocks, where)
     end = member.offset + file.nbytes
     writer.write_at(end, bytes(member.end - end))
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
-from nxd_ckpt.convert.conversion import Means, convert
+from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.job import Converted, Job
-from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
+from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.tag.target import Target
+from nxd_ckpt.runtime.views.target import Target
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -68,11 +68,11 @@ def reshard(
         OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
         CheckpointNotFound, CorruptCheckpoint, DirectoryInUse: as for ``convert_zero1``.
     """
-    means = Means(num_workers, all_ranks, timeout, progress, dry_run)
+    execution = ExecutionOptions(num_workers, all_ranks, timeout, progress, dry_run)
     sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
 
     def prepare(process: int, processes: int) -> Job:
-        means.validate()
+        execution.validate()
         source = locate_input(input_dir, storage_options)
         target = locate_output(output_dir, source, overwrite, written_with(storage_options, output_options))
         opened = open_source(source)
@@ -93,7 +93,7 @@ def reshard(
             _warn_if_nothing_is_cut(opened, what.topology.tp, partitions or {})
         return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite, save=opened.save)
 
-    return convert(prepare, means)
+    return convert(prepare, execution)
 
 
 def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:

@@ -1,4 +1,4 @@
-"""Writing one safetensors file of an export: proved on the way, in bounded memory, read ahead of the writing."""
+"""Writing one safetensors file of an export: verified on the way, in bounded memory, read ahead of the writing."""
 
 from __future__ import annotations
 

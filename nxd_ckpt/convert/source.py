@@ -1,4 +1,4 @@
-"""The input of a conversion: one tag, proved to be complete and of one save before anything is written."""
+"""The input of a conversion: one tag, verified to be complete and of one save before anything is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
-from nxd_ckpt.convert.places import Place
+from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
@@ -17,7 +17,7 @@ from nxd_ckpt.runtime.tag.choosing import settle_swap
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 
 
-def open_source(place: Place) -> OpenTag:
+def open_source(place: Location) -> OpenTag:
     """Open the tag: ours, NxD's, or what NxD's converter wrote (``optim/`` without any marker).
 
     Raises:
@@ -67,7 +67,7 @@ def refuse_mixed_ranks(opened: OpenTag, at: Coordinates) -> None:
         if mine[what] != theirs[what]:
             raise MalformedFile(
                 f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different {what}: "
-                f"{_shown(mine[what])} and {_shown(theirs[what])}; the directory mixes files of two saves"
+                f"{_value_text(mine[what])} and {_value_text(theirs[what])}; the directory mixes files of two saves"
             )
 
 
@@ -130,6 +130,6 @@ def _rank(at: Coordinates) -> str:
     return f"dp {at.dp_rank} tp {at.tp_rank} pp {at.pp_rank}"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 200 else f"{text[:200]}..."

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 
 from nxd_ckpt.convert.dcp_writer import DcpWriter
 from nxd_ckpt.convert.job import Converted
+from nxd_ckpt.convert.locations import Options, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.output import TORCH_DCP, Output
-from nxd_ckpt.convert.places import Options, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.runtime.progress import report, watched
-from nxd_ckpt.runtime.tag.dcp_state import DcpState
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.dcp_state import DcpState
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -44,7 +44,7 @@ def to_dcp(
     ``load_model_and_optim_state`` read, of a tag.
 
     Any tag, of nxd_ckpt or NxD, of any sizes, with all that it holds but rank content: bit for bit, tensors whole. The
-    tag is only read and its digests are proved on the way; the directory appears when all of it is written. Extra
+    tag is only read and its digests are verified on the way; the directory appears when all of it is written. Extra
     memory: about 100 MiB, whatever the size of the model.
 
     Args:

@@ -1,4 +1,4 @@
-"""Writing torch zip files of a tag's whole tensors: proved on the way, in bounded memory."""
+"""Writing torch zip files of a tag's whole tensors: verified on the way, in bounded memory."""
 
 from __future__ import annotations
 

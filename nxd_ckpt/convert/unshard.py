@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.output import Kind, Output
-from nxd_ckpt.convert.places import Options, Place, StrPath, locate_apart, locate_input, written_with
 from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard
 from nxd_ckpt.convert.source import open_source
@@ -35,7 +35,7 @@ from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import is_url, join, local_path
 
 _EXTENSIONS = ("pt", "safetensors")
@@ -91,7 +91,7 @@ def unshard_checkpoint(
     Any tag, of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict, ``optim.pt`` what torch's distributed state
     dicts are: ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], ...}]}``,
     with ``master_weights`` among a parameter's entries where the tag has them. Both load with
-    ``torch.load(weights_only=True)``. The input is only read and its digests are proved on the way; the directory
+    ``torch.load(weights_only=True)``. The input is only read and its digests are verified on the way; the directory
     appears when all of it is written. Extra memory: about 100 MiB, whatever the size of the tag.
 
     With ``use_safetensors``, files are ``model.safetensors`` and ``optim.safetensors``, with ``state.NAME.exp_avg``
@@ -227,5 +227,5 @@ def _form(item: Item) -> TensorForm:
     return TensorForm(item.name, item.value.dtype, tuple(item.value.shape))
 
 
-def _path(target: Place, given: StrPath, name: str) -> StrPath:
+def _path(target: Location, given: StrPath, name: str) -> StrPath:
     return join(target.path, name) if is_url(given) else Path(local_path(given)) / name

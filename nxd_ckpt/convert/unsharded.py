@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nxd_ckpt.convert.shards import bytes_of
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 MODEL, OPTIM = "model", "optim"
 INDEX = "index.json"
@@ -100,7 +100,7 @@ class UnshardedFile:
 def items_of(tag: WholeTag, part: str) -> list[Item]:
     """The model by parameter name; the optimizer as ``{"state": {parameter: entries}, "param_groups": groups}``.
 
-    Raises as :meth:`nxd_ckpt.runtime.tag.whole_tag.WholeTag.leaf`.
+    Raises as :meth:`nxd_ckpt.runtime.views.whole_tag.WholeTag.leaf`.
     """
     if part == MODEL:
         return [Item((name,), value) for name, value in tag.model_state().items()]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
-from nxd_ckpt.convert.conversion import Means, convert
+from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.job import Converted, Job
-from nxd_ckpt.convert.places import Options, StrPath, locate_input, locate_output, written_with
+from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, as_checkpoint_errors
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.tag.target import Target
+from nxd_ckpt.runtime.views.target import Target
 
 _SHARDED = ("zero1", "zero1_dcp")
 
@@ -75,10 +75,10 @@ def convert_zero1(
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
         PeerTimeout: with ``all_ranks``, a rank did not come, or was lost.
     """
-    means = Means(num_workers, all_ranks, timeout, progress, dry_run)
+    execution = ExecutionOptions(num_workers, all_ranks, timeout, progress, dry_run)
 
     def prepare(process: int, processes: int) -> Job:
-        means.validate()
+        execution.validate()
         _check_mode(convert_to_full, convert_to_sharded, dp_size)
         source = locate_input(input_dir, storage_options)
         target = locate_output(output_dir, source, overwrite, written_with(storage_options, output_options))
@@ -96,7 +96,7 @@ def convert_zero1(
         job = Job(source, target, what, parts, durable=durable, overwrite=overwrite, save=opened.save)
         return _job(opened, job, optim_only)
 
-    return convert(prepare, means)
+    return convert(prepare, execution)
 
 
 def _check_mode(full: bool, sharded: bool, dp_size: int | None) -> None:

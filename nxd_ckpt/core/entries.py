@@ -12,7 +12,7 @@ from nxd_ckpt.core.keys import checked_key, checked_text
 from nxd_ckpt.core.partition import Partition, Piece
 
 CRC_BLOCK = 4 * 2**20
-"""Bytes that one block digest covers: a slice is proved by reading the blocks it touches, not the tensor."""
+"""Bytes that one block digest covers: a slice is verified by reading the blocks it touches, not the tensor."""
 
 KindT = TypeVar("KindT")
 

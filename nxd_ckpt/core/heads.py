@@ -30,7 +30,7 @@ from nxd_ckpt.errors import InvalidArgument
 HARDWARE = ("trn1", "trn2")
 
 
-class Run(NamedTuple):
+class HeadRun(NamedTuple):
     """``length`` elements along one dimension: from ``nxd`` on in NxD's tensor, from ``hf`` on in Hugging Face's."""
 
     nxd: int
@@ -75,7 +75,7 @@ class Heads:
                 f"that are each kept {self.copies} times (kv_size_multiplier={self.copies})"
             )
 
-    def runs(self, kind: str) -> list[Run]:
+    def runs(self, kind: str) -> list[HeadRun]:
         """The rows of q ("query"; the columns of o_proj lie alike) or of k and v ("kv"), in NxD's order."""
         places = range(self.kv_heads * self.copies)
         if kind == "kv":
@@ -107,12 +107,12 @@ class Heads:
         return head * (self.heads // self._block // self.kv_heads) + copy
 
 
-def _runs(blocks: Iterable[int], size: int) -> list[Run]:
+def _runs(blocks: Iterable[int], size: int) -> list[HeadRun]:
     """Block after block in NxD's order; what is next to each other on both sides is one run.
 
     Runs are equal or apart on Hugging Face's side: a block's first copy and a later one are never in one.
     """
-    runs: list[Run] = []
+    runs: list[HeadRun] = []
     seen: set[int] = set()
     is_copy = False
     for place, block in enumerate(blocks):
@@ -120,7 +120,7 @@ def _runs(blocks: Iterable[int], size: int) -> list[Run]:
         if follows and is_copy == (block in seen):
             runs[-1] = runs[-1]._replace(length=runs[-1].length + size)
         else:
-            runs.append(Run(place * size, block * size, size))
+            runs.append(HeadRun(place * size, block * size, size))
         is_copy = block in seen
         seen.add(block)
     return runs

@@ -29,7 +29,7 @@ class Cut:
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class CutIndex:
     """Which of a :class:`Cut`'s parts. ``ep_rank`` is 0 for tensors that are not cut over experts."""
 
     tp_rank: int = 0
@@ -47,8 +47,8 @@ class Read(Generic[HolderT]):
 
 
 def holders(
-    partition: Partition, local_shape: tuple[int, ...], wanted: Box, cut: Cut, near: Place = Place()
-) -> list[tuple[Place, Piece]] | None:
+    partition: Partition, local_shape: tuple[int, ...], wanted: Box, cut: Cut, near: CutIndex = CutIndex()
+) -> list[tuple[CutIndex, Piece]] | None:
     """Who holds the parts of ``wanted``, and which pieces: together they cover it, each element once.
 
     Work is proportional to the answer (and to the number of sections of a strided or fused parameter), not to the
@@ -66,7 +66,7 @@ def holders(
         Pieces as the holders have them, not clipped to ``wanted``; local offsets count from the first row of the
         holder's ZeRO-1 shard. None where the cut is not one of the regular ones.
     """
-    found: list[tuple[Place, Piece]] = []
+    found: list[tuple[CutIndex, Piece]] = []
     for ep_rank in _ep_ranks(partition, local_shape, wanted, cut.ep):
         strips = partition.strips(local_shape, cut.tp, ep_rank)
         if strips is None:
@@ -76,7 +76,7 @@ def holders(
                 piece = strip.piece(number)
                 tp_rank = _nearest(strip.section.tp_ranks_of(number, cut.tp), near.tp_rank)
                 for shard in _shards(piece, local_shape, wanted, cut.shards):
-                    place = Place(tp_rank, ep_rank, shard)
+                    place = CutIndex(tp_rank, ep_rank, shard)
                     found += [(place, part) for part in zero1_pieces([piece], local_shape, cut.shards, shard)]
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
-from nxd_ckpt.core.plan import Cut, Place, Read, holders, plan_reads
+from nxd_ckpt.core.plan import Cut, CutIndex, Read, holders, plan_reads
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
@@ -25,8 +25,8 @@ _PASS = (
 
 
 def plan_parameter(
-    name: str, saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut, at: Place
-) -> list[Read[Place]]:
+    name: str, saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut, at: CutIndex
+) -> list[Read[CutIndex]]:
     """What the live rank at ``at`` copies from where; each element of its tensor once, padding left out.
 
     ``shape`` of both specs is that of the tensor on every rank of its job, not yet cut by ZeRO-1, and so are the boxes
@@ -44,8 +44,8 @@ def plan_parameter(
         whole = Box.whole(live.shape)
         wanted = _shard([Piece(whole, whole)], live.shape, live_cut.shards, at.shard)
         cut = Cut(shards=saved_cut.shards)
-        reads = _reads(name, wanted, Partition(), saved.shape, cut, Place())
-        same = Place(at.tp_rank, at.ep_rank if saved_cut.ep == live_cut.ep else 0)
+        reads = _reads(name, wanted, Partition(), saved.shape, cut, CutIndex())
+        same = CutIndex(at.tp_rank, at.ep_rank if saved_cut.ep == live_cut.ep else 0)
         return [replace(read, holder=replace(same, shard=read.holder.shard)) for read in reads]
     _check_wholes(name, saved, saved_cut, live, live_cut)
     ep_rank = at.ep_rank if live.partition.expert else 0
@@ -235,9 +235,9 @@ def _shard(pieces: list[Piece], local_shape: tuple[int, ...], shards: int, shard
 
 
 def _reads(
-    name: str, wanted: list[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: Place
-) -> list[Read[Place]]:
-    held: dict[tuple[Place, Piece], None] = {}
+    name: str, wanted: list[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: CutIndex
+) -> list[Read[CutIndex]]:
+    held: dict[tuple[CutIndex, Piece], None] = {}
     for want in wanted:
         found = holders(partition, shape, want.box, cut, near)
         if found is None:

@@ -58,12 +58,12 @@ def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants
     if found.unknown:
         close = ", ".join(closest(mapping, found.unknown[0])) or "none"
         raise KeyMismatch(
-            f"mapping {mapping.name!r} has no rule for {_shown(found.unknown)}; the closest to the first: "
+            f"mapping {mapping.name!r} has no rule for {_listed(found.unknown)}; the closest to the first: "
             f"{close}. Choose another mapping, or add rules to a mapping file of your own"
         )
     if found.missing:
         raise KeyMismatch(
-            f"tensors are missing: {_shown(found.missing)}, which every model of mapping {mapping.name!r} has with "
+            f"tensors are missing: {_listed(found.missing)}, which every model of mapping {mapping.name!r} has with "
             "this config.json; is the directory complete, and this its model's config.json?"
         )
     return list(found.matches)
@@ -111,6 +111,6 @@ def _numbers(rule: Rule, names: Collection[str]) -> set[tuple[tuple[str, int], .
     }
 
 
-def _shown(names: Collection[str]) -> str:
+def _listed(names: Collection[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(list(names)[:_SHOWN]) + more

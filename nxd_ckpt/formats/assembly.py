@@ -1,7 +1,7 @@
 """Reading assemblies: only the bytes that are wanted, straight to where they belong, in bounded memory.
 
 A part is read slab by slab. A slab that is one run of bytes on disk and in memory needs no copy; others go through
-scratch memory of at most :data:`SLAB` bytes, which also casts. What proves the bytes are the digests of the blocks that
+scratch memory of at most :data:`SLAB` bytes, which also casts. The bytes are verified by the digests of the blocks that
 they lie in (:func:`blocks_of`): reading a slice needs no digest of the whole tensor.
 """
 
@@ -37,7 +37,7 @@ _HOLES = 16
 ReadRanges = Callable[[str, Sequence[tuple[int, memoryview]]], None]
 """(file's key, [(offset, memory), ...]) -> None: fills each memory with the file's bytes from its offset, or raises."""
 
-Run = tuple[int, memoryview]
+DirectRun = tuple[int, memoryview]
 """Bytes of a file from an offset on, and the memory that takes them as they are."""
 
 
@@ -87,7 +87,7 @@ def blocks_of(part: Part) -> Iterator[int]:
         following = max(following, last + 1)
 
 
-def direct_run(part: Part, out: torch.Tensor) -> Run | None:
+def direct_run(part: Part, out: torch.Tensor) -> DirectRun | None:
     """Where the part's bytes begin in the file, and the memory of ``out`` that takes them as they are.
 
     None where they are not one run on both sides, or of another dtype.

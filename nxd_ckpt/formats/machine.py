@@ -6,7 +6,7 @@ slot 2**31 take 32 GiB. So pickles of checkpoints are run by the standard librar
 those of ``weights_only``, with these rules:
 
 - a key holds few values (:data:`~nxd_ckpt.core.limits.KEY_VALUES`), counted before it is hashed;
-- what is called is a :class:`~nxd_ckpt.formats.inert.Call`, or one of few builtin types with arguments that they are
+- what is called is a :class:`~nxd_ckpt.formats.sealed.Call`, or one of few builtin types with arguments that they are
   written with; all calls together get little more to work on than the pickle has bytes, so that a long value that the
   pickle names again and again is not copied again and again;
 - state is set on those objects only that are written with one;
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.inert import check_key, made, set_state
+from nxd_ckpt.formats.safe_globals import check_key, made, set_state
 from nxd_ckpt.formats.sealed import Call
 from nxd_ckpt.formats.tensors import CONTAINERS, children_of
 

@@ -52,7 +52,7 @@ def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes
     ]
 
 
-class _Storage:
+class _StorageReference:
     """A record to be: pickled as a persistent id."""
 
     __slots__ = ("nbytes", "persistent_id", "tensor")
@@ -82,10 +82,10 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensor_key: Callable[[Any], Hashable]) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._tensor_key = tensor_key
-        self.storages: dict[Hashable, _Storage] = {}
+        self.storages: dict[Hashable, _StorageReference] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        return obj.persistent_id if type(obj) is _Storage else None
+        return obj.persistent_id if type(obj) is _StorageReference else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -102,7 +102,7 @@ class _Pickler(pickle.Pickler):
         key = (self._tensor_key(tensor), dtype, shape)
         storage = self.storages.get(key)
         if storage is None:
-            storage = _Storage(str(len(self.storages)), tensor, dtype, math.prod(shape))
+            storage = _StorageReference(str(len(self.storages)), tensor, dtype, math.prod(shape))
             self.storages[key] = storage
         args: tuple[Any, ...] = (storage, 0, shape, contiguous_stride(shape), False, _NoHooks())
         if storage.persistent_id[1] is torch.UntypedStorage:

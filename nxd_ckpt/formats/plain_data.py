@@ -17,8 +17,8 @@ import torch
 
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.inert import BUILTIN_TYPES, check_key
 from nxd_ckpt.formats.machine import check_walk
+from nxd_ckpt.formats.safe_globals import BUILTIN_TYPES, check_key
 from nxd_ckpt.formats.tensors import TENSORS, TensorReference
 
 _ATOMS = frozenset(

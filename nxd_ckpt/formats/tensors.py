@@ -30,7 +30,7 @@ Path = tuple[Any, ...]
 class StorageSpan:
     """One record of a torch zip file: its name, where in the file its bytes begin, their number and digest.
 
-    ``crc32`` is None where the file says 0, which upstream means as "not recorded" and which proves nothing.
+    ``crc32`` is None where the file says 0, which upstream means as "not recorded" and which verifies nothing.
     """
 
     __slots__ = ("crc32", "nbytes", "offset", "record")

@@ -127,7 +127,7 @@ def read_into(pread_into: PreadInto, stub: TensorStub, out: memoryview | torch.T
 
 
 def _read_span(pread_into: PreadInto, stub: TensorStub, memory: memoryview, verify: bool) -> None:
-    """Fill ``memory`` from the tensor's first byte on, proving the storage that it lies in."""
+    """Fill ``memory`` from the tensor's first byte on, verifying the storage that it lies in."""
     storage = stub.storage
     if not verify or storage.crc32 is None:
         pread_into(stub.offset, memory)

@@ -26,7 +26,7 @@ _ARCHIVE = "archive/"
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageRecord:
     """One tensor's place in the file: its ``nbytes`` tight, row-major bytes belong at ``offset``."""
 
     __slots__ = ("nbytes", "offset", "record_name")
@@ -49,7 +49,7 @@ class ZipImage:
     """
 
     nbytes: int
-    storages: Sequence[Storage]
+    storages: Sequence[StorageRecord]
     tensors: Sequence[Any] = field(repr=False)
     _contents: Sequence[bytes] = field(repr=False)
     _records: Sequence[Record] = field(repr=False)  # those of storages, then those of _contents
@@ -96,7 +96,7 @@ class ValuesImage:
     """As a :class:`ZipImage`: torch zip files one behind the other, each of one value that holds no tensor."""
 
     archives: Sequence[bytes] = field(repr=False)
-    storages: Sequence[Storage] = ()
+    storages: Sequence[StorageRecord] = ()
     tensors: Sequence[Any] = ()
     tensor_nbytes: int = 0
 
@@ -146,11 +146,13 @@ def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipIma
     """
     pickled, tensors = pickle_tree(tree, tensor_key)
     records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
-    storages = [Storage(record.name.removeprefix(_ARCHIVE), record.offset, record.nbytes) for record in records]
+    storages = [StorageRecord(record.name.removeprefix(_ARCHIVE), record.offset, record.nbytes) for record in records]
     return _image(pickled, records, storages, [tensor for tensor, _ in tensors])
 
 
-def _image(pickled: bytes, records: Sequence[Record], storages: Sequence[Storage], tensors: Sequence[Any]) -> ZipImage:
+def _image(
+    pickled: bytes, records: Sequence[Record], storages: Sequence[StorageRecord], tensors: Sequence[Any]
+) -> ZipImage:
     contents = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
     after = _placed(((name, len(content)) for name, content in contents.items()), records[-1].end if records else 0)
     every = [*records, *after]

@@ -20,9 +20,9 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
-from nxd_ckpt.formats.inert import GLOBALS, REFERENCE
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
+from nxd_ckpt.formats.safe_globals import GLOBALS, REFERENCE
 from nxd_ckpt.formats.sealed import Call, Sealed, StandIn
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
@@ -99,7 +99,7 @@ _NAME = 100
 _REMEDY = "If you trust whoever wrote the file, pass trust_pickle=True"
 
 
-class _Storage(Sealed):
+class _SavedStorage(Sealed):
     """A record of the file and the dtype it is said to hold."""
 
     __slots__ = ("dtype", "span")
@@ -136,7 +136,7 @@ class _Safe(Machine):
         self.has_stand_ins |= module.startswith("numpy")
         return GLOBALS[key]
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)
 
 
@@ -152,7 +152,7 @@ class _Trusting(pickle.Unpickler):
             return TensorReference
         return self._parts.find(module, name) or super().find_class(module, name)
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)
 
 
@@ -184,7 +184,7 @@ class _Parts:
             return _StorageClass(_DTYPE_OF_STORAGE.get(name, _UNTYPED))
         return self._tensors.get((module, name))
 
-    def storage(self, pid: Any) -> _Storage:
+    def storage(self, pid: Any) -> _SavedStorage:
         """The storage that a persistent id stands for."""
         kind, storage_class, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
         if kind != "storage" or not isinstance(storage_class, _StorageClass) or not isinstance(key, str):
@@ -197,7 +197,7 @@ class _Parts:
                 f"storage {shown(key)} has {span.nbytes} bytes, expected {shown(numel)} elements of "
                 f"{storage_class.dtype}"
             )
-        return _Storage(storage_class.dtype, span)
+        return _SavedStorage(storage_class.dtype, span)
 
     def _rebuild(self, rebuild: Any, args: Iterable[Any]) -> Any:
         if not isinstance(rebuild, Call) or rebuild not in self._tensors.values():
@@ -236,14 +236,14 @@ class _Parts:
 
     def _stub(
         self,
-        storage: _Storage,
+        storage: _SavedStorage,
         dtype: str,
         offset: Any,
         shape: Any,
         stride: Any,
         bits: Any,
     ) -> Any:
-        if not isinstance(storage, _Storage):
+        if not isinstance(storage, _SavedStorage):
             raise MalformedFile(f"a tensor in {shown(storage)}, expected a storage")
         if bits:
             raise UnsupportedState(

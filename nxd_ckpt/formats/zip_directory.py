@@ -41,9 +41,9 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
     """Every record of the archive, by position. Few reads: the end, the directory, the headers in batches.
 
     ``begins`` are offsets, ascending, at which the data of records is known to begin: their headers, which would say
-    no more, are not read. That is for callers who prove the data itself.
+    no more, are not read. That is for callers who verify the data itself.
 
-    Proven: the directory ends the file, and every record is stored plainly, lies before the directory, agrees
+    Verified: the directory ends the file, and every record is stored plainly, lies before the directory, agrees
     with its own header and overlaps no other. Raises MalformedFile, naming ``file`` and what is wrong.
     """
     begin = max(0, size - TAIL)

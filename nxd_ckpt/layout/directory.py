@@ -31,7 +31,7 @@ from nxd_ckpt.layout.names import (
     ParsedName,
     parse,
 )
-from nxd_ckpt.storage.base import Entry, Storage
+from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -74,7 +74,7 @@ def list_tags(storage: Storage) -> list[TagInfo]:
     """The tags in a directory, complete or not, in order of name; hidden names and other directories are
     skipped. One that is damaged never hides the others."""
     top = storage.list()
-    newest = _listed_in_newest(storage) if Entry(NEWEST, False) in top else {}
+    newest = _listed_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
     found = [_inspect(storage, entry.name, newest) for entry in top if entry.is_dir and entry.name[0] != "."]
     tags = [info for info in found if info is not None]
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]

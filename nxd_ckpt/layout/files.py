@@ -33,7 +33,7 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.storage.base import Storage
 
 
-class Known(Protocol):
+class IndexHints(Protocol):
     """What is known of files before they are opened."""
 
     def tensor(self, file: str) -> TensorStub | None:
@@ -68,10 +68,10 @@ class TagFiles:
         self.tag = tag
         self.trust_pickle = trust_pickle
         self._listings: dict[str, Mapping[str, bool]] = {}
-        self._known: Known | None = None
+        self._known: IndexHints | None = None
 
     @contextmanager
-    def knowing(self, known: Known) -> Iterator[None]:
+    def knowing(self, known: IndexHints) -> Iterator[None]:
         """Within, nothing is read from files that is ``known`` already."""
         before, self._known = self._known, known
         try:

@@ -33,7 +33,7 @@ _BY_NAME = ("base_state", "sharded_master_weights")
 """Sections of the state dict that are keyed by parameter name in the files, by index in memory."""
 
 
-class _Entry(NamedTuple):
+class _ParsedEntry(NamedTuple):
     """A name taken apart; ``pp`` and ``tp`` are None where the entry is for all ranks.
 
     ``full`` is the shape of the whole tensor, where the metadata says it.
@@ -136,7 +136,7 @@ class Zero1Dcp:
             return {index: list(shape) for index, shape in enumerate(shapes.values())}
         return {int(entry.path[1]): list(self._load(entry, 0)) for entry in stored}
 
-    def _of_stage(self, section: str, at: Coordinates) -> tuple[list[_Entry], bool]:
+    def _of_stage(self, section: str, at: Coordinates) -> tuple[list[_ParsedEntry], bool]:
         """What all ranks of a stage have in common, and whether it is known to be that stage's own."""
         found = [entry for entry in self._entries if entry.path[0] == section]
         own = [entry for entry in found if entry.pp == at.pp_rank]
@@ -145,13 +145,13 @@ class Zero1Dcp:
 
     def _shapes_by_name(self, at: Coordinates) -> dict[str, tuple[int, ...]]:
         """The full shape of every parameter with state on this tp and pp rank, in the order of the state."""
-        first: dict[str, _Entry] = {}
+        first: dict[str, _ParsedEntry] = {}
         for entry in self._entries:
             if entry.path[0] in _BY_NAME and entry.is_sharded and entry.is_of(at):
                 first.setdefault(entry.path[1], entry)
         return {name: self._full_shape(entry) for name, entry in first.items()}
 
-    def _full_shape(self, entry: _Entry) -> tuple[int, ...]:
+    def _full_shape(self, entry: _ParsedEntry) -> tuple[int, ...]:
         if entry.full is not None:
             return entry.full
         last = self._stub(entry, entry.chunks[-1])
@@ -177,7 +177,7 @@ class Zero1Dcp:
                 )
         return index_of
 
-    def _load(self, entry: _Entry, dp_rank: int) -> Any:
+    def _load(self, entry: _ParsedEntry, dp_rank: int) -> Any:
         """What that dp rank holds of a tensor, or the object itself where all ranks share it."""
         if not entry.is_sharded:
             chunk = entry.chunks[0]
@@ -190,7 +190,7 @@ class Zero1Dcp:
         whole = Box.whole(stub.shape)
         return Assembly(stub.dtype, (rows, *stub.shape[1:]), (Part(stub, whole, whole),) if has_rows else ())
 
-    def _rows(self, entry: _Entry) -> int:
+    def _rows(self, entry: _ParsedEntry) -> int:
         """The rows of each shard. Raises MalformedFile unless the chunks are as many as there are shards with rows."""
         full = self._full_shape(entry)[0]
         rows = zero1_rows(full, self.dp)
@@ -203,7 +203,7 @@ class Zero1Dcp:
             )
         return rows
 
-    def _stub(self, entry: _Entry, chunk: Chunk) -> TensorStub:
+    def _stub(self, entry: _ParsedEntry, chunk: Chunk) -> TensorStub:
         stub = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
         if not isinstance(stub, TensorStub) or len(stub.shape) != len(chunk.offsets or ()):
             raise MalformedFile(f"{self._where}/{chunk.file}: expected the tensor {'.'.join(entry.path)}")
@@ -212,7 +212,7 @@ class Zero1Dcp:
 
 def _take_apart(
     name: str, keys: tuple[Any, ...] | None, chunks: tuple[Chunk, ...], form: WholeForm | None
-) -> _Entry:
+) -> _ParsedEntry:
     match = _NAME.fullmatch(name)
     if match is None:
         raise MalformedFile(f"torch DCP entry without a name: {name!r}")
@@ -224,7 +224,7 @@ def _take_apart(
         path = (section, *rest.rsplit(".", 1))
     else:
         path = (section, *rest.split("."))
-    return _Entry(path, pp, tp, chunks, None if form is None else form.shape)
+    return _ParsedEntry(path, pp, tp, chunks, None if form is None else form.shape)
 
 
 def _matched(

@@ -29,7 +29,7 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
 
 
-class Entry(NamedTuple):
+class DirEntry(NamedTuple):
     """One name in a directory listing."""
 
     name: str
@@ -90,7 +90,7 @@ class Storage(Protocol):
 
     def is_file(self, key: str) -> bool: ...
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         """Names directly below the directory ``key``, sorted; an absent directory is empty."""
 
     def write(self, key: str, data: bytes) -> None:

@@ -20,7 +20,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import flags, locked, write_at
 from nxd_ckpt.storage.work_dir import default_work_dir, opened
@@ -119,7 +119,7 @@ class CachedStorage:
     def is_file(self, key: str) -> bool:
         return key in self._fetched or self.inner.is_file(key)
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         return self.inner.list(key)
 
     def write(self, key: str, data: bytes) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
-from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer, checked_key, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, checked_key, checked_length
 from nxd_ckpt.storage.fsspec_files import FsspecReader, StreamWriter, WholeWriter
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Limits, Throttle
@@ -128,7 +128,7 @@ class FsspecStorage:
             self.fs.invalidate_cache()
             return bool(self.fs.isfile(self.path(key)))
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         with self.doing(key):
             self.fs.invalidate_cache()
             try:
@@ -140,7 +140,7 @@ class FsspecStorage:
                 raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
             below = ((info["name"].rstrip("/"), info["type"] == "directory") for info in found)
             # Some stores list the directory's own marker as well.
-            return sorted(Entry(name.rpartition("/")[2], is_dir) for name, is_dir in below if name.strip("/") != own)
+            return sorted(DirEntry(name.rpartition("/")[2], is_dir) for name, is_dir in below if name.strip("/") != own)
 
     def write(self, key: str, data: bytes) -> None:
         with self.doing(key):

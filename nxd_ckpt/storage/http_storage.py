@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.storage.base import Entry, Writer
+from nxd_ckpt.storage.base import DirEntry, Writer
 from nxd_ckpt.storage.fsspec_storage import FsspecStorage
 
 _WITHOUT_RANGES = 64 * 2**20
@@ -57,7 +57,7 @@ class HttpStorage(FsspecStorage):
             )
         return found
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         directory = f"{self.path(key)}/"
         with self.doing(key):
             try:
@@ -67,7 +67,7 @@ class HttpStorage(FsspecStorage):
         links = [info["name"].removeprefix(directory) for info in found if info["name"].startswith(directory)]
         # Others lead elsewhere, or sort the page.
         names = {link for link in links if link.strip("/") and not set("?#/") & set(link.removesuffix("/"))}
-        return sorted(Entry(unquote(name.removesuffix("/")), name.endswith("/")) for name in names)
+        return sorted(DirEntry(unquote(name.removesuffix("/")), name.endswith("/")) for name in names)
 
     def time(self, key: str) -> float:
         told = self._info(key).get("Last-Modified")

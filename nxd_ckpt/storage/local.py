@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import Entry, Reader, Writer, checked_key, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length
 from nxd_ckpt.storage.system import flags, read_at, sync_file, sync_path, write_at
 
 
@@ -52,11 +52,11 @@ class LocalStorage:
     def is_file(self, key: str) -> bool:
         return self.path(key).is_file()
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         path = self.path(key)
         try:
             with os.scandir(path) as entries:
-                return sorted(Entry(entry.name, _is_dir(entry)) for entry in entries)
+                return sorted(DirEntry(entry.name, _is_dir(entry)) for entry in entries)
         except FileNotFoundError:
             return []
         except OSError as error:

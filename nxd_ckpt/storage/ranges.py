@@ -12,7 +12,7 @@ HOLE = 64 * 2**10
 """Bytes between two ranges that take less time than a request of their own, at 30 ms a request."""
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes ``begin`` to ``end`` of a file, and the memories that want them, in ascending order and apart."""
 
     begin: int
@@ -20,18 +20,18 @@ class Run(NamedTuple):
     wanted: list[Range]
 
 
-def runs(ranges: Sequence[Range]) -> Iterator[Run]:
+def runs(ranges: Sequence[Range]) -> Iterator[ByteRun]:
     """Neighbouring ranges together; empty ones are left out."""
     begin, end, wanted = 0, 0, list[Range]()
     for offset, buffer in ranges:
         if not len(buffer):
             continue
         if wanted and not 0 <= offset - end <= HOLE:
-            yield Run(begin, end, wanted)
+            yield ByteRun(begin, end, wanted)
             wanted = []
         if not wanted:
             begin = offset
         wanted.append((offset, buffer))
         end = offset + len(buffer)
     if wanted:
-        yield Run(begin, end, wanted)
+        yield ByteRun(begin, end, wanted)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
 
 TRANSIENT = (ConnectionError, TimeoutError, BlockingIOError)
 """A missing file, a refusal, or a full disk stay what they are."""
@@ -44,7 +44,7 @@ class RetryingStorage:
     def is_file(self, key: str) -> bool:
         return self.repeated(lambda: self.inner.is_file(key))
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         return self.repeated(lambda: self.inner.list(key))
 
     def write(self, key: str, data: bytes) -> None:

@@ -2,8 +2,8 @@
 
 ``s3://bucket/prefix`` is :mod:`nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
 other scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``,
-wherever it is, is the directory that was packed into it (:mod:`nxd_ckpt.storage.archive`); so is a compressed one, once
-it is unpacked (:mod:`nxd_ckpt.storage.unpacking`).
+wherever it is, is the directory that was packed into it (:mod:`nxd_ckpt.storage.archive`); so is a compressed one,
+once it is unpacked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.archive import SUFFIX, ArchiveStorage, StoredFile
+from nxd_ckpt.storage.archive.compression import SUFFIXES, compression_of
+from nxd_ckpt.storage.archive.storage import SUFFIX, ArchiveStorage, StoredFile
+from nxd_ckpt.storage.archive.unpacking import UnpackedFile
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.compression import SUFFIXES, compression_of
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.unpacking import UnpackedFile
 
 ARCHIVES = (SUFFIX, *SUFFIXES)
 """How names of archives end that are read and written."""
@@ -63,7 +63,7 @@ def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any]
             raise InvalidArgument(f"{text}: a directory takes no storage_options, found {', '.join(sorted(options))}")
         return LocalStorage(path, durable)
     if scheme in ("s3", "s3a"):
-        from nxd_ckpt.storage.s3 import open_s3
+        from nxd_ckpt.storage.s3.storage import open_s3
 
         return open_s3(text, options)
     from nxd_ckpt.storage.fsspec_storage import open_fsspec

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import Entry, Reader, Writer, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_length
 
 
 @dataclass
@@ -76,12 +76,13 @@ class MemoryStorage:
         with self._store.lock:
             return key in self._store.files
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         prefix = f"{key}/" if key else ""
         with self._store.lock:
             files = [name[len(prefix) :].partition("/") for name in self._below(key)]
             made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
-        return sorted({Entry(name, bool(slash)) for name, slash, _ in files} | {Entry(name, True) for name in made})
+        found = {DirEntry(name, bool(slash)) for name, slash, _ in files}
+        return sorted(found | {DirEntry(name, True) for name in made})
 
     def write(self, key: str, data: bytes) -> None:
         with self._store.lock:

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import Entry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
 
 
 class Operation(NamedTuple):
@@ -66,7 +66,7 @@ class HookedStorage:
         self.hook(Operation("is_file", key))
         return self.inner.is_file(key)
 
-    def list(self, key: str = "") -> list[Entry]:
+    def list(self, key: str = "") -> list[DirEntry]:
         self.hook(Operation("list", key))
         return self.inner.list(key)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    with WorkerPool(nproc=4, xla=True) as pool:
+    with RankPool(nproc=4, xla=True) as pool:
         results = pool.run(train_two_steps, "/tmp/ckpt")    # train_two_steps(rank, "/tmp/ckpt") on every rank
         run = pool.start(save_for_ever, "/tmp/ckpt")        # the same, without waiting
         pool.kill(2)
@@ -66,7 +66,7 @@ class _Worker:
     busy: bool = False
 
 
-class WorkerPool:
+class RankPool:
     """``nproc`` ranks, from construction to :meth:`close`.
 
     Args:
@@ -100,7 +100,7 @@ class WorkerPool:
             self.close()
             raise
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(
@@ -129,7 +129,7 @@ class WorkerPool:
         """``fn(rank, *args)`` on every rank; results by rank. As ``start(fn, *args).result(...)``."""
         return self.start(fn, *args).result(timeout=timeout, grace=grace, return_errors=return_errors)
 
-    def start(self, fn: Callable[..., Any], *args: Any) -> Run:
+    def start(self, fn: Callable[..., Any], *args: Any) -> RankCall:
         """Start ``fn(rank, *args)`` on every rank and return at once.
 
         A pool that is not healthy, because an earlier run left ranks dead or hanging, is restarted first.
@@ -141,7 +141,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.busy = True
             worker.channel.send(message)
-        return Run(self, call_id, getattr(fn, "__qualname__", repr(fn)))
+        return RankCall(self, call_id, getattr(fn, "__qualname__", repr(fn)))
 
     def kill(self, rank: int) -> None:
         """SIGKILL one rank, and wait until it is gone."""
@@ -171,7 +171,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.busy = True
             worker.channel.send((call_id, list(sys.path), (__file__, __name__, "_join"), pickle.dumps((self.xla,))))
-        Run(self, call_id, "joining the process group").result(timeout=self._start_timeout)
+        RankCall(self, call_id, "joining the process group").result(timeout=self._start_timeout)
 
     def _spawn(self, rank: int, ports: tuple[int, int]) -> _Worker:
         environment = rank_environment(rank, self.nproc, ports, self._nproc_per_node) | self._env
@@ -206,10 +206,10 @@ class WorkerPool:
         return self._logs / f"rank_{rank}.stacks"
 
 
-class Run:
+class RankCall:
     """One call in progress on every rank of a pool. Its methods are for one thread."""
 
-    def __init__(self, pool: WorkerPool, call_id: int, name: str) -> None:
+    def __init__(self, pool: RankPool, call_id: int, name: str) -> None:
         self._pool = pool
         self._workers = list(pool._workers)  # a restart replaces the pool's
         self._call_id = call_id

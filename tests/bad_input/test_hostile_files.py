@@ -58,7 +58,7 @@ def calls(told: list[dict[str, Any]], place: str) -> list[tuple[str, dict[str, A
 
 @pytest.mark.parametrize("place", OF_THE_DIRECTORY)
 def test_a_file_of_the_directory_is_in_nobodys_way(told: list[dict[str, Any]], place: str) -> None:
-    """Tags are listed, loaded, proved and saved as if it were not there."""
+    """Tags are listed, loaded, verified and saved as if it were not there."""
     for kind, done in calls(told, place):
         values = {name: outcome.get("value", outcome) for name, outcome in done.items()}
         loaded = {"weight": [1.0, 1.0, 1.0]}

@@ -14,7 +14,7 @@ import torch
 
 from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.bad_input.live import Net, files_below, jobs
 from tests.bad_input.test_saving import Settings
 
@@ -31,14 +31,14 @@ class Refusal:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
+def pair() -> Iterator[RankPool]:
     """Two plain CPU ranks."""
-    with WorkerPool(nproc=2) as pool:
+    with RankPool(nproc=2) as pool:
         yield pool
 
 
 @pytest.fixture
-def kept(pair: WorkerPool, tmp_path: Path) -> Path:
+def kept(pair: RankPool, tmp_path: Path) -> Path:
     """A directory with a tag of both ranks, below one that holds nothing else."""
     assert [Refusal(None, "", True)] * 2 == pair.run(saving, str(tmp_path / "ckpt"), [{"tag": "one"}] * 2)
     return tmp_path / "ckpt"
@@ -96,21 +96,21 @@ BIG = {"weight": torch.ones(3000)}
     ],
 )
 def test_a_save_that_one_rank_refuses(
-    pair: WorkerPool, tmp_path: Path, arguments: list[dict[str, Any]], error: type[CheckpointError], told: str
+    pair: RankPool, tmp_path: Path, arguments: list[dict[str, Any]], error: type[CheckpointError], told: str
 ) -> None:
     """The other raises the same, not a timeout, and the directory is not even created."""
     both_refused(pair.run(saving, str(tmp_path / "ckpt"), arguments), error, told)
     assert {} == files_below(tmp_path)
 
 
-def test_a_rank_s_file_that_is_lost(pair: WorkerPool, kept: Path) -> None:
+def test_a_rank_s_file_that_is_lost(pair: RankPool, kept: Path) -> None:
     """Rank 1's shard is missing: rank 0, whose files are whole, changes nothing either."""
     lost = "optim/dp_rank_01_tp_rank_00_pp_rank_00.pt"
     (kept / "one" / lost).unlink()
     both_refused(pair.run(loading, str(kept), [{}] * 2), errors.PartNotFound, lost)
 
 
-def test_a_rank_s_file_that_changed(pair: WorkerPool, kept: Path) -> None:
+def test_a_rank_s_file_that_changed(pair: RankPool, kept: Path) -> None:
     """So it is for one that is damaged, and once it is whole again, the same processes load."""
     changed = kept / "one" / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
     whole = changed.read_bytes()
@@ -120,7 +120,7 @@ def test_a_rank_s_file_that_changed(pair: WorkerPool, kept: Path) -> None:
     assert [Refusal(None, "", False)] * 2 == pair.run(loading, str(kept), [{}] * 2)
 
 
-def test_a_model_that_does_not_fit_on_one_rank(pair: WorkerPool, kept: Path) -> None:
+def test_a_model_that_does_not_fit_on_one_rank(pair: RankPool, kept: Path) -> None:
     """The parameter is named to both."""
     arguments = [{"optimizer": None, "scheduler": None}] * 2
     both_refused(pair.run(loading, str(kept), arguments, (4, 5)), errors.ShapeMismatch, "model/up.weight")
@@ -150,7 +150,7 @@ def weights(names: list[str]) -> list[str]:
     ],
 )
 def test_a_load_that_is_refused(
-    pair: WorkerPool, kept: Path, arguments: list[dict[str, Any]], error: type[CheckpointError], told: str
+    pair: RankPool, kept: Path, arguments: list[dict[str, Any]], error: type[CheckpointError], told: str
 ) -> None:
     """Whoever finds it, both ranks raise it, and nothing is changed in memory or on disk."""
     below = files_below(kept.parent)
@@ -172,7 +172,7 @@ def staged(rank: int, directory: str, options: dict[str, Any]) -> dict[str, floa
     return {name: value[0].item() for name, value in live.items()}
 
 
-def test_a_filter_is_about_all_stages_together(pair: WorkerPool, tmp_path: Path) -> None:
+def test_a_filter_is_about_all_stages_together(pair: RankPool, tmp_path: Path) -> None:
     """What one pipeline stage has nothing for another may have; what none has anything for, both are told."""
     glob = {"ignore_keys": ["model/stage1.*"]}
     assert [{"stage0.weight": 1.0}, {"stage1.weight": 0.0}] == pair.run(staged, str(tmp_path / "one"), glob)
@@ -192,12 +192,12 @@ def own_content(rank: int, directory: str) -> dict[str, Any]:
     return mine
 
 
-def test_a_key_that_one_rank_alone_has(pair: WorkerPool, tmp_path: Path) -> None:
+def test_a_key_that_one_rank_alone_has(pair: RankPool, tmp_path: Path) -> None:
     """A glob for it matches something, though the ranks that speak for others have nothing for it."""
     assert [{"of0": 1}, {}] == pair.run(own_content, str(tmp_path / "ckpt"))
 
 
-def test_a_directory_that_is_gone(pair: WorkerPool, kept: Path) -> None:
+def test_a_directory_that_is_gone(pair: RankPool, kept: Path) -> None:
     """Rank 0 looks, both are told."""
     shutil.rmtree(kept)
     both_refused(pair.run(loading, str(kept), [{}] * 2), errors.CheckpointNotFound, "does not exist")

@@ -21,7 +21,7 @@ from nxd_ckpt.core.manifest import TensorEntry, load_index
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -137,7 +137,7 @@ def test_damage_on_one_rank_reaches_both(tmp_path: Path) -> None:
     save_as_every_rank(tmp_path, "one", topologies, lambda rank: {"model": model(1.0 + rank)}, durable=False)
     damaged = tmp_path / "one" / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
     flip(damaged, damaged.stat().st_size // 2)
-    with WorkerPool(nproc=2) as pool:
+    with RankPool(nproc=2) as pool:
         for verify in (True, "reading"):
             others, own = pool.run(load_on_rank, tmp_path, verify)
             assert "model/large" in own

@@ -54,7 +54,7 @@ def test_an_existing_copy_is_left_alone(run: Run, examples: Path, tmp_path: Path
 
 @pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
 def test_a_store_is_looked_at_as_a_directory(run: Run, examples: Path, store: str, tmp_path: Path, tag: str) -> None:
-    """A tag that was copied there is listed, inspected and proved with the same outcome, and copied back."""
+    """A tag that was copied there is listed, inspected and verified with the same outcome, and copied back."""
     assert 0 == run("cp", examples / tag, f"{store}/{tag}").code
     [listed] = run("list", store, "--json").document["tags"]
     [expected] = [one for one in run("list", examples, "--json").document["tags"] if one["tag"] == tag]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 @pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
 def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:
-    """Every byte of every file is proved; the latest tag is meant unless another is named."""
+    """Every byte of every file is verified; the latest tag is meant unless another is named."""
     outcome = run("verify", examples, tag, "--json")
     found = outcome.document
     assert (0, "") == (outcome.code, outcome.err)
@@ -25,10 +25,10 @@ def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:
         "directory": str(examples),
         "tag": tag,
         "ok": True,
-        "proved_by": "index",
+        "verified_by": "index",
         "files": len(data),
         "nbytes": sum(path.stat().st_size for path in data),
-        "proved_nbytes": sum(path.stat().st_size for path in data),
+        "verified_nbytes": sum(path.stat().st_size for path in data),
         "undigested_nbytes": 0,
         "problems": [],
     }
@@ -37,7 +37,7 @@ def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:
     assert "cut" == run("verify", examples, "--json").document["tag"]
 
 
-def test_all_tags_are_proved(run: Run, copied: Path) -> None:
+def test_all_tags_are_verified(run: Run, copied: Path) -> None:
     """With --all: a document for each complete tag, oldest first; one that is damaged hides none of the others."""
     (copied / "half").mkdir()
     (copied / "half" / "checkpoint").write_text("1")
@@ -88,7 +88,7 @@ def test_a_damaged_manifest_is_a_problem(run: Run, copied: Path) -> None:
     (copied / "cut" / "manifest.json").write_bytes(b"")
     outcome = run("verify", copied, "--json")
     [problem] = outcome.document["problems"]
-    assert (1, "cut", 0) == (outcome.code, outcome.document["tag"], outcome.document["proved_nbytes"])
+    assert (1, "cut", 0) == (outcome.code, outcome.document["tag"], outcome.document["verified_nbytes"])
     assert problem.startswith(f"{copied}/cut/manifest.json: not valid JSON")
 
 
@@ -100,13 +100,13 @@ def test_other_tags_do_not_matter(run: Run, copied: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_tags_of_neuronx_distributed_are_proved_as_far_as_digests_reach(run: Run, golden: Path, name: str) -> None:
+def test_tags_of_neuronx_distributed_are_verified_as_far_as_digests_reach(run: Run, golden: Path, name: str) -> None:
     """It is said how much that is, and what the rest consists of."""
     directory = saved(golden, name).directory
     outcome = run("verify", directory, "--json")
     found = outcome.document
-    assert (0, "zip", True) == (outcome.code, found["proved_by"], found["ok"])
-    assert 0 < found["proved_nbytes"] < found["nbytes"]
+    assert (0, "zip", True) == (outcome.code, found["verified_by"], found["ok"])
+    assert 0 < found["verified_nbytes"] < found["nbytes"]
     text = run("verify", directory).out
     assert "equal the CRC-32 in their file" in text
     assert "of contents without a digest" in text
@@ -128,7 +128,7 @@ def test_a_changed_tensor_of_nxd_is_a_problem(run: Run, golden: Path, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["absent", "empty", "incomplete"])
 def test_what_is_no_complete_checkpoint_is_an_error(run: Run, tmp_path: Path, kind: str) -> None:
-    """Nothing is proved, and nothing is printed but the error."""
+    """Nothing is verified, and nothing is printed but the error."""
     if kind != "absent":
         (tmp_path / kind).mkdir()
     if kind == "incomplete":

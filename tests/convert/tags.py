@@ -96,7 +96,7 @@ def save_example(directory: Path, dp: int, tag: str = "step_3", *, step: int = 3
 
 
 def optimizers(tag: Path) -> list[Tree]:
-    """What the optimizer's file of every rank of a tag holds; all of the tag is proved first."""
+    """What the optimizer's file of every rank of a tag holds; all of the tag is verified first."""
     assert () == verify_checkpoint(tag.parent, tag.name).problems
     checkpoint = open_checkpoint(tag.parent, tag.name)
     return [checkpoint.optimizer_state(rank) for rank in range(checkpoint.topology.world_size)]

@@ -1,4 +1,4 @@
-"""Every conversion reads what it needs once, and proves it as it is read."""
+"""Every conversion reads what it needs once, and verifies it as it is read."""
 
 from __future__ import annotations
 

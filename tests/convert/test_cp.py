@@ -1,4 +1,4 @@
-"""Copying a tag: to the last byte, proved on the way, resumed where it was interrupted, visible only when complete."""
+"""Copying a tag: to the last byte, verified on the way, resumed where interrupted, visible only when complete."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_interrupted_copy_goes_on(tmp_path: Path, operation: str, key: str) -
     assert (copied.files - unfinished, unfinished) == (copied.kept, copied.copied)
 
 
-def test_what_an_interrupted_copy_left_is_proved(tmp_path: Path) -> None:
+def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
     """A file with other bytes is copied again, and one that is not of the tag goes."""
     source, output = save_example(tmp_path / "input", 2), tmp_path / "output"
     command = [sys.executable, "-c", KILLED, str(source), str(output / "copy"), "rename", "*copies*"]
@@ -171,7 +171,7 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_hard_links_take_no_space(tmp_path: Path) -> None:
-    """Within a file system, if asked; they are proved all the same. Files of neuronx_distributed's never are."""
+    """Within a file system, if asked; they are verified all the same. Files of neuronx_distributed's never are."""
     source = save_example(tmp_path / "input", 2)
     copied = copy_checkpoint(source, tmp_path / "output" / "copy", hard_links=True)
     assert (copied.files, 0) == (copied.linked, copied.copied_nbytes)
@@ -217,7 +217,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_storage(path: str, durable: bool, options: object) -> LocalStorage | MemoryStorage:
         return MemoryStorage(path) if "://" in path else LocalStorage(path, durable)
 
-    monkeypatch.setattr("nxd_ckpt.convert.places.open_storage", open_storage)
+    monkeypatch.setattr("nxd_ckpt.convert.locations.open_storage", open_storage)
 
 
 def test_to_a_store_and_back(tmp_path: Path, stores: None) -> None:

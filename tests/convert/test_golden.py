@@ -104,7 +104,7 @@ def test_there_and_back_again(golden: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ZERO1 if "avoid_lp" not in name])
 def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str) -> None:
-    """Every rank loads the model that it had, the scheduler and the user content, proved by digests."""
+    """Every rank loads the model that it had, the scheduler and the user content, verified by digests."""
     source = saved(golden, name)
     ep = source.config["ep"]
 

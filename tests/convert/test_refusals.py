@@ -41,7 +41,7 @@ def foreign(golden: Path, tmp_path: Path) -> Path:
 def refused(
     error: type[Exception], complaint: str, source: Path, target: Path, **options: Any
 ) -> None:
-    """Prove that the conversion raises this, and leaves neither a change nor a trace."""
+    """Verify that the conversion raises this, and leaves neither a change nor a trace."""
     options = options or {"convert_to_sharded": True, "dp_size": 3}
     existed, before = target.exists(), contents(source)
     with pytest.raises(error, match=complaint):

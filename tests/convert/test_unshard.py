@@ -187,7 +187,7 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_changed_byte_is_found(tmp_path: Path) -> None:
-    """Digests are proved on the way; nothing appears then."""
+    """Digests are verified on the way; nothing appears then."""
     tag = save_example(tmp_path, 2)
     victim = tag / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
     data = bytearray(victim.read_bytes())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
-from nxd_ckpt.core.plan import Cut, Place
+from nxd_ckpt.core.plan import Cut, CutIndex
 from nxd_ckpt.core.section import Section
 
 PADDING = -1
@@ -28,10 +28,10 @@ class Job:
     partition: Partition
     cut: Cut
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[CutIndex]:
         experts = self.cut.ep if self.partition.expert else 1
         return [
-            Place(tp_rank, ep_rank, shard)
+            CutIndex(tp_rank, ep_rank, shard)
             for tp_rank in range(self.cut.tp)
             for ep_rank in range(experts)
             for shard in range(self.cut.shards)
@@ -39,9 +39,9 @@ class Job:
 
     def local_shape(self, whole: Array) -> tuple[int, ...]:
         """Before ZeRO-1."""
-        return replace(self, cut=replace(self.cut, shards=1)).hold(whole, Place()).shape
+        return replace(self, cut=replace(self.cut, shards=1)).hold(whole, CutIndex()).shape
 
-    def hold(self, whole: Array, place: Place) -> Array:
+    def hold(self, whole: Array, place: CutIndex) -> Array:
         """What the rank at ``place`` holds."""
         part = whole
         if self.partition.expert:
@@ -53,7 +53,7 @@ class Job:
         padding = np.full((extra, *part.shape[1:]), PADDING, dtype=part.dtype)
         return np.split(np.concatenate([part, padding]), self.cut.shards)[place.shard]
 
-    def pieces(self, whole: Array, place: Place) -> list[Piece]:
+    def pieces(self, whole: Array, place: CutIndex) -> list[Piece]:
         """The same by the library."""
         shape = self.local_shape(whole)
         pieces = self.partition.pieces(shape, place.tp_rank, self.cut.tp, place.ep_rank)

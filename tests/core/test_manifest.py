@@ -207,7 +207,7 @@ def test_a_piece_outside_its_tensor_is_refused() -> None:
 
 
 def test_digests_must_cover_the_tensor() -> None:
-    """One CRC-32 per block: fewer would leave bytes unproved."""
+    """One CRC-32 per block: fewer would leave bytes unverified."""
     document = json.loads(dump_index(INDEX))
     document["tensors"][0]["crc32"] = [7]
     with pytest.raises(MalformedFile, match="expected 2 numbers, found 1"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Partition, Piece
-from nxd_ckpt.core.plan import Cut, Place, Read, holders, plan_reads
+from nxd_ckpt.core.plan import Cut, CutIndex, Read, holders, plan_reads
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.errors import IncompatibleState
 from tests.core.cuts import PADDING, Array, Job, part_of, two_fused_jobs, two_jobs
@@ -20,7 +20,7 @@ BOTH = two_jobs() | two_fused_jobs()
 slow_machine = settings(deadline=None, max_examples=150)
 
 
-def loaded(whole: Array, saved: Job, shape: tuple[int, ...], reads: list[Read[Place]]) -> Array:
+def loaded(whole: Array, saved: Job, shape: tuple[int, ...], reads: list[Read[CutIndex]]) -> Array:
     """A local tensor of ``shape`` that the reads have filled; no element may be written twice."""
     target, written = np.full(shape, PADDING), np.zeros(shape, int)
     for read in reads:
@@ -90,14 +90,15 @@ def test_a_missing_rank_is_named_not_read_around(jobs: tuple[Array, Job, Job], d
 @pytest.mark.parametrize("asking", range(4))
 def test_every_rank_reads_a_replica_of_its_own(asking: int) -> None:
     """Of a tensor that all four saving ranks hold, each of four loading ranks reads its own rank's copy."""
-    [(holder, piece)] = holders(Partition(), (3, 2), Box.whole((3, 2)), Cut(tp=4), near=Place(tp_rank=asking)) or []
-    assert Place(tp_rank=asking) == holder
+    [(holder, piece)] = holders(Partition(), (3, 2), Box.whole((3, 2)), Cut(tp=4), near=CutIndex(tp_rank=asking)) or []
+    assert CutIndex(tp_rank=asking) == holder
     assert Piece(Box.whole((3, 2)), Box.whole((3, 2))) == piece
 
 
 def test_more_ranks_than_saved_spread_over_the_replicas() -> None:
     """Eight loading ranks of a tensor that two ranks hold: four read each."""
-    read = [holders(Partition(), (2,), Box.whole((2,)), Cut(tp=2), near=Place(tp_rank=asking)) for asking in range(8)]
+    near = [CutIndex(tp_rank=asking) for asking in range(8)]
+    read = [holders(Partition(), (2,), Box.whole((2,)), Cut(tp=2), near=own) for own in near]
     assert [0, 1] * 4 == [found[0][0].tp_rank for found in read if found]
 
 
@@ -105,7 +106,7 @@ def test_replicated_kv_heads_are_read_from_one_of_their_ranks() -> None:
     """k in 2 partitions on 4 ranks: its second half is on ranks 1 and 3, and a rank that has it reads its own."""
     kv = Partition(0, num_partitions=2)
     second = Box((4, 0), (4, 3))
-    found = [holders(kv, (4, 3), second, Cut(tp=4), near=Place(tp_rank=asking)) for asking in range(4)]
+    found = [holders(kv, (4, 3), second, Cut(tp=4), near=CutIndex(tp_rank=asking)) for asking in range(4)]
     assert [1, 1, 1, 3] == [places[0][0].tp_rank for places in found if places]
 
 
@@ -115,7 +116,7 @@ def test_holders_of_a_small_part_of_a_large_job() -> None:
     wanted = Box((33, 700, 5), (1, 1, 1))
     [(place, piece)] = holders(partition, (8, 64, 10), wanted, Cut(tp=64, ep=16, shards=64)) or []
     # Expert 33 is the second of ep rank 4; column 700 the 61st of tp rank 10; each of 8 rows a shard of its own.
-    assert Place(tp_rank=10, ep_rank=4, shard=1) == place
+    assert CutIndex(tp_rank=10, ep_rank=4, shard=1) == place
     assert Piece(Box.whole((1, 64, 10)), Box((33, 640, 0), (1, 64, 10))) == piece
 
 

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint of another size: its own blocks, each proved, and little else."""
+"""What a rank reads of a checkpoint of another size: its own blocks, each verified, and little else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from nxd_ckpt import Checkpointer, Partition, Topology, errors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.elastic import scenarios
 from tests.elastic.ranks import fresh, load_rank, save_job
 from tests.elastic.whole import Layout, Weight, expected
@@ -95,7 +95,7 @@ def test_damage_in_a_block_that_is_not_needed(damaged: Path, verify: bool) -> No
 
 
 @pytest.mark.xla
-def test_damage_that_one_rank_needs_stops_all(xla_ranks: WorkerPool, damaged: Path) -> None:
+def test_damage_that_one_rank_needs_stops_all(xla_ranks: RankPool, damaged: Path) -> None:
     """Only the second of four ranks reads the damaged block; all four raise, and nothing changed on any."""
     outcomes = xla_ranks.run(scenarios.refused, str(damaged), WEIGHTS, layout(0, tp=4))
     assert [("DigestMismatch", None)] * 4 == outcomes
@@ -119,7 +119,7 @@ def test_damage_in_a_shard(tmp_path: Path, shard: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dim", "wanted", "proved"),
+    ("sizes", "dim", "wanted", "verified"),
     [
         ({"tp": 4}, 0, (8, 0), (8, 0)),
         ({"tp": 3}, None, (16, 16), (16, 16)),
@@ -129,7 +129,7 @@ def test_damage_in_a_shard(tmp_path: Path, shard: int) -> None:
 )
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_rank_reads_its_part_of_the_model(
-    kept: Path, sizes: dict[str, int], dim: int | None, wanted: tuple[int, ...], proved: tuple[int, ...], verify: bool
+    kept: Path, sizes: dict[str, int], dim: int | None, wanted: tuple[int, ...], verified: tuple[int, ...], verify: bool
 ) -> None:
     """Of each of the two model files what it wants, and to verify that, the blocks that hold it; both in MiB here."""
     live_layout = layout(dim, **sizes)
@@ -137,7 +137,7 @@ def test_a_rank_reads_its_part_of_the_model(
     Checkpointer(kept, topology=live.at, storage=storage).load(None, live.model, verify=verify)
     for tp_rank in range(2):
         read = storage.nbytes[f"model/dp_rank_00_tp_rank_{tp_rank:02}_pp_rank_00.pt"]
-        least = (wanted[tp_rank] + (proved[tp_rank] if verify else 0)) * MIB
+        least = (wanted[tp_rank] + (verified[tp_rank] if verify else 0)) * MIB
         assert least <= read <= least + MIB
     assert torch.equal(expected(WEIGHTS, live_layout, live.at)["model"]["wide"], live.held()["model"]["wide"])
 

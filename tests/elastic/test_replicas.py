@@ -1,4 +1,4 @@
-"""Replicas that load together: each proves a share, with ``share_reads`` each reads one; what one meets, all raise."""
+"""Replicas that load together: each verifies a share, or with ``share_reads`` reads one; all raise one's error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxd_ckpt import Checkpointer, Partition, Topology, close_checkpointers, sav
 from nxd_ckpt.formats.tensors import byte_view, iter_tensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from nxd_ckpt.testing.workers import WorkerDied, WorkerPool
+from nxd_ckpt.testing.workers import RankPool, WorkerDied
 from tests.elastic.ranks import fresh, save_job
 from tests.elastic.test_reading import flip
 from tests.elastic.whole import Layout, Weight, expected
@@ -135,9 +135,9 @@ def picture(tree: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[WorkerPool]:
+def ranks() -> Iterator[RankPool]:
     """Four plain CPU ranks."""
-    with WorkerPool(nproc=RANKS) as pool:
+    with RankPool(nproc=RANKS) as pool:
         yield pool
 
 
@@ -180,11 +180,11 @@ def nbytes_of(tree: Any) -> int:
     ids=["plain", "xser", "zero1", "other tp", "tp", "ep", "no replicas"],
 )
 def test_what_replicas_read_together(
-    ranks: WorkerPool, saved: dict[str, Path], name: str, job: Layout, replicas: int
+    ranks: RankPool, saved: dict[str, Path], name: str, job: Layout, replicas: int
 ) -> None:
-    """They prove each byte once, and read it once if they share that as well; a ZeRO-1 shard is for its rank alone.
+    """They verify each byte once, and read it once if they share that as well; a ZeRO-1 shard is for its rank alone.
 
-    Shares differ by a tensor at most. Every rank gets every bit, whichever way.
+    ReplicaShares differ by a tensor at most. Every rank gets every bit, whichever way.
     """
     trees = [expected(WEIGHTS, job, at) for at in job.ranks]
     alone = sum(nbytes_of(tree["optimizer"]) for tree in trees) if job.zero1 else 0
@@ -224,7 +224,7 @@ def load_into_dicts(rank: int, directory: Path) -> str | None:
     return difference(*found)
 
 
-def test_dicts_are_filled(ranks: WorkerPool, saved: dict[str, Path]) -> None:
+def test_dicts_are_filled(ranks: RankPool, saved: dict[str, Path]) -> None:
     """In place of live objects."""
     assert [None] * RANKS == ranks.run(load_into_dicts, saved["plain"])
 
@@ -241,12 +241,12 @@ def load_onto_device(rank: int, directory: Path) -> str | None:
 
 
 @pytest.mark.xla
-def test_what_is_read_together_reaches_devices(xla_ranks: WorkerPool, saved: dict[str, Path]) -> None:
+def test_what_is_read_together_reaches_devices(xla_ranks: RankPool, saved: dict[str, Path]) -> None:
     """It is broadcast on the host, and then transferred."""
     assert [None] * RANKS == xla_ranks.run(load_onto_device, saved["plain"])
 
 
-def test_ranks_that_want_different_things_of_the_reading(ranks: WorkerPool, saved: dict[str, Path]) -> None:
+def test_ranks_that_want_different_things_of_the_reading(ranks: RankPool, saved: dict[str, Path]) -> None:
     """One that wants to read for itself makes all do so; else one that wants to share makes all share."""
     job = layout(dp=4)
     total = nbytes_of(expected(WEIGHTS, job, job.topology))
@@ -259,9 +259,9 @@ def test_ranks_that_want_different_things_of_the_reading(ranks: WorkerPool, save
 
 @pytest.mark.parametrize("share_reads", [True, False])
 def test_replicas_with_different_models_do_not_share(
-    ranks: WorkerPool, saved: dict[str, Path], share_reads: bool
+    ranks: RankPool, saved: dict[str, Path], share_reads: bool
 ) -> None:
-    """Each proves and reads what it has itself."""
+    """Each verifies and reads what it has itself."""
     options = {"strict": False, "share_reads": share_reads}
     what = Loading(saved["plain"], layout(dp=4), [options], [None, None, "narrow", None])
     outcomes = ranks.run(load, what)
@@ -273,7 +273,7 @@ def test_replicas_with_different_models_do_not_share(
 
 
 @pytest.mark.parametrize("share_reads", [True, None])
-def test_damage_that_one_replica_finds(ranks: WorkerPool, tmp_path: Path, share_reads: bool | None) -> None:
+def test_damage_that_one_replica_finds(ranks: RankPool, tmp_path: Path, share_reads: bool | None) -> None:
     """All of them raise what it raised, and nothing changed on any."""
     directory = save(tmp_path, "xser")
     damaged = directory / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors" / "tensor_2.pt"
@@ -287,7 +287,7 @@ def test_damage_that_one_replica_finds(ranks: WorkerPool, tmp_path: Path, share_
 
 
 @pytest.mark.parametrize("fails", range(RANKS))
-def test_a_reader_that_fails_in_the_middle(ranks: WorkerPool, saved: dict[str, Path], fails: int) -> None:
+def test_a_reader_that_fails_in_the_middle(ranks: RankPool, saved: dict[str, Path], fails: int) -> None:
     """All ranks raise its error, though their timeout is far; and the same processes load the next time."""
     what = Loading(saved["plain"], layout(dp=4), [SHARED | {"verify": False}], fails=fails)
     outcomes = ranks.run(load, what, timeout=30)
@@ -327,7 +327,7 @@ def load_picky(rank: int, directory: Path, refuses: int) -> str:
 
 
 @pytest.mark.parametrize("refuses", range(RANKS))
-def test_a_replica_that_fails_at_something_else(ranks: WorkerPool, tmp_path: Path, refuses: int) -> None:
+def test_a_replica_that_fails_at_something_else(ranks: RankPool, tmp_path: Path, refuses: int) -> None:
     """The others do not wait for what it would have read, and all of them are in step the next time."""
     save_checkpoint(tmp_path, "step_1", picky_model(False), durable=False)
     close_checkpointers()
@@ -335,8 +335,8 @@ def test_a_replica_that_fails_at_something_else(ranks: WorkerPool, tmp_path: Pat
     assert ["HostExhausted" if rank == refuses else "CheckpointError" for rank in range(RANKS)] == found
 
 
-def test_a_replica_that_does_not_verify(ranks: WorkerPool, tmp_path: Path) -> None:
-    """The others prove all by themselves: what is damaged is found before anything changes, whoever would have."""
+def test_a_replica_that_does_not_verify(ranks: RankPool, tmp_path: Path) -> None:
+    """The others verify all by themselves: what is damaged is found before anything changes, whoever would have."""
     directory = save(tmp_path, "xser")
     for number in range(4):
         damaged = directory / "step_1/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors" / f"tensor_{number}.pt"
@@ -347,7 +347,7 @@ def test_a_replica_that_does_not_verify(ranks: WorkerPool, tmp_path: Path) -> No
         flip(damaged, damaged.stat().st_size // 2)
 
 
-def test_a_replica_that_dies_in_the_middle(ranks: WorkerPool, saved: dict[str, Path]) -> None:
+def test_a_replica_that_dies_in_the_middle(ranks: RankPool, saved: dict[str, Path]) -> None:
     """The others raise when they have waited for it for their timeout."""
     what = Loading(saved["plain"], layout(dp=4), [SHARED | {"verify": False}], fails=2, dies=True, timeout=4.0)
     outcomes = ranks.run(load, what, return_errors=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.elastic import scenarios
 from tests.elastic.job import layout_of, weights_of
 from tests.elastic.scenarios import Leg, Outcome
@@ -89,19 +89,19 @@ def held_by(setup: Setup, rank: int, wholes: dict[str, dict[str, Any]]) -> dict[
         chain("dp4ep2", "tp2", "dp2ep2", zero1=False, soak=True),
     ],
 )
-def test_training_goes_on_on_other_sizes(xla_ranks: WorkerPool, tmp_path: Path, setups: list[Setup]) -> None:
+def test_training_goes_on_on_other_sizes(xla_ranks: RankPool, tmp_path: Path, setups: list[Setup]) -> None:
     """Right after each load every rank holds its part of what was held at the save, bit for bit; and each job's losses
     are those of the first job, which is never interrupted."""
     follow(xla_ranks, tmp_path, setups)
 
 
-def test_replicas_that_share_the_reading(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+def test_replicas_that_share_the_reading(xla_ranks: RankPool, tmp_path: Path) -> None:
     """The same, where one of the data-parallel replicas reads what all of them want and broadcasts it."""
     [setups] = chain("tp4", "dp4", "dp2tp2", dtype="bfloat16", options=XSER).values
     follow(xla_ranks, tmp_path, setups, share_reads=True)
 
 
-def follow(pool: WorkerPool, directory: Path, setups: list[Setup], share_reads: bool | None = None) -> None:
+def follow(pool: RankPool, directory: Path, setups: list[Setup], share_reads: bool | None = None) -> None:
     """Train one job after the other, each from the checkpoint of the one before, and compare all with the first."""
     start: str | None = None
     wholes: dict[str, dict[str, Any]] = {}

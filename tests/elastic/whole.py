@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 
 from nxd_ckpt import Partition, Topology
-from nxd_ckpt.core.plan import Cut, Place
+from nxd_ckpt.core.plan import Cut, CutIndex
 from tests.core import cuts
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -109,7 +109,7 @@ def _numbers(shape: tuple[int, ...], partition: Partition, at: Topology, sharded
     """Which elements of the whole tensor the rank ``at`` holds."""
     shards, shard = (at.expert_dp, at.expert_dp_rank) if partition.expert else (at.dp, at.dp_rank)
     cut = Cut(at.tp, at.ep, shards if sharded else 1)
-    place = Place(at.tp_rank, at.ep_rank, shard if sharded else 0)
+    place = CutIndex(at.tp_rank, at.ep_rank, shard if sharded else 0)
     return torch.from_numpy(cuts.Job(partition, cut).hold(cuts.numbered(shape), place))
 
 

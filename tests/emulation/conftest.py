@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 
 
 @pytest.fixture(scope="package")
-def xla_ranks() -> Iterator[WorkerPool]:
+def xla_ranks() -> Iterator[RankPool]:
     """Four emulated CPU-XLA ranks."""
-    with WorkerPool(nproc=4, xla=True) as pool:
+    with RankPool(nproc=4, xla=True) as pool:
         yield pool
 
 
 @pytest.fixture(scope="package")
-def cpu_ranks() -> Iterator[WorkerPool]:
+def cpu_ranks() -> Iterator[RankPool]:
     """Two plain CPU ranks."""
-    with WorkerPool(nproc=2) as pool:
+    with RankPool(nproc=2) as pool:
         yield pool

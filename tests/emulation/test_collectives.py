@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt.emulation import CollectiveMismatch, NotEmulated
-from nxd_ckpt.testing.workers import WorkerError, WorkerPool
+from nxd_ckpt.testing.workers import RankPool, WorkerError
 
 pytestmark = pytest.mark.xla
 
@@ -43,7 +43,7 @@ def runtime_facts(rank: int) -> dict[str, Any]:
     }
 
 
-def test_runtime_facts(xla_ranks: WorkerPool) -> None:
+def test_runtime_facts(xla_ranks: RankPool) -> None:
     """Every way to ask torch-xla or c10d who and how many gives the emulated world's answer."""
     expected = [
         {
@@ -84,7 +84,7 @@ def xm_collectives(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_xla_model_collectives(xla_ranks: WorkerPool) -> None:
+def test_xla_model_collectives(xla_ranks: RankPool) -> None:
     """Each function of xla_model: plain, in place, grouped, scaled and bucketized; order is the group's."""
     for rank, results in enumerate(xla_ranks.run(xm_collectives)):
         group = group_of(rank)
@@ -159,7 +159,7 @@ def c10d_collectives(rank: int) -> dict[str, Any]:
     return {"objects": objects} | {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def test_torch_distributed_collectives(xla_ranks: WorkerPool) -> None:
+def test_torch_distributed_collectives(xla_ranks: RankPool) -> None:
     """torch.distributed on XLA tensors: all ranks, subgroups, objects, point to point, functional forms."""
     everyone = [0, 1, 2, 3]
     for rank, results in enumerate(xla_ranks.run(c10d_collectives)):
@@ -194,7 +194,7 @@ def rendezvous(rank: int) -> tuple[list[bytes], float]:
     return payloads, xm.mesh_reduce("loss", float(rank), sum)
 
 
-def test_rendezvous_carries_payloads(xla_ranks: WorkerPool) -> None:
+def test_rendezvous_carries_payloads(xla_ranks: RankPool) -> None:
     """xm.rendezvous gives each rank every payload, empty ones too; xm.mesh_reduce reduces over all ranks."""
     assert [([b"", b"ab", b"abab", b"ababab"], 6.0)] * WORLD == xla_ranks.run(rendezvous)
 
@@ -209,7 +209,7 @@ def spawned(rank: int) -> list[tuple[int, str]]:
     return calls
 
 
-def test_spawn_runs_in_place(xla_ranks: WorkerPool) -> None:
+def test_spawn_runs_in_place(xla_ranks: RankPool) -> None:
     """torch_xla.launch and xmp.spawn call the function once in each rank's own process."""
     assert [[(rank, "launch"), (rank, "spawn")] for rank in range(WORLD)] == xla_ranks.run(spawned)
 
@@ -231,7 +231,7 @@ def unrouted(rank: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "named"), [("send", "'send'"), ("spmd", "SPMD"), ("compiled", "_c10d_functional.all_reduce")]
 )
-def test_unrouted_raises(xla_ranks: WorkerPool, what: str, named: str) -> None:
+def test_unrouted_raises(xla_ranks: RankPool, what: str, named: str) -> None:
     """What is not routed between processes raises with its name; it never returns the local value."""
     for outcome in xla_ranks.run(unrouted, what, return_errors=True):
         assert isinstance(outcome, WorkerError)
@@ -248,7 +248,7 @@ def every_collective_primitive(rank: int) -> list[str]:
     return [name for name in names if not getattr(_XLAC, name).__module__.startswith("nxd_ckpt.")]
 
 
-def test_no_primitive_is_left_native(xla_ranks: WorkerPool) -> None:
+def test_no_primitive_is_left_native(xla_ranks: RankPool) -> None:
     """Of torch-xla's collective primitives, none is left that would run within one process.
 
     The tokens only order collectives inside a graph.
@@ -264,7 +264,7 @@ def mismatched(rank: int) -> None:
     xm.all_reduce(xm.REDUCE_SUM, torch.ones(3 if rank == 2 else 4, device=torch_xla.device()))
 
 
-def test_mismatched_calls_raise_on_every_rank(xla_ranks: WorkerPool) -> None:
+def test_mismatched_calls_raise_on_every_rank(xla_ranks: RankPool) -> None:
     """Ranks that meet with different shapes, a hang on devices, all get an error that names both."""
     for outcome in xla_ranks.run(mismatched, return_errors=True):
         assert isinstance(outcome.cause, CollectiveMismatch)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 
 pytestmark = pytest.mark.xla
 
@@ -72,7 +72,7 @@ def train_in_one_process(rank: int, max_norm: float | None) -> list[torch.Tensor
     [{"pin_layout": True}, {"pin_layout": False, "bucket_cap_mb_all_gather": 1, "bucket_cap_mb_reduce_scatter": 1}],
     ids=["one by one", "bucketized"],
 )
-def test_zero_equals_one_process(xla_ranks: WorkerPool, options: dict[str, Any]) -> None:
+def test_zero_equals_one_process(xla_ranks: RankPool, options: dict[str, Any]) -> None:
     """ZeroRedundancyOptimizer over two groups of two, with padding, equals plain AdamW bit for bit."""
     expected = xla_ranks.run(train_in_one_process, None)
     actual = xla_ranks.run(train_zero, {"grad_clipping": False, **options})
@@ -82,7 +82,7 @@ def test_zero_equals_one_process(xla_ranks: WorkerPool, options: dict[str, Any])
     assert not torch.equal(actual[0][0], actual[1][0]), "the two groups saw different batches"
 
 
-def test_zero_clips_by_the_norm_over_all_shards(xla_ranks: WorkerPool) -> None:
+def test_zero_clips_by_the_norm_over_all_shards(xla_ranks: RankPool) -> None:
     """With clipping, the gradient norm is that of the whole group (summed in another order: 1e-6)."""
     expected = xla_ranks.run(train_in_one_process, 0.05)
     actual = xla_ranks.run(train_zero, {"grad_clipping": True, "max_norm": 0.05})
@@ -129,7 +129,7 @@ def tensor_parallel_problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return torch.randn(5, 4), torch.randn(6, 4), torch.randn(3, 6)
 
 
-def test_gradients_flow_through_tensor_parallel_layers(xla_ranks: WorkerPool) -> None:
+def test_gradients_flow_through_tensor_parallel_layers(xla_ranks: RankPool) -> None:
     """Collectives in forward and in backward give each rank its slice of the whole model's gradients."""
     inputs, column, row = (tensor.requires_grad_() for tensor in tensor_parallel_problem())
     (torch.tanh(inputs @ column.T) @ row.T).square().sum().backward()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from nxd_ckpt.testing.workers import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from nxd_ckpt.testing.workers import RankPool, WorkerDied, WorkerError, WorkerTimeout
 
 pytestmark = pytest.mark.plain
 
@@ -54,7 +54,7 @@ def pid(rank: int) -> int:
     return os.getpid()
 
 
-def test_results_come_back_by_rank(cpu_ranks: WorkerPool) -> None:
+def test_results_come_back_by_rank(cpu_ranks: RankPool) -> None:
     """Arguments and results of the test module's own classes travel; ranks share a gloo group."""
     results = cpu_ranks.run(summed, Scaled(torch.tensor([1.0, 2.0]), 10))
     assert [0, 1] == [result.factor for result in results]
@@ -62,12 +62,12 @@ def test_results_come_back_by_rank(cpu_ranks: WorkerPool) -> None:
         assert torch.equal(torch.tensor([30.0, 60.0]), result.tensor)
 
 
-def test_ranks_are_kept_between_runs(cpu_ranks: WorkerPool) -> None:
+def test_ranks_are_kept_between_runs(cpu_ranks: RankPool) -> None:
     """Two runs use the same processes."""
     assert cpu_ranks.pids == cpu_ranks.run(pid) == cpu_ranks.run(pid)
 
 
-def test_exception_is_raised_with_rank_and_traceback(cpu_ranks: WorkerPool) -> None:
+def test_exception_is_raised_with_rank_and_traceback(cpu_ranks: RankPool) -> None:
     """A failing rank's exception reaches the parent with its rank, traceback and cause."""
     with pytest.raises(WorkerError, match=r"rank 1, lookup_fails: LookupError: no batch") as caught:
         cpu_ranks.run(lookup_fails)
@@ -76,14 +76,14 @@ def test_exception_is_raised_with_rank_and_traceback(cpu_ranks: WorkerPool) -> N
     assert isinstance(caught.value.cause, LookupError)
 
 
-def test_errors_can_be_returned(cpu_ranks: WorkerPool) -> None:
+def test_errors_can_be_returned(cpu_ranks: RankPool) -> None:
     """With return_errors the other ranks' results are kept."""
     first, second = cpu_ranks.run(lookup_fails, return_errors=True)
     assert 0 == first
     assert isinstance(second, WorkerError)
 
 
-def test_failure_is_raised_although_a_peer_waits(cpu_ranks: WorkerPool) -> None:
+def test_failure_is_raised_although_a_peer_waits(cpu_ranks: RankPool) -> None:
     """The failing rank is the one reported, not the one that hangs in a barrier; the pool works again after."""
     with pytest.raises(WorkerError, match="rank 0, fails_on: LookupError") as caught:
         cpu_ranks.run(fails_on, 0, grace=1)
@@ -91,7 +91,7 @@ def test_failure_is_raised_although_a_peer_waits(cpu_ranks: WorkerPool) -> None:
     assert [0, 1] == cpu_ranks.run(fails_on, -1)
 
 
-def test_killed_rank_is_noticed(cpu_ranks: WorkerPool) -> None:
+def test_killed_rank_is_noticed(cpu_ranks: RankPool) -> None:
     """A rank that is killed is reported as dead; the others' results are there."""
     run = cpu_ranks.start(stops, 1)
     assert not run.done()
@@ -102,13 +102,13 @@ def test_killed_rank_is_noticed(cpu_ranks: WorkerPool) -> None:
     assert "SIGKILL" in str(second)
 
 
-def test_hanging_rank_is_killed_with_its_stack(cpu_ranks: WorkerPool) -> None:
+def test_hanging_rank_is_killed_with_its_stack(cpu_ranks: RankPool) -> None:
     """After the timeout, the error shows where the rank hung."""
     with pytest.raises(WorkerTimeout, match="in stops"):
         cpu_ranks.run(stops, 0, timeout=1)
 
 
-def test_nested_function_is_refused(cpu_ranks: WorkerPool) -> None:
+def test_nested_function_is_refused(cpu_ranks: RankPool) -> None:
     """A function that a worker could not find is an error at once."""
     with pytest.raises(ValueError, match="top level"):
         cpu_ranks.run(lambda rank: rank)

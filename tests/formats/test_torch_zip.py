@@ -1,4 +1,4 @@
-"""Reading torch zip files: everything in them, from few reads, and nothing that is not proven."""
+"""Reading torch zip files: everything in them, from few reads, and nothing that is not verified."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_ties_share_their_record() -> None:
     assert 16 == tree[1].offset - tree[0].offset
 
 
-def test_a_view_of_a_larger_storage_is_read_alone_and_proven_whole() -> None:
+def test_a_view_of_a_larger_storage_is_read_alone_and_verified_whole() -> None:
     """Only a tensor's own elements reach memory; the digest covers the storage around it."""
     base = torch.arange(4 * BLOCK, dtype=torch.uint8)
     view = base[BLOCK + 5 : 3 * BLOCK : 7]
@@ -125,7 +125,7 @@ def test_the_structure_takes_few_reads(tensors: int, nbytes: int, expected: int)
     assert sum(reads) <= len(data) + 2**17
 
 
-def test_a_missing_digest_proves_nothing() -> None:
+def test_a_missing_digest_verifies_nothing() -> None:
     """A file whose writer left digests out (0) is read, and not called verified."""
     data = bytearray(saved(torch.arange(5.0)))
     record = read_directory(pread_of(bytes(data)), len(data), "f")["data/0"]

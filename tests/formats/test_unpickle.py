@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.errors import CorruptCheckpoint, MalformedFile, UnsafePickle, UnsupportedState
-from nxd_ckpt.formats import inert
+from nxd_ckpt.formats import safe_globals
 from nxd_ckpt.formats.sealed import Sealed
 from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
@@ -331,13 +331,13 @@ def test_trusted_pickles_give_objects_with_their_tensors() -> None:
 
 def test_the_allowlist_hands_out_nothing_mutable() -> None:
     """Every allowed global refuses attributes: immutable types and values, or sealed stand-ins."""
-    classes = [value for value in inert.GLOBALS.values() if isinstance(value, type)]
+    classes = [value for value in safe_globals.GLOBALS.values() if isinstance(value, type)]
     for value in classes:
         if hasattr(value, "__setstate__"):
             continue  # a BUILD on the class calls it, without a state
         with pytest.raises(TypeError, match="immutable"):
             setattr(value, "canary", canary)  # noqa: B010
-    for value in inert.GLOBALS.values():
+    for value in safe_globals.GLOBALS.values():
         if not isinstance(value, (type, torch.dtype)):
             assert isinstance(value, Sealed)
 

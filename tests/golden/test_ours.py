@@ -1,4 +1,4 @@
-"""What an earlier release of ours wrote loads, proves and converts as on the day when it was written."""
+"""What an earlier release of ours wrote loads, verifies and converts as on the day when it was written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNTRAINED = ("frozen", "seen", "head")
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_rank_loads_what_it_held(golden_of_ours: Path, name: str) -> None:
-    """All of it, on the sizes that it was saved on; and every byte is proved."""
+    """All of it, on the sizes that it was saved on; and every byte is verified."""
     directory = golden_of_ours / name / "ckpt"
     assert () == verify_checkpoint(directory, "step_2").problems
     for rank in range(4):

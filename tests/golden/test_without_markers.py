@@ -39,7 +39,7 @@ def test_it_loads_by_its_name(golden: Path, directory: Path, caplog: pytest.LogC
     assert len(golden_one.topologies) == sum(f"{TAG} has no 'done' marker" in text for text in caplog.messages)
 
 
-def test_it_is_opened_proved_and_converted_by_its_name(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_opened_verified_and_converted_by_its_name(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By functions and commands alike."""
     assert open_checkpoint(directory, TAG).topology.tp == 2
     assert () == verify_checkpoint(directory, TAG).problems

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.training.model import Setup, Trainer
 from tests.training.scenarios import save
 
@@ -47,7 +47,7 @@ def write(rank: int, root: str, name: str, setup: Setup) -> None:
 
 
 def main(target: str) -> None:
-    with tempfile.TemporaryDirectory() as root, WorkerPool(nproc=4, xla=True) as pool:
+    with tempfile.TemporaryDirectory() as root, RankPool(nproc=4, xla=True) as pool:
         for name, setup in SETUPS.items():
             pool.run(write, root, name, setup, timeout=300)
         with tarfile.open(target, "w:xz") as tar:

@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 import nxd_ckpt
 from nxd_ckpt.convert import export_checkpoint, output, pack_checkpoint, shard_writer
-from nxd_ckpt.convert.places import Place
+from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -90,8 +90,8 @@ def test_an_export_reads_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_on_a_store_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds it finds everything; what fails before leaves nothing."""
     log: list[Operation] = []
-    opened = Place.open
-    monkeypatch.setattr(Place, "open", lambda place, durable=True: _recording(opened(place, durable), log))
+    opened = Location.open
+    monkeypatch.setattr(Location, "open", lambda place, durable=True: _recording(opened(place, durable), log))
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     url = f"memory://{uuid.uuid4().hex}/hf"

@@ -94,7 +94,7 @@ def ranks(job: Job) -> list[Topology]:
 @pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize("name", JOBS)
 def test_every_rank_loads_what_a_conversion_by_hand_gives_it(tmp_path: Path, name: str, use_xser: bool) -> None:
-    """Any way to keep heads and experts, any sizes, both kinds of files; and the whole tag is proved."""
+    """Any way to keep heads and experts, any sizes, both kinds of files; and the whole tag is verified."""
     job, tag = JOBS[name], tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
     bring(tmp_path / "hf", tag, job, use_xser=use_xser)

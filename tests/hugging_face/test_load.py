@@ -27,7 +27,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from nxd_ckpt.testing.workers import WorkerError, WorkerPool
+from nxd_ckpt.testing.workers import RankPool, WorkerError
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, local_state, weights, write_config
@@ -309,8 +309,8 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[WorkerPool]:
-    with WorkerPool(nproc=4) as pool:
+def ranks() -> Iterator[RankPool]:
+    with RankPool(nproc=4) as pool:
         yield pool
 
 
@@ -333,7 +333,7 @@ def load_one_rank(rank: int, path: str, broken: int | None) -> State:
     return held(model)
 
 
-def test_the_ranks_of_a_job_load_together(ranks: WorkerPool, tmp_path: Path) -> None:
+def test_the_ranks_of_a_job_load_together(ranks: RankPool, tmp_path: Path) -> None:
     """Each its part, from the meta device; a failing rank fails all of them, and nothing is changed on any."""
     state = write_model(tmp_path, PIPELINE.model)
     found = ranks.run(load_one_rank, str(tmp_path), None)
@@ -344,7 +344,7 @@ def test_the_ranks_of_a_job_load_together(ranks: WorkerPool, tmp_path: Path) -> 
     assert [ShapeMismatch] * 4 == [type(cause) for cause in causes]
 
 
-def test_a_tensor_of_no_stage_is_refused(ranks: WorkerPool, tmp_path: Path) -> None:
+def test_a_tensor_of_no_stage_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """What all stages together do not take."""
     state = write_model(tmp_path, PIPELINE.model)
     save_file({**state, "model.layers.9.mlp.bias": torch.zeros(1)}, tmp_path / "model.safetensors")

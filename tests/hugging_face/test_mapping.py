@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.counterpart import Counterpart, counterparts, partition_of, whole_shape
 from nxd_ckpt.core.heads import Heads
+from nxd_ckpt.core.hf_slice import HfSlice, counterparts, partition_of, whole_shape
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
@@ -43,7 +43,7 @@ def as_it_lies(tensor: torch.Tensor, match: Match) -> torch.Tensor:
     return tensor if match.rule.stacked is None else tensor[None]
 
 
-def whole_from(state: State, match: Match, job: Job) -> tuple[torch.Tensor, list[Counterpart]]:
+def whole_from(state: State, match: Match, job: Job) -> tuple[torch.Tensor, list[HfSlice]]:
     """NxD's whole tensor put together from Hugging Face's; padding is zero."""
     sizes = sizes_of(job)
     shapes = [tuple(state[name].shape) for name in match.rule.names(match.numbers, sizes)]

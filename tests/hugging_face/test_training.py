@@ -14,7 +14,7 @@ import transformers
 from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.conftest import BUCKET
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, local_state, weights
@@ -65,7 +65,7 @@ SOAK = ("llama-mha", "mistral")
     "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else []) for name in CASES]
 )
 def test_a_model_trains_on_and_goes_back(
-    xla_ranks: WorkerPool, s3_server: S3Server, tmp_path: Path, name: str
+    xla_ranks: RankPool, s3_server: S3Server, tmp_path: Path, name: str
 ) -> None:
     """Loaded from save_pretrained's files it computes transformers' logits, and has the losses of the same steps in one
     process. Exports before and after them hold the ranks' weights to the last bit; with these from_pretrained computes

@@ -193,7 +193,7 @@ def test_experts_optimizer_is_written_in_plain_files_too(golden: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["a_dp2_zero1_pt", "b_dp2_zero1_xser"])
-def test_any_unzip_proves_the_files(golden: Path, tmp_path: Path, name: str) -> None:
+def test_any_unzip_verifies_the_files(golden: Path, tmp_path: Path, name: str) -> None:
     """Every file is a zip archive whose CRC-32s are there, and right."""
     files = torch_files(save_again(saved(golden, name), tmp_path))
     for path in files:

@@ -96,7 +96,7 @@ def test_values_and_param_groups_stand_beside_the_tensors(examples: Path) -> Non
 
 
 def test_a_changed_byte_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
-    """The digests of what is read are proved, also of a box."""
+    """The digests of what is read are verified, also of a box."""
     save_examples(tmp_path)
     checkpoint = open_checkpoint(tmp_path, "cut")
     stub: Any = checkpoint.opened.model_tree(checkpoint.topology.coordinates_of(0))["norm"]

@@ -46,7 +46,7 @@ def train(rank: int, url: str, options: dict[str, Any], number: int, begun: str)
 
 
 def values(url: str, options: dict[str, Any]) -> dict[str, int]:
-    """Which save every visible tag holds; each is complete, proved, and of one save on all ranks."""
+    """Which save every visible tag holds; each is complete, verified, and of one save on all ranks."""
     found: dict[str, int] = {}
     for info in list_tags(open_storage(url, storage_options=options)):
         if not info.complete:

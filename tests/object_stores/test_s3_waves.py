@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.storage.s3_upload import PART
+from nxd_ckpt.storage.s3.upload import PART
 from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.verify import verify_checkpoint
 from tests.conftest import BUCKET

@@ -49,12 +49,12 @@ NBYTES = sum(tensor.nbytes for tensor in STATE.values())
 
 KILLED = """
 import json, sys
-from nxd_ckpt.convert import copy_checkpoint, places
+from nxd_ckpt.convert import copy_checkpoint, locations
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
 hook = killing("create", "*/scheduler.pt")
-places.open_storage = lambda path, durable, options: HookedStorage(open_storage(path, durable, options), hook)
+locations.open_storage = lambda path, durable, options: HookedStorage(open_storage(path, durable, options), hook)
 copy_checkpoint(sys.argv[1], sys.argv[2], num_workers=1, storage_options=json.loads(sys.argv[3]))
 """
 

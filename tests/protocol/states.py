@@ -61,7 +61,7 @@ def save(saver: Checkpointer, tag: str, value: int, **options: Any) -> PendingSa
 
 
 def saved_value(path: str | os.PathLike[str], tag: str | None, world: int) -> int:
-    """Which save ``tag`` (None: the latest) holds; proves that every rank's part is of that save, bit for bit."""
+    """Which save ``tag`` (None: the latest) holds; verifies that every rank's part is of that save, bit for bit."""
     problems = verify_checkpoint(path, tag).problems
     assert () == problems
     values = set()

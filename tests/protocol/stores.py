@@ -116,7 +116,7 @@ def complete_tags(storage: Storage) -> list[str]:
 
 
 def value_in(store: MemoryStorage, tag: str, world: int = 1) -> int:
-    """Which save a tag holds; loads and proves every rank's part."""
+    """Which save a tag holds; loads and verifies every rank's part."""
     values = set()
     for rank in range(world):
         model: dict[str, torch.Tensor] = {}

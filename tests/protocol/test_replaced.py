@@ -26,8 +26,8 @@ from nxd_ckpt.cli.tags import directory_document
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.diff import diff_checkpoints
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
-from nxd_ckpt.runtime import journal
-from nxd_ckpt.runtime.agreement import StoreAgreement
+from nxd_ckpt.runtime.coordination import journal
+from nxd_ckpt.runtime.coordination.agreement import StoreAgreement
 from nxd_ckpt.runtime.load.loading import load as load_on_ranks
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
@@ -178,7 +178,7 @@ def test_the_error_says_what_happened(directory: Directory, disturb: str, what: 
 
 
 def test_what_reads_the_latest_reads_the_new_one(directory: Directory) -> None:
-    """Proving, opening, listing: no error, and nothing that looks like damage."""
+    """Verifying, opening, listing: no error, and nothing that looks like damage."""
 
     def read(_: int) -> None:
         assert () == verify_checkpoint(INPUT).problems

@@ -107,7 +107,7 @@ def test_a_job_that_was_taken_over_and_wakes_up(moment: Moment, tag: str) -> Non
 def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
     """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
     back; the other says what it knows."""
-    monkeypatch.setattr("nxd_ckpt.runtime.lease._EXCHANGE_TAKES", 0.0)  # here an exchange takes no time
+    monkeypatch.setattr("nxd_ckpt.runtime.coordination.lease._EXCHANGE_TAKES", 0.0)  # here an exchange takes no time
     rehearsal = Process(MemoryStorage())
     rehearsal.save("first", 1)
     rehearsal.arm(lambda operation: False)

@@ -76,7 +76,7 @@ def dies(rank: int, path: Path, run: str, victim: int, name: str, pattern: str) 
 
 
 def value_in(path: Path, tag: str) -> int:
-    """Which save a tag holds, to a reader that knows nothing of how it was written; proves both ranks' parts."""
+    """Which save a tag holds, to a reader that knows nothing of how it was written; verifies both ranks' parts."""
     values = set()
     for rank in range(2):
         model: dict[str, torch.Tensor] = {}

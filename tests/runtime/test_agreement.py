@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
-from nxd_ckpt.runtime.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.meeting import meet
+from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination.meeting import meet
 
 pytestmark = pytest.mark.plain
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.layout.names import HIDDEN
-from nxd_ckpt.runtime import journal
+from nxd_ckpt.runtime.coordination import journal
 from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.runtime import lease
-from nxd_ckpt.runtime.lease import Heartbeat, Lease
+from nxd_ckpt.runtime.coordination import lease
+from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, failing

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.errors import PeerTimeout
-from nxd_ckpt.runtime.agreement import StoreAgreement
-from nxd_ckpt.runtime.meeting import Venue
+from nxd_ckpt.runtime.coordination.agreement import StoreAgreement
+from nxd_ckpt.runtime.coordination.meeting import Venue
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

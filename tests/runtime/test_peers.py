@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nxd_ckpt.runtime.peers import Hub, Spoke
+from nxd_ckpt.runtime.coordination.peers import Hub, Spoke
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -59,7 +59,7 @@ def payload(log: list[Operation]) -> int:
 
 @pytest.mark.parametrize("use_xser", [False, True])
 def test_each_file_is_downloaded_once(tmp_path: Path, use_xser: bool) -> None:
-    """All is proved and loaded from the copies, and a second load, as of another rank, downloads none."""
+    """All is verified and loaded from the copies, and a second load, as of another rank, downloads none."""
     save(tmp_path / "run", 1.0, use_xser=use_xser)
     log: list[Operation] = []
     store = HookedStorage(as_store(tmp_path / "run"), recording(log))
@@ -113,7 +113,7 @@ def test_a_damaged_copy_is_refused_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("pre_download", "expected"), [(False, 1), (True, 1)])
 def test_nothing_is_downloaded_twice_by_default(tmp_path: Path, pre_download: bool, expected: int) -> None:
-    """From an object store; on a file system everything is proved first, which takes a second reading."""
+    """From an object store; on a file system everything is verified first, which takes a second reading."""
     save(tmp_path / "run", 1.0)
     options: dict[str, Any] = {"pre_download": True, "work_dir": tmp_path / "work"} if pre_download else {}
     passes = []

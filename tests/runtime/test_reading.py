@@ -1,4 +1,4 @@
-"""Parts of tensors that are proved as they are read: the right elements, no block of them read twice, none unproved."""
+"""Parts of tensors that are verified as they are read: the right elements, no block read twice, none unverified."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag import reading
-from nxd_ckpt.runtime.tag.proof import Entries
 from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.tag.verification import Entries
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.formats.test_assembly import Files, cases, index
@@ -78,7 +78,7 @@ def touched(leaf: Assembly) -> list[tuple[str, int]]:
 
 
 @given(cases(), st.data())
-def test_parts_are_proved_in_one_read(case: Case, data: st.DataObject) -> None:
+def test_parts_are_verified_in_one_read(case: Case, data: st.DataObject) -> None:
     """Of any boxes, cast and transposed: the blocks that they lie in are read, once, and nothing else."""
     files, leaf, expected, _ = case
     order = tuple(data.draw(st.permutations(range(expected.dim()))))
@@ -87,7 +87,7 @@ def test_parts_are_proved_in_one_read(case: Case, data: st.DataObject) -> None:
     log: list[Operation] = []
     out = torch.full_like(expected, -1.0)
     with blocks_of_32_bytes(), reader_of(files.contents, entries := entries_of(leaf, files), log) as reader:
-        reader.read_into(leaf, out, "w", compare=True, proved=False)
+        reader.read_into(leaf, out, "w", compare=True, verified=False)
         reader.finish()
         sizes = {file: entry.nbytes for (file, _), entry in entries.items()}
         needed = sum(min(BLOCK, sizes[file] - block * BLOCK) for file, block in touched(leaf))
@@ -97,7 +97,7 @@ def test_parts_are_proved_in_one_read(case: Case, data: st.DataObject) -> None:
 
 @given(cases(), st.data())
 def test_windows_of_a_tensor_share_blocks(case: Case, data: st.DataObject) -> None:
-    """Window by window, of a block that an earlier window proved the rest is read: every element is the right one."""
+    """Window by window, of a block that an earlier window verified the rest is read: every element is the right one."""
     files, leaf, expected, _ = case
     if not expected.dim():
         return
@@ -109,7 +109,7 @@ def test_windows_of_a_tensor_share_blocks(case: Case, data: st.DataObject) -> No
     with blocks_of_32_bytes(), reader_of(files.contents, entries_of(leaf, files), []) as reader:
         for window in windows:
             found.append(torch.full(window.size, -1.0, dtype=expected.dtype))
-            reader.read_into(leaf.within(window), found[-1], "w", compare=True, proved=False)
+            reader.read_into(leaf.within(window), found[-1], "w", compare=True, verified=False)
         reader.finish()
     assert torch.equal(expected, torch.cat(found, dim))
 
@@ -126,7 +126,7 @@ def test_what_is_asked_for_together_is_read_once(case: Case, data: st.DataObject
             out = torch.full(box.size, -1.0, dtype=expected.dtype)
             found.append((expected[index(box)], out))
             wanted.update(touched(leaf.within(box)))
-            reader.read_into(leaf.within(box), out, "w", compare=True, proved=False)
+            reader.read_into(leaf.within(box), out, "w", compare=True, verified=False)
         start = data.draw(st.integers(0, leaf.numel))
         memory = torch.full((data.draw(st.integers(start, leaf.numel)) - start,), -1.0, dtype=expected.dtype)
         if memory.numel():
@@ -158,7 +158,7 @@ def test_one_digest_for_a_tensor_is_compared_when_all_of_it_was_read(case: Case,
             for box in data.draw(st.lists(boxes_in(leaf.shape), min_size=1, max_size=3)):
                 out = torch.full(box.size, -1.0, dtype=expected.dtype)
                 found.append((expected[index(box)], out))
-                reader.read_into(leaf.within(box), out, "w", compare=True, proved=False)
+                reader.read_into(leaf.within(box), out, "w", compare=True, verified=False)
                 reader.wait()
             reader.finish()
             problem = ""
@@ -180,7 +180,7 @@ def test_damage_is_found_in_every_block_that_is_read(case: Case, data: st.DataOb
     out = torch.empty_like(expected)
     entries = entries_of(leaf, files)
     with blocks_of_32_bytes(), reader_of({**files.contents, file: bytes(changed)}, entries, []) as reader:
-        reader.read_into(leaf, out, "w", compare=True, proved=False)
+        reader.read_into(leaf, out, "w", compare=True, verified=False)
         if (file, at // BLOCK) in touched(leaf):
             with pytest.raises(DigestMismatch, match="tensor 'w'"):
                 reader.finish()

@@ -1,4 +1,4 @@
-"""Sharing among replicas: who proves what, on what terms, and a broadcast that fails for all when it fails for one."""
+"""Sharing among replicas: who verifies what, on what terms, and a broadcast that fails for all if it fails for one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nxd_ckpt import Topology
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import CheckpointError, DigestMismatch
 from nxd_ckpt.formats.tensors import Assembly, Part, StorageSpan, TensorStub
-from nxd_ckpt.runtime.agreement import Agreement
-from nxd_ckpt.runtime.load.replicas import FAST, WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.coordination.agreement import Agreement
+from nxd_ckpt.runtime.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.runtime.tag.reading import Leaf
 from tests.runtime.test_agreement import on_ranks
 
@@ -42,21 +42,21 @@ def leaves_of(sizes: Sequence[int]) -> Leaves:
     ]
 
 
-def shares_of(topology: Topology, leaves: Leaves) -> list[Shares]:
+def shares_of(topology: Topology, leaves: Leaves) -> list[ReplicaShares]:
     """Those of every rank."""
-    return [Shares(topology.at(rank), leaves) for rank in range(topology.world_size)]
+    return [ReplicaShares(topology.at(rank), leaves) for rank in range(topology.world_size)]
 
 
 @given(dp=st.integers(1, 9), sizes=st.lists(st.integers(1, 2**33), max_size=40))
 def test_every_leaf_has_one_owner_and_shares_are_alike(dp: int, sizes: list[int]) -> None:
-    """All replicas name the same owner, who alone proves the leaf; no share is larger than another by more than a
+    """All replicas name the same owner, who alone verifies the leaf; no share is larger than another by more than a
     leaf, and where one leaf is larger than a fair share, nothing is added to it."""
     leaves = leaves_of(sizes)
     shares = shares_of(Topology(dp=dp), leaves)
     held = [0] * dp
     for _, leaf in leaves:
         (owner,) = {each.owner(leaf) for each in shares}
-        assert [owner] == [place for place, each in enumerate(shares) if each.is_proved_here(leaf)]
+        assert [owner] == [place for place, each in enumerate(shares) if each.is_verified_here(leaf)]
         assert owner is not None
         held[owner] += leaf.numel
     assert sum(sizes) == shares[0].nbytes
@@ -73,12 +73,12 @@ def test_replicas_are_the_data_parallel_ranks_that_hold_the_same() -> None:
     assert [[0, 2], [1, 3], [0, 2], [1, 3]] == found
 
 
-def test_what_is_proved_as_one_is_shared_as_one() -> None:
-    """Tied weights, and others that are views of one record: it is read as a whole to prove any of them."""
+def test_what_is_verified_as_one_is_shared_as_one() -> None:
+    """Tied weights, and others that are views of one record: it is read as a whole to verify any of them."""
     [(_, whole), (_, other)] = leaves_of([100, 60])
     assert isinstance(whole, TensorStub)
     views: list[tuple[str, Leaf]] = [(f"view{at}", replace(whole, offset=at, shape=(10,))) for at in range(0, 100, 10)]
-    shares = Shares(Topology(dp=2), [*views, ("tied", replace(whole)), ("whole", whole), ("other", other)])
+    shares = ReplicaShares(Topology(dp=2), [*views, ("tied", replace(whole)), ("whole", whole), ("other", other)])
     assert {0} == {shares.owner(leaf) for _, leaf in [*views, ("whole", whole)]}
     assert 1 == shares.owner(other)
     assert 160 == shares.nbytes
@@ -92,10 +92,10 @@ def test_what_one_rank_alone_wants_is_its_own() -> None:
     for shares in shares_of(Topology(dp=2), [("model/w", model)]):
         assert 0 == shares.owner(model)
         assert None is shares.owner(shard)
-        assert shares.is_proved_here(shard)
+        assert shares.is_verified_here(shard)
 
 
-def relied_on(shares: Sequence[Shares], terms: Sequence[Any] = (None,)) -> list[bool]:
+def relied_on(shares: Sequence[ReplicaShares], terms: Sequence[Any] = (None,)) -> list[bool]:
     """What each of the ranks learns."""
 
     def agree(agreement: Agreement) -> bool:
@@ -111,8 +111,8 @@ def test_all_rely_on_each_other_or_none() -> None:
     assert [True] * 4 == relied_on(same) == relied_on(same, [["verify"]])
     assert [False] * 4 == relied_on(same, [True, True, False, True])
     for odd in (leaves[:1], leaves[::-1], leaves_of([5, 3])):
-        assert [False] * 4 == relied_on([*same[:3], Shares(topology.at(3), odd)])
-    assert [False] * 4 == relied_on([*same[:3], Shares(Topology(dp=4, rank=3), leaves)])
+        assert [False] * 4 == relied_on([*same[:3], ReplicaShares(topology.at(3), odd)])
+    assert [False] * 4 == relied_on([*same[:3], ReplicaShares(Topology(dp=4, rank=3), leaves)])
 
 
 TENSORS = [

@@ -19,10 +19,10 @@ from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.load_context import open_source
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.load.source import open_source
 from nxd_ckpt.runtime.paths import rank_file, staging_dir, verdict_dir
-from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
 from nxd_ckpt.runtime.save.publication import Staged
 from nxd_ckpt.runtime.save.session import Session
@@ -44,7 +44,7 @@ def voted(path: Path, ranks: int) -> LocalStorage:
     storage.make_dir(verdict_dir(ATTEMPT))
     for rank in range(ranks):
         vote = Vote(rank, plan={"tag": "t"}, replica="same", index=RankLine(1, 1))
-        ballot.cast(storage, ATTEMPT, vote)
+        voting.cast(storage, ATTEMPT, vote)
     first = Topology(dp=ranks).coordinates
     storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(first)}", dump_index(RankIndex(first, {}, ())))
     return storage
@@ -62,9 +62,9 @@ def test_the_verdict_costs_a_rank_the_same_whatever_their_number(tmp_path: Path)
     costs = []
     for ranks in (2, 64):
         storage = voted(tmp_path / str(ranks), ranks)
-        ballot.announce(storage, ATTEMPT, Verdict())
+        voting.announce(storage, ATTEMPT, Verdict())
         assert 1 == len(storage.list(verdict_dir(ATTEMPT)))
-        costs.append(operations(storage, lambda storage: ballot.await_verdict(storage, ATTEMPT, "t", 30.0)))
+        costs.append(operations(storage, lambda storage: voting.await_verdict(storage, ATTEMPT, "t", 30.0)))
     assert costs[0] == costs[1]
     assert 2 == costs[0].total()
 
@@ -72,7 +72,7 @@ def test_the_verdict_costs_a_rank_the_same_whatever_their_number(tmp_path: Path)
 def test_every_vote_is_read_once(tmp_path: Path) -> None:
     """However many there are, and nothing else is read; votes that are all there take one listing."""
     storage = voted(tmp_path, 64)
-    found = operations(storage, lambda storage: ballot.collect(storage, ATTEMPT, 64, 30.0))
+    found = operations(storage, lambda storage: voting.collect(storage, ATTEMPT, 64, 30.0))
     expected = {("read", rank_file(ATTEMPT, rank, "vote")): 1 for rank in range(64)}
     assert expected == {key: count for key, count in found.items() if key[0] != "list"}
     assert 65 == found.total()
@@ -83,7 +83,7 @@ def test_a_commit_costs_the_same_whatever_the_number_of_ranks(tmp_path: Path) ->
     costs = []
     for ranks in (2, 64):
         storage, topology = voted(tmp_path / str(ranks), ranks), Topology(dp=ranks)
-        votes = ballot.collect(storage, ATTEMPT, ranks, 30.0)
+        votes = voting.collect(storage, ATTEMPT, ranks, 30.0)
         request = Commit(Staged(ATTEMPT, "t"), Parts(), num_kept_ckpts=1)
 
         def decide(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.runtime.save.slots import forget_slots, writing_slot
+from nxd_ckpt.runtime.save.host_semaphore import forget_slots, writing_slot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job

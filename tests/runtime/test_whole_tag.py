@@ -12,7 +12,7 @@ from nxd_ckpt import open_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
 from tests.cli.checkpoints import CUTS, save_examples, whole
 from tests.convert.tags import unsharded
@@ -26,7 +26,7 @@ def read(opened: OpenTag, tag: WholeTag, name: str) -> torch.Tensor:
     assert (told.shape, told.dtype) == (leaf.shape, leaf.dtype)
     out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
     with opened.reader() as reader:
-        reader.read_into(leaf, out, name, compare=True, proved=False)
+        reader.read_into(leaf, out, name, compare=True, verified=False)
         reader.finish()
     return out
 

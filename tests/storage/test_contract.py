@@ -13,8 +13,8 @@ from threading import Barrier
 
 import pytest
 
-from nxd_ckpt.storage.base import Entry, Storage, Writer
-from nxd_ckpt.storage.s3_upload import PART
+from nxd_ckpt.storage.base import DirEntry, Storage, Writer
+from nxd_ckpt.storage.s3.upload import PART
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.s3_server import S3Server
 from tests.storage.storages import MAKERS
@@ -166,9 +166,9 @@ def test_listing(storage: Storage) -> None:
     """Names directly below, sorted; names that merely begin alike are others."""
     for key in ("run/b", "run/a/x", "run/a/y/z", "run-2", "running/c"):
         storage.write(key, b"1")
-    assert [Entry("a", True), Entry("b", False)] == storage.list("run")
-    assert [Entry("x", False), Entry("y", True)] == storage.list("run/a")
-    assert [Entry("run", True), Entry("run-2", False), Entry("running", True)] == storage.list()
+    assert [DirEntry("a", True), DirEntry("b", False)] == storage.list("run")
+    assert [DirEntry("x", False), DirEntry("y", True)] == storage.list("run/a")
+    assert [DirEntry("run", True), DirEntry("run-2", False), DirEntry("running", True)] == storage.list()
 
 
 def test_removing(storage: Storage) -> None:
@@ -176,10 +176,10 @@ def test_removing(storage: Storage) -> None:
     for key in ("run/b", "run/a/x", "run/a/y/z", "run-2"):
         storage.write(key, b"1")
     storage.remove("run/a")
-    assert [Entry("b", False)] == storage.list("run")
+    assert [DirEntry("b", False)] == storage.list("run")
     storage.remove("run/b")
     storage.remove("run")
-    assert [Entry("run-2", False)] == storage.list()
+    assert [DirEntry("run-2", False)] == storage.list()
 
 
 def test_times(storage: Storage) -> None:

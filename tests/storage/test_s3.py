@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage import s3_upload
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.s3_bucket import S3Options
-from nxd_ckpt.storage.s3_upload import MOST_PARTS, PART, part_nbytes
+from nxd_ckpt.storage.s3 import upload
+from nxd_ckpt.storage.s3.bucket import S3Options
+from nxd_ckpt.storage.s3.upload import MOST_PARTS, PART, part_nbytes
 from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.s3_server import S3Server
@@ -80,9 +80,9 @@ def test_the_cap_covers_all_bytes(s3_server: S3Server, monkeypatch: pytest.Monke
 def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all writers of the process; who writes more than that waits."""
     lock, now, most = threading.Lock(), 0, 0
-    upload_part = s3_upload.S3Writer._upload_part
+    upload_part = upload.S3Writer._upload_part
 
-    def counted(self: s3_upload.S3Writer, number: int, views: list[memoryview]) -> dict[str, object]:
+    def counted(self: upload.S3Writer, number: int, views: list[memoryview]) -> dict[str, object]:
         nonlocal now, most
         with lock:
             now += 1
@@ -93,7 +93,7 @@ def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monk
             with lock:
                 now -= 1
 
-    monkeypatch.setattr(s3_upload.S3Writer, "_upload_part", counted)
+    monkeypatch.setattr(upload.S3Writer, "_upload_part", counted)
     data = bytes(8 * PART)
     writers = [storage.create(f"key{number}", len(data)) for number in range(3)]
     threads = [threading.Thread(target=writer.write_at, args=(0, data)) for writer in writers]
@@ -103,7 +103,7 @@ def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monk
         thread.join()
     for writer in writers:
         writer.close()
-    assert 1 < most <= s3_upload.IN_FLIGHT
+    assert 1 < most <= upload.IN_FLIGHT
     assert [len(data)] * 3 == [storage.size(f"key{number}") for number in range(3)]
 
 

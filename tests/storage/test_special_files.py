@@ -11,7 +11,7 @@ import pytest
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import Entry
+from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -47,7 +47,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(MalformedFile, match=what):
             storage.size("it")
     assert not storage.is_file("it")
-    assert [Entry("it", kind == "directory")] == storage.list()
+    assert [DirEntry("it", kind == "directory")] == storage.list()
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:

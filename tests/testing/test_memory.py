@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_ckpt.storage.base import Entry
+from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.testing.memory import MemoryStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -24,7 +24,7 @@ def test_an_object_store_has_keys_and_nothing_else() -> None:
     store.make_dir("empty")
     store.write("tag/model/x", b"1")
     store.set_time("tag/model/x", 1.5)
-    assert [Entry("tag", True)] == store.list()
+    assert [DirEntry("tag", True)] == store.list()
     assert (False, True) == (store.is_dir("empty"), store.is_dir("tag/model"))
     assert store.time("tag/model/x").is_integer()
     with pytest.raises(OSError, match="renames nothing"):
@@ -77,7 +77,7 @@ def test_a_file_system_in_memory_renames_directories() -> None:
     store.make_dir("staging/a/empty")
     store.write("staging/a/model/x", b"1")
     store.rename("staging/a", "tag")
-    assert [Entry("empty", True), Entry("model", True)] == store.list("tag")
+    assert [DirEntry("empty", True), DirEntry("model", True)] == store.list("tag")
     store.set_time("tag/model/x", 1.5)
     assert (b"1", 1.5) == (store.read("tag/model/x"), store.time("tag/model/x"))
     store.make_dir("staging/b")

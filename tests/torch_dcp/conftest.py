@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 
 
 @pytest.fixture(scope="package")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as started:
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
         yield started

@@ -38,9 +38,9 @@ from nxd_ckpt.errors import (
     UnsafePickle,
 )
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
@@ -159,7 +159,7 @@ def save_whole(directory: Path, state: dict[str, Any]) -> None:
     save(state, checkpoint_id=directory, no_dist=True)
 
 
-def test_what_two_ranks_saved_under_fsdp2_becomes_a_tag(tmp_path: Path, pool: WorkerPool) -> None:
+def test_what_two_ranks_saved_under_fsdp2_becomes_a_tag(tmp_path: Path, pool: RankPool) -> None:
     """Chunks of DTensors, even and uneven, of model and optimizer; and torch's ranks resume what becomes of it."""
     [expected, _] = pool.run(ranks.save_fsdp2, tmp_path / "dcp")
     from_dcp(tmp_path / "dcp", tmp_path / "tag", dp=2, tp=1, optimizer="zero1")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.adapters.dcp import StorageReader
 from nxd_ckpt.errors import DigestMismatch
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.bad_input.live import jobs
 from tests.cli.checkpoints import CONTENT, CUTS, save_examples, whole
 from tests.convert.tags import unsharded
@@ -80,7 +80,7 @@ def test_any_boxes_equal_those_of_the_whole_tensors(examples: Path, boxes: list[
     assert list(range(len(boxes))) == sorted(planner.committed)
 
 
-def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path, pool: WorkerPool) -> None:
+def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path, pool: RankPool) -> None:
     """Even and uneven DTensors; FSDP2 resumes what was saved, of plain and ZeRO-1 tags, and trains on alike."""
     [job] = jobs()
     before = ranks.picture(job.model, job.optimizer)
@@ -127,7 +127,7 @@ def test_state_dicts_may_have_other_keys_and_one_reader_another_tag(examples: Pa
 
 
 def test_changed_bytes_are_refused(tmp_path: Path) -> None:
-    """What is read is proved, and the error names the tensor."""
+    """What is read is verified, and the error names the tensor."""
     save_examples(tmp_path)
     [file] = (tmp_path / "z_plain" / "model").glob("*.pt")
     data = bytearray(file.read_bytes())

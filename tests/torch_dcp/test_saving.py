@@ -201,7 +201,7 @@ def load_bytes(data: bytes, scratch: Path) -> Any:
 
 @pytest.mark.parametrize("damaged", [".metadata", "__0_0.distcp", "__1_1.distcp"])
 def test_damage_is_found_before_anything_changes(tmp_path: Path, damaged: str) -> None:
-    """Metadata, values and tensors are each proved by a digest of ours."""
+    """Metadata, values and tensors are each verified by a digest of ours."""
     ranks = ranks_of(dp=2)
     save_twice(tmp_path, ranks)
     file = tmp_path / "t" / "optim" / damaged

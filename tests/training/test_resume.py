@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.testing.s3_server import S3Server
-from nxd_ckpt.testing.workers import WorkerPool
+from nxd_ckpt.testing.workers import RankPool
 from tests.conftest import BUCKET
 from tests.training import scenarios
 from tests.training.model import Setup
@@ -45,14 +45,14 @@ def setup(name: str, **fields: Any) -> Any:
         setup("dp4_ep2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
     ],
 )
-def test_a_resumed_run_is_the_same_run(xla_ranks: WorkerPool, tmp_path: Path, what: Setup) -> None:
+def test_a_resumed_run_is_the_same_run(xla_ranks: RankPool, tmp_path: Path, what: Setup) -> None:
     """Save, start again from another seed, load: state and all later losses are equal to the last bit."""
     problems = xla_ranks.run(scenarios.resume_equals_uninterrupted, str(tmp_path / "ckpt"), what, 99, timeout=240)
     assert [[]] * 4 == problems
 
 
 @pytest.mark.parametrize("options", [ASYNC, XSER], ids=["async", "xser"])
-def test_a_run_resumes_from_a_store(xla_ranks: WorkerPool, s3_server: S3Server, options: Any) -> None:
+def test_a_run_resumes_from_a_store(xla_ranks: RankPool, s3_server: S3Server, options: Any) -> None:
     """As from a directory, to the last bit; the store is found as boto3 finds it, in the environment."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16", options=options)
     url = f"s3://{BUCKET}/resume-{uuid.uuid4().hex}"
@@ -61,7 +61,7 @@ def test_a_run_resumes_from_a_store(xla_ranks: WorkerPool, s3_server: S3Server, 
     assert [] == s3_server.unfinished(BUCKET)
 
 
-def test_a_load_filters_and_renames(xla_ranks: WorkerPool, s3_server: S3Server, tmp_path: Path) -> None:
+def test_a_load_filters_and_renames(xla_ranks: RankPool, s3_server: S3Server, tmp_path: Path) -> None:
     """What is left out stays on every rank, shards of weights too; the rest is what was saved, to the last bit."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
     url = f"s3://{BUCKET}/filters-{uuid.uuid4().hex}"
@@ -69,7 +69,7 @@ def test_a_load_filters_and_renames(xla_ranks: WorkerPool, s3_server: S3Server, 
     assert [[]] * 4 == xla_ranks.run(scenarios.filtered_from_a_store, *arguments, timeout=240)
 
 
-def test_saving_and_loading_compile_nothing(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+def test_saving_and_loading_compile_nothing(xla_ranks: RankPool, tmp_path: Path) -> None:
     """The compile counter is flat over a second save, over a load, and over the step after it."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
     counts = xla_ranks.run(scenarios.compile_counts, str(tmp_path / "ckpt"), what, timeout=240)
@@ -77,7 +77,7 @@ def test_saving_and_loading_compile_nothing(xla_ranks: WorkerPool, tmp_path: Pat
         assert (before, before_load, before_load) == (after_save, after_load, after_step)
 
 
-def test_the_first_step_after_a_load_is_a_step_like_any_other(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+def test_the_first_step_after_a_load_is_a_step_like_any_other(xla_ranks: RankPool, tmp_path: Path) -> None:
     """Its graph is the one that the uninterrupted run compiled, although new constants wait on the device."""
     what = Setup((("dp", 2), ("tp", 2)), constant=True)
     counts = xla_ranks.run(scenarios.compile_counts_of_new_objects, str(tmp_path / "ckpt"), what, timeout=240)
@@ -85,7 +85,7 @@ def test_the_first_step_after_a_load_is_a_step_like_any_other(xla_ranks: WorkerP
         assert after_load == after_step
 
 
-def test_what_is_saved_is_the_state_at_the_call(xla_ranks: WorkerPool, tmp_path: Path) -> None:
+def test_what_is_saved_is_the_state_at_the_call(xla_ranks: RankPool, tmp_path: Path) -> None:
     """Parameters, moments and step may change right after an async save returned."""
     what = Setup((("dp", 2), ("tp", 2)), options=XSER)
     problems = xla_ranks.run(scenarios.snapshot_is_of_the_call, str(tmp_path / "ckpt"), what, timeout=240)

@@ -2,7 +2,7 @@
 
 Makes a model of float32 sharded over tp=4, the same saved on tp=2, and one with other values. Each pair is compared
 again and again, each time after the same files were read with plain preads by as many threads, and read so with a
-CRC-32 of each 4 MiB, which is what it takes to prove them. Printed are medians, their ratios, and how much memory a
+CRC-32 of each 4 MiB, which is what it takes to verify them. Printed are medians, their ratios, and how much memory a
 comparison took beyond an interpreter with torch. The files come from the page cache: the processor is what is measured,
 whose seconds are printed too, as they say more where others use the machine.
 """
@@ -63,21 +63,21 @@ def make(directory: Path, gib: float) -> None:
         run(MAKE, directory, tag, tp, seed, count, rows, COLUMNS)
 
 
-def read(folders: list[Path], *, prove: bool) -> tuple[float, float]:
-    """Seconds that plain preads of all files take, and those of the processors; with ``prove``, digests too."""
+def read(folders: list[Path], *, verify: bool) -> tuple[float, float]:
+    """Seconds that plain preads of all files take, and those of the processors; with ``verify``, digests too."""
     files = [path for folder in folders for path in sorted(folder.rglob("*.pt"))]
     started, used = time.monotonic(), time.process_time()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(partial(_read, prove=prove), files))
+        list(threads.map(partial(_read, verify=verify), files))
     return time.monotonic() - started, time.process_time() - used
 
 
-def _read(path: Path, *, prove: bool) -> None:
+def _read(path: Path, *, verify: bool) -> None:
     memory, at = memoryview(bytearray(PIECE)), 0
     fd = os.open(path, os.O_RDONLY)
     try:
         while nbytes := os.preadv(fd, [memory], at):
-            if prove:
+            if verify:
                 crc32(memory[:nbytes])
             at += nbytes
     finally:
@@ -100,12 +100,12 @@ def main() -> None:
         make(directory, args.gib)
         for what, tags in TAGS.items():
             folders = [directory / tag for tag in tags]
-            read(folders, prove=False)
+            read(folders, verify=False)
             found: dict[str, list[tuple[float, float]]] = {"preads": [], "preads and digests": [], "diff": []}
             peaks, nbytes = [], 0.0
             for _ in range(args.rounds):
-                found["preads"].append(read(folders, prove=False))
-                found["preads and digests"].append(read(folders, prove=True))
+                found["preads"].append(read(folders, verify=False))
+                found["preads and digests"].append(read(folders, verify=True))
                 seconds, used, peak, nbytes = map(float, run(DIFF, directory, *tags).split())
                 found["diff"].append((seconds, used))
                 peaks.append(peak)

@@ -24,10 +24,10 @@ from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index, load_
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.load_context import open_source
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.load.source import open_source
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
-from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
 from nxd_ckpt.runtime.save.publication import Staged
 from nxd_ckpt.runtime.save.session import Session
@@ -87,15 +87,15 @@ def many_ranks(directory: Path, count: int) -> dict[str, float]:
 
     def cast_all() -> None:
         for vote in votes:
-            ballot.cast(storage, ATTEMPT, vote)
+            voting.cast(storage, ATTEMPT, vote)
 
     clock("all votes", cast_all)
-    collected = clock("collect", lambda: ballot.collect(storage, ATTEMPT, count, 60.0))
+    collected = clock("collect", lambda: voting.collect(storage, ATTEMPT, count, 60.0))
     request = Commit(Staged(ATTEMPT, "step"), Parts(), num_kept_ckpts=2)
     session = Session(storage, topology, "run", 60.0)
     clock("judge, commit", lambda: commit(session, topology, collected, request))
-    ballot.announce(storage, ATTEMPT, Verdict())
-    clock("one verdict", lambda: ballot.await_verdict(storage, ATTEMPT, "step", 60.0))
+    voting.announce(storage, ATTEMPT, Verdict())
+    clock("one verdict", lambda: voting.await_verdict(storage, ATTEMPT, "step", 60.0))
     clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "step")))
     return clock.seconds
 

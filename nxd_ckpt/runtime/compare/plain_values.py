@@ -11,7 +11,7 @@ from nxd_ckpt.errors import UnsafePickle
 from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
 from nxd_ckpt.runtime.compare.tally import Tally
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.tag.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 
 class _Absent:

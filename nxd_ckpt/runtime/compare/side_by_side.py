@@ -1,4 +1,4 @@
-"""Two tags read side by side, in windows: the same elements of both, proved, in memory that does not grow.
+"""Two tags read side by side, in windows: the same elements of both, verified, in memory that does not grow.
 
 Each tag has its reader and that its threads, and while a window is looked at the next one is read.
 """
@@ -19,7 +19,7 @@ from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 
 _WINDOW = 16 * 2**20
-"""Bytes of a window of each tag; there are two windows of each. Whole blocks, which are proved where they arrive."""
+"""Bytes of a window of each tag; there are two windows of each. Whole blocks, which are verified where they arrive."""
 _ALIGNED = 64
 
 Leaf = TensorStub | Assembly
@@ -89,7 +89,7 @@ def _read(reader: LeafReader, leaf: Leaf, piece: _Piece[Key], memory: memoryview
     """Have the piece read into the memory; what it will be."""
     out = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=piece.box.numel)
     wanted = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
-    reader.read_into(wanted, out.view(piece.box.size), piece.pair.name, compare=True, proved=False)
+    reader.read_into(wanted, out.view(piece.box.size), piece.pair.name, compare=True, verified=False)
     return out
 
 
@@ -112,7 +112,7 @@ def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Piece[Key]]]:
 def _boxes(pair: Pair[Key], limit: int) -> Iterator[Box]:
     """Boxes of at most ``limit`` elements that cover the tensors: what has its bytes together in a file of one tag."""
     whole = Box.whole(pair.a.shape)
-    if whole.numel <= limit:  # no longer than it takes: a whole tensor is read and proved at once
+    if whole.numel <= limit:  # no longer than it takes: a whole tensor is read and verified at once
         yield from [whole] * bool(whole.numel)
         return
     targets = min(([part.target for part in Assembly.of(leaf).parts] for leaf in (pair.a, pair.b)), key=len)

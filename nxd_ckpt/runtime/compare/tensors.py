@@ -12,7 +12,7 @@ from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Pair, SideBySide
 from nxd_ckpt.runtime.compare.tally import Tally
 from nxd_ckpt.runtime.progress import Counter
-from nxd_ckpt.runtime.tag.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,21 @@ def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | No
     return CachedStorage(storage, tag, _version(storage, tag), work_dir)
 
 
-def download(cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, told: bool, progress: bool) -> None:
-    """Fetch the files that ``leaves`` are read from; ``told`` says that this rank speaks for all.
+def download(
+    cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, reports_progress: bool, progress: bool
+) -> None:
+    """Fetch the files that ``leaves`` are read from; ``reports_progress`` says that this rank speaks for all.
 
     Raises OSError.
     """
     keys = {f"{opened.tag}/{file}".lstrip("/") for leaf in leaves for file in _files(leaf)}
-    shown = told and progress and is_watched()
+    shown = reports_progress and progress and is_watched()
     total = sum(cache.size(key) for key in keys) if shown else 0
     counter = Counter()
     started = time.monotonic()
     with watched("download", total, lambda: counter.nbytes, shown):
         nbytes = cache.fetch(keys, counter.add)
-    if told:
+    if reports_progress:
         report("downloaded", opened.where, nbytes, started)
 
 

@@ -10,7 +10,7 @@ from nxd_ckpt.core.filtering import unmatched
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import KeyMismatch, RanksDisagree
-from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.runtime.ignoring import digest
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
@@ -127,11 +127,11 @@ def word_of(options: LoadOptions) -> dict[str, str]:
         "load_weights_only": options.load_weights_only,
         "strict_model_weights": options.strict_model_weights,
     }
-    shown = {name: _shown(value) for name, value in given.items()}  # of whatever type: nothing is validated yet
+    shown = {name: _value_text(value) for name, value in given.items()}  # of whatever type: nothing is validated yet
     return {name: text for name, text in shown.items() if text not in _NOTHING}
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """The same text for equal values; of a long one its beginning and a digest."""
     value = dict(sorted(value.items(), key=repr)) if isinstance(value, Mapping) else value
     text = repr(sorted(value, key=repr) if isinstance(value, (list, tuple, set, frozenset)) else value)

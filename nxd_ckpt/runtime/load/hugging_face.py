@@ -24,8 +24,7 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNot
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.mappings import find_mapping
-from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.hugging_face.mapped_directory import MappedDirectory
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
@@ -33,6 +32,7 @@ from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
+from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -72,9 +72,9 @@ def load_hugging_face(
     all_speak = agreement.world_size == topology.world_size or topology.pp == 1
     if all_speak:  # else one process plays one stage of several
         decided_by_rank0(agreement, lambda: prepared.refuse_unused(name for names in taken or [] for name in names))
-    told = agreement.rank == 0
-    on_all(agreement, lambda: prepared.apply(shown=told and options.progress))
-    if told and logger.isEnabledFor(logging.INFO):
+    reports_progress = agreement.rank == 0
+    on_all(agreement, lambda: prepared.apply(shown=reports_progress and options.progress))
+    if reports_progress and logger.isEnabledFor(logging.INFO):
         report("loaded", prepared.where, prepared.nbytes, started)
 
 

@@ -3,7 +3,7 @@
 The optimizer comes second because shards without saved master weights are cut from the model's *loaded* parameters.
 Nothing is kept in memory between the two phases but where the bytes lie: what is verified first is read again then,
 mostly from the page cache, and compared again. With ``verify="reading"`` there is the second phase only. Data-parallel
-replicas, which want the same model, share the proving, and where storage is slow the reading.
+replicas, which want the same model, share the verifying, and where storage is slow the reading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointNotFound, RanksDisagree
 from nxd_ckpt.layout.hugging_face import is_hugging_face
-from nxd_ckpt.runtime.agreement import Agreement, Alone, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.load.downloading import open_cache
 from nxd_ckpt.runtime.load.filter_agreement import word_of
 from nxd_ckpt.runtime.load.hugging_face import load_hugging_face
@@ -66,7 +66,7 @@ def load(
             return None
         given = (model, optimizer, scheduler)
         prepared = _load(storage, topology, agreement, chosen, given, options, timeout, touched)
-        if prepared.told and logger.isEnabledFor(logging.INFO):
+        if prepared.reports_progress and logger.isEnabledFor(logging.INFO):
             report("loaded", prepared.where, prepared.nbytes, started)
         return prepared.user_content
 
@@ -107,7 +107,7 @@ def _load(
             unmatched.complain(agreement, topology, options.strict)
             on_all(agreement, prepared.find)
         prepared.refuse_unmatched(agreement)
-        prepared.told = agreement.rank == 0
+        prepared.reports_progress = agreement.rank == 0
         with prepared.reader:
             prepared.share(agreement)
             on_all(agreement, prepared.verify)

@@ -29,7 +29,7 @@ class LoadOptions:
             "user_content", "rank_content" (and their keys, as "rank_content/epoch") and "rng", which is a random state
             that ``capture_random_state`` gave, in rank_content. ``*`` stands for anything, slashes too, and a name for
             all that is below it. Or a function from the list of all names to those that are left out. What is left out
-            keeps its live value, and is neither read nor proved. Names are the live ones, after ``key_mapping``.
+            keeps its live value, and is neither read nor verified. Names are the live ones, after ``key_mapping``.
         load_weights_only: the model alone, also where the others are given. ZeRO-1 shards are cut from its weights.
         num_workers: accepted for the sake of existing scripts; every rank reads its own files at once.
         use_zero1_dcp: accepted likewise; the format is detected.
@@ -38,8 +38,8 @@ class LoadOptions:
             say it (neuronx_distributed's).
         partitions: how live parameters are cut over tensor-parallel ranks, by name, where their attributes were lost.
         rank_content: an empty dict, filled with what this rank saved as ``rank_content``; not on other sizes.
-        verify: True proves the digests of all tensors' bytes, on all ranks, before anything is changed on any.
-            "reading" proves them as they arrive where they belong, which saves a pass: an error on one rank is raised
+        verify: True verifies the digests of all tensors' bytes, on all ranks, before anything is changed on any.
+            "reading" verifies them as they arrive where they belong, which saves a pass: an error on one rank is raised
             on all then, but live state may be overwritten in part. False compares none; structure, sizes and indexes
             are checked all the same. None is True where reading twice is cheap, which is on file systems and with
             ``pre_download``, and "reading" on object stores, where True would download everything twice.
@@ -86,7 +86,7 @@ class LoadOptions:
 
     @property
     def verifies_first(self) -> bool:
-        """Whether everything is proved before anything changes."""
+        """Whether everything is verified before anything changes."""
         return self.verify is True
 
     def settled(self, reads_are_cheap: bool) -> LoadOptions:
@@ -100,8 +100,8 @@ class LoadOptions:
         known = self.verify is None or isinstance(self.verify, (bool, str))
         if not known or self.verify not in (None, True, False, "reading"):
             raise InvalidArgument(
-                f"verify={self.verify!r}: expected True (prove all digests before anything changes), 'reading' (as the "
-                "bytes arrive), False (not at all) or None (one of the former two, by where the checkpoint is)"
+                f"verify={self.verify!r}: expected True (compare all digests before anything changes), 'reading' (as "
+                "the bytes arrive), False (not at all) or None (one of the former two, by where the checkpoint is)"
             )
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is where pre_download=True keeps its copies: pass that too, or neither")

@@ -1,4 +1,4 @@
-"""A load between its phases: what it found that fits, proves, and then puts where it belongs."""
+"""A load between its phases: what it found that fits, verifies, and then puts where it belongs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import allocated
-from nxd_ckpt.runtime.agreement import Agreement
+from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.load.downloading import download
 from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
+from nxd_ckpt.runtime.load.load_context import open_source
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.load.parts import demand, own_content, part_names
 from nxd_ckpt.runtime.load.renamed_tag import RenamedTag
-from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, Shares, agree_on_shares, open_broadcast
+from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.runtime.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
-from nxd_ckpt.runtime.load.source import open_source
 from nxd_ckpt.runtime.progress import is_watched, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf
@@ -42,13 +42,13 @@ _MEASURED = 64 * 2**20
 
 
 class PreparedLoad:
-    """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are proved too, :meth:`apply`
+    """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are verified too, :meth:`apply`
     only copies.
 
-    ``told`` says that this rank shows progress for all.
+    ``reports_progress`` says that this rank shows progress for all.
     """
 
-    told = False
+    reports_progress = False
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class PreparedLoad:
         self._rank_content = own_content(opened, self._topology) if wants_own else None
         self.reader = opened.reader()
         self._delivery = Delivery(self.reader, self._read_into)
-        self._shares: Shares | None = None
+        self._shares: ReplicaShares | None = None
         self._broadcast: Broadcast | None = None
 
     def refuse_unmatched(self, agreement: Agreement) -> None:
@@ -140,34 +140,35 @@ class PreparedLoad:
     def share(self, agreement: Agreement) -> None:
         """Find out what the data-parallel replicas have in common; all ranks at once."""
         if agreement.world_size > 1:
-            shares = Shares(self._topology, list(self._trees.replicated_leaves()))
-            # What decides which leaves are proved, and in which order they are read.
+            shares = ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
+            # What decides which leaves are verified, and in which order they are read.
             adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
             terms = [self._options.verify, self._options.pre_download, *adapters]
             agreed = agree_on_shares(agreement, shares, terms)
-            # Copies on a local disk are this host's own: nobody else has proved or can read them.
+            # Copies on a local disk are this host's own: nobody else has verified or can read them.
             self._shares = shares if agreed and self._cache is None else None
 
     def verify(self) -> None:
-        """Prove every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
+        """Verify every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
 
         With ``pre_download``, the files that are needed are brought first.
         """
-        with self._opened.kept(proved=self._is_proved):
+        with self._opened.kept(verified=self._is_verified):
             self._verify()
 
     def _verify(self) -> None:
         if self._cache is not None:
             needed = (leaf for _, leaf in self._trees.leaves())
-            download(self._cache, self._opened, needed, told=self.told, progress=self._options.progress)
+            shown = {"reports_progress": self.reports_progress, "progress": self._options.progress}
+            download(self._cache, self._opened, needed, **shown)
         if not self._options.verifies_first:
             return
         leaves = self._trees.leaves()
-        mine = [one for one in leaves if self._shares is None or self._shares.is_proved_here(one[1])]
+        mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
         try:
             with self._watched("verify", (leaf for _, leaf in mine)), garbage_left():
                 for name, leaf in mine:
-                    self.reader.prove(leaf, name)
+                    self.reader.verify(leaf, name)
                 self.reader.finish()
         except CorruptCheckpoint as error:
             if self._cache is None:
@@ -180,7 +181,7 @@ class PreparedLoad:
         return self._opened.where
 
     @property
-    def _is_proved(self) -> bool:
+    def _is_verified(self) -> bool:
         """Whether a tensor's bytes of another save would be noticed."""
         return self._opened.manifest is not None and self._options.verify is not False
 
@@ -206,7 +207,7 @@ class PreparedLoad:
 
     def _watched(self, what: str, leaves: Iterable[Leaf]) -> AbstractContextManager[None]:
         """A bar of these leaves, on the rank that tells."""
-        if not (self.told and self._options.progress and is_watched()):
+        if not (self.reports_progress and self._options.progress and is_watched()):
             return nullcontext()  # without adding up all leaves
         done = self.reader.done
         before = done.nbytes
@@ -219,14 +220,14 @@ class PreparedLoad:
             rate = self._read_rate(self._shares) if wanted is None else math.inf
             self._broadcast = open_broadcast(agreement, self._shares, wanted, rate, timeout)
 
-    def _read_rate(self, shares: Shares) -> float:
-        """Bytes per second of reading what another replica proved: from the page cache, if that one is on this host."""
+    def _read_rate(self, shares: ReplicaShares) -> float:
+        """Bytes per second of reading what another replica verified: from the page cache, if both share a host."""
         nbytes, started = 0, time.monotonic()
         if shares.nbytes < WORTH_IT:
             return math.inf
         try:
             for name, leaf in self._trees.replicated_leaves():
-                if nbytes < _MEASURED and not shares.is_proved_here(leaf):
+                if nbytes < _MEASURED and not shares.is_verified_here(leaf):
                     out = allocated(leaf.shape, leaf.dtype)
                     self.reader.read_into(leaf, out, name, compare=False)
                     nbytes += out.nbytes
@@ -240,7 +241,7 @@ class PreparedLoad:
         with (
             self._broadcast or nullcontext(),
             overwriting(self.where),
-            self._opened.kept(proved=self._options.verifies_first or self._is_proved),
+            self._opened.kept(verified=self._options.verifies_first or self._is_verified),
             self._watched("load", (leaf for _, leaf in self._trees.leaves())),
         ):
             self._fill()
@@ -285,8 +286,8 @@ class PreparedLoad:
         self.reader.finish()
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
-        compare, proved = self._options.verify is not False, self._options.verifies_first
-        self.reader.read_into(leaf, out, self._trees.name_by_leaf[id(leaf)], compare=compare, proved=proved)
+        compare, verified = self._options.verify is not False, self._options.verifies_first
+        self.reader.read_into(leaf, out, self._trees.name_by_leaf[id(leaf)], compare=compare, verified=verified)
 
 
 @contextmanager

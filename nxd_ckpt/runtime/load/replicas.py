@@ -1,6 +1,6 @@
-"""Data-parallel replicas loading together: what all of them want, each proves and reads a share of.
+"""Data-parallel replicas loading together: what all of them want, each verifies and reads a share of.
 
-Proving is always shared out where the replicas want the same leaves: a digest need not be compared twice. Reading is
+Verifying is always shared out where the replicas want the same leaves: a digest need not be compared twice. Reading is
 shared, and what was read broadcast through gloo on the host, where storage is slow enough for that to be faster.
 """
 
@@ -22,7 +22,7 @@ from nxd_ckpt import errors
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import Assembly, byte_view, itemsize
-from nxd_ckpt.runtime.agreement import Agreement, on_all
+from nxd_ckpt.runtime.coordination.agreement import Agreement, on_all
 from nxd_ckpt.runtime.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")
@@ -38,10 +38,10 @@ _CHUNK = 256 * 2**20
 """Bytes that are broadcast at once, at most: a timeout is for what makes no progress, not for what is large."""
 
 
-class Shares:
-    """Who of the replicas of ``topology`` proves, and may read, which of the leaves that all of them want.
+class ReplicaShares:
+    """Who of the replicas of ``topology`` verifies, and may read, which of the leaves that all of them want.
 
-    ``leaves`` are (global name, leaf), in one order on all replicas. ``nbytes`` is what they have to prove together.
+    ``leaves`` are (global name, leaf), in one order on all replicas. ``nbytes`` is what they have to verify together.
     """
 
     def __init__(self, topology: Topology, leaves: Sequence[tuple[str, Leaf]]) -> None:
@@ -58,11 +58,11 @@ class Shares:
         """The place in ``ranks`` of who reads it; None for what this rank alone wants."""
         return self._owners.get(id(leaf))
 
-    def is_proved_here(self, leaf: Leaf) -> bool:
+    def is_verified_here(self, leaf: Leaf) -> bool:
         return self.owner(leaf) in (None, self.place)
 
 
-def agree_on_shares(agreement: Agreement, shares: Shares, terms: Any = None) -> bool:
+def agree_on_shares(agreement: Agreement, shares: ReplicaShares, terms: Any = None) -> bool:
     """Whether the members of every group of replicas want the same leaves, so that none is left out.
 
     ``terms`` (JSON) are what else must be the same on all members for one to rely on another.
@@ -169,7 +169,7 @@ class Broadcast:
 
 
 def open_broadcast(
-    agreement: Agreement, shares: Shares, wanted: bool | None, read_rate: float, timeout: float
+    agreement: Agreement, shares: ReplicaShares, wanted: bool | None, read_rate: float, timeout: float
 ) -> Broadcast | None:
     """The group through which replicas give each other what they read; None where each reads for itself.
 
@@ -207,7 +207,7 @@ def _measured(words: Sequence[Any], broadcast_rate: float) -> str:
     return "share" if broadcast_rate and 1 / broadcast_rate < saved else "read"
 
 
-def _broadcast_rate(agreement: Agreement, shares: Shares, timeout: float) -> float:
+def _broadcast_rate(agreement: Agreement, shares: ReplicaShares, timeout: float) -> float:
     """Bytes per second of a broadcast; 0 where there can be none."""
     try:
         # Half of what rank 0 waits for this rank's word.
@@ -219,7 +219,7 @@ def _broadcast_rate(agreement: Agreement, shares: Shares, timeout: float) -> flo
 
 
 def _record(leaf: Leaf) -> tuple[Any, int]:
-    """What is proved as one, and its bytes: for a whole tensor the record that it, and perhaps others, is a view of."""
+    """What is verified as one, and its bytes: for a whole tensor the record that it, perhaps with others, views."""
     if isinstance(leaf, Assembly):
         return leaf, leaf.numel * itemsize(leaf.dtype)
     return (leaf.file, leaf.storage.offset), leaf.storage.nbytes

@@ -15,8 +15,8 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.tag.crossing import Crossing
 from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.reshard_context import ReshardContext
 
 
 class Sides:
@@ -90,7 +90,7 @@ class Sides:
         With another whole the attributes of one side are wrong, and this rank's own files are right.
         """
         for name, spec in self.specs.items():
-            recorded, live = self.crossing.recorded.get(name), self.crossing.live_spec(name, spec)
+            recorded, live = self.context.recorded.get(name), self.context.live_spec(name, spec)
             if recorded is None or recorded.partition == live.partition:
                 continue
             sides = [side for side in (recorded, live) if side.partition.known]
@@ -105,7 +105,7 @@ class Sides:
         saved, live = self.saved_names(), optimizer.parameter_names
         if saved is None or live is None or any(name.startswith("#") for name in [*saved, *live]):
             return False
-        aliases = self.crossing.names
+        aliases = self.context.names
         return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
 
     def is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
@@ -123,9 +123,9 @@ class Sides:
         return [len(group["params"]) for group in tree["param_groups"]] != list(form.groups)
 
     @cached_property
-    def crossing(self) -> Crossing:
+    def context(self) -> ReshardContext:
         manifest = self.opened.manifest
-        return Crossing(
+        return ReshardContext(
             self.opened,
             self.topology,
             partitions=self.options.partitions or {},

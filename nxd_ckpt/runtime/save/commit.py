@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from nxd_ckpt.core import votes as ballots
 from nxd_ckpt.core.manifest import (
     Manifest,
     ParameterSpec,
@@ -27,13 +26,13 @@ from nxd_ckpt.core.manifest import (
 from nxd_ckpt.core.retention import tags_to_remove
 from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags
-from nxd_ckpt.runtime import intents, journal
+from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
-from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import Publication
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
@@ -61,7 +60,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
     """
     session.require()
-    ballots.judge(votes, topology)
+    judge(votes, topology)
     storage, publication = session.storage, request.publication
     folder = publication.folder
     parameters = _parameters(storage, folder, topology, request.parameters)
@@ -99,12 +98,12 @@ def clean_up(session: Session, counter: int) -> None:
     storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
     if not storage.renames:
         session.require()
-    everyone_is_past = ballot.all_voted(storage, session.attempt(counter), world_size)
+    everyone_is_past = voting.all_voted(storage, session.attempt(counter), world_size)
     for entry in storage.list(STAGING):
         run, _, number = entry.name.rpartition("-")
         if run != run_id or not number.isdigit():
             continue
-        if (everyone_is_past and int(number) < counter) or ballot.all_voted(storage, entry.name, world_size):
+        if (everyone_is_past and int(number) < counter) or voting.all_voted(storage, entry.name, world_size):
             _clear(storage, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks read its verdict yet.
@@ -147,7 +146,7 @@ def _unknown_where_replicas_differ(
 ) -> dict[str, ParameterSpec]:
     """Parameters believed replicated over tp whose content differs: their partition attributes were lost."""
     unknown: dict[str, ParameterSpec] = {}
-    for ranks in ballots.tp_groups_that_differ(votes, topology):
+    for ranks in tp_groups_that_differ(votes, topology):
         content: dict[str, set[tuple[int, ...]]] = {}
         for rank in ranks:
             for entry in _index(storage, folder, topology.coordinates_of(rank)).tensors:

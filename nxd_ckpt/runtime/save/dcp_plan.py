@@ -54,7 +54,7 @@ def plan_dcp(
     return [*values, *plan.tensors()]
 
 
-class _Entry(NamedTuple):
+class _Leaf(NamedTuple):
     """A leaf of the state dict: its path there and in DCP, and its ``position`` among all."""
 
     position: int
@@ -70,10 +70,10 @@ class _Names:
     parameters: tuple[str, ...]
     topology: Topology
 
-    def entries(self, tree: dict[str, Any]) -> list[_Entry]:
+    def entries(self, tree: dict[str, Any]) -> list[_Leaf]:
         """All leaves."""
         leaves = _leaves((), xser.normalise(tree))
-        return [_Entry(position, path, self._at(path), value) for position, (path, value) in enumerate(leaves)]
+        return [_Leaf(position, path, self._at(path), value) for position, (path, value) in enumerate(leaves)]
 
     def values(self, tree: dict[str, Any]) -> list[Any]:
         """Those that are no tensors."""
@@ -124,14 +124,14 @@ class _Plan:
                 number += 1
                 yield self._file(entry, chunk, names.dcp_file(self._topology.rank, number))
 
-    def _file(self, entry: _Entry, chunk: DcpChunk, file: str) -> PlannedFile:
+    def _file(self, entry: _Leaf, chunk: DcpChunk, file: str) -> PlannedFile:
         about, (dtype, shape) = self._state.tensors[entry.path], form_of(entry.value)
         image = image_of(Assembly(dtype, chunk.size, ())).holding([entry.value])
         tensor = NamedTensor(about.name, 0, dtype, chunk.size, pieces_of(about, self._topology, shape))
         chunks = ((entry.position, chunk._replace(file=_base(file))),)
         return PlannedFile(file, image, (tensor,), self._part, chunks=chunks)
 
-    def _chunk(self, entry: _Entry) -> DcpChunk | None:
+    def _chunk(self, entry: _Leaf) -> DcpChunk | None:
         """What this rank writes of a tensor; None if nothing."""
         topology, (dtype, shape) = self._topology, form_of(entry.value)
         if not shape:
@@ -145,7 +145,7 @@ class _Plan:
         zeros = (0,) * (len(shape) - 1)
         return DcpChunk(self._called.of_shard(entry.at), dtype, whole, (start, *zeros), (held, *shape[1:]))
 
-    def _whole(self, entry: _Entry, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _whole(self, entry: _Leaf, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor that this one is a shard of."""
         section, index = entry.path[:2]
         whole = tuple(self._shapes.get(index, ())) if section in (_BASE_STATE, MASTERS) else ()

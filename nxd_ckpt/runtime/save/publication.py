@@ -17,9 +17,9 @@ from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.directory import may_be_replaced
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.runtime import intents, journal
+from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import staging_dir, trash_file
-from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
 
@@ -165,9 +165,9 @@ class InPlace:
         """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
         storage, ranks = session.storage, session.topology.world_size
 
-        ballot.report_progress(storage, self.attempt, 0, time.monotonic_ns())
+        voting.report_progress(storage, self.attempt, 0, time.monotonic_ns())
         for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
-            if not ballot.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):
+            if not voting.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):
                 raise SaveFailed(
                     f"{storage.url}/{self.tag}: an earlier save of this tag failed, and not all ranks have left it "
                     f"after {session.timeout:.0f} s without progress; save under another tag"

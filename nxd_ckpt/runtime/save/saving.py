@@ -26,12 +26,12 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
-from nxd_ckpt.runtime.save import ballot
+from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
+from nxd_ckpt.runtime.save.host_semaphore import writing_slot
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.publication import is_visible, publication_of
 from nxd_ckpt.runtime.save.session import Session
-from nxd_ckpt.runtime.save.slots import writing_slot
 from nxd_ckpt.runtime.save.staging import Wave
 from nxd_ckpt.runtime.save.writing import FileWriter, write_index, write_small
 
@@ -86,10 +86,10 @@ class Saving:
             self._pass_over()
             session.storage.make_dir(verdict_dir(self.attempt))
             for attempt, vote in list(session.lost_votes.items()):
-                ballot.cast(session.storage, attempt, vote)
+                voting.cast(session.storage, attempt, vote)
                 del session.lost_votes[attempt]
             if session.topology.rank == 0:
-                self._open_ballot()
+                self._open_vote()
             elif self.publication.in_place and self.error is None:
                 self._await_opening()
             if self.error is None:
@@ -110,24 +110,24 @@ class Saving:
         An attempt under this save's own tag is this save, and this rank came too late for it.
         """
         storage, rank0 = self.session.storage, self.session.topology.rank == 0
-        ended = ballot.left_with if rank0 else ballot.ended_with
+        ended = voting.left_with if rank0 else voting.ended_with
         while (tag := ended(storage, self.attempt)) not in (None, self.tag):
             logger.warning("rank %d did not make the save of %r, which others made", self.session.topology.rank, tag)
             if rank0:
                 error = SaveFailed(f"rank 0 did not make this save, but that of {self.tag!r}")
-                ballot.announce(storage, self.attempt, Verdict(to_wire(error), tag=tag))
+                voting.announce(storage, self.attempt, Verdict(to_wire(error), tag=tag))
             self._next_attempt()
 
-    def _open_ballot(self) -> None:
+    def _open_vote(self) -> None:
         if self.error is None:
             self.publication.begin(self.session)
             if self.publication.in_place:
-                ballot.open_ballot(self.session.storage, self.attempt, self.tag)
+                voting.open_vote(self.session.storage, self.attempt, self.tag)
 
     def _await_opening(self) -> None:
         session, patience = self.session, self._patience
         try:
-            verdict = ballot.await_opening(session.storage, self.attempt, self.tag, patience, session.is_leaving)
+            verdict = voting.await_opening(session.storage, self.attempt, self.tag, patience, session.is_leaving)
         except RanksDisagree:
             raise
         except SaveFailed:
@@ -214,7 +214,7 @@ class Saving:
     def _write_metadata(self) -> dict[str, FileEntry]:
         """Rank 0: write the metadata of the torch DCP directory, once the others told what they wrote into it.
 
-        So rank 0 votes last, and its index proves the metadata as any file of its own.
+        So rank 0 votes last, and its index verifies the metadata as any file of its own.
         """
         session = self.session
         if session.topology.rank > 0 or self._writer is None:
@@ -235,7 +235,7 @@ class Saving:
     def _cast(self, index: RankLine | None) -> None:
         try:
             self._own = self._vote(index)
-            ballot.cast(self.session.storage, self.attempt, self._own)
+            voting.cast(self.session.storage, self.attempt, self._own)
         except OSError as error:
             # Rank 0 misses this vote, or sees it all the same: its verdict counts.
             self.error = self.error or error
@@ -262,12 +262,12 @@ class Saving:
         session, where = self.session, f"{self.session.storage.url}/{votes_dir(self.attempt)}"
         try:
             gone = partial(session.is_gone, 0)
-            return ballot.await_verdict(session.storage, self.attempt, self.tag, self._patience, gone)
+            return voting.await_verdict(session.storage, self.attempt, self.tag, self._patience, gone)
         except (OutcomeUnknown, OSError, MalformedFile) as error:
             if is_visible(session.storage, self.tag, self.attempt):
                 return Verdict()
             with suppress(OSError):
-                ballot.leave(session.storage, self.attempt, session.topology.rank, self.tag)
+                voting.leave(session.storage, self.attempt, session.topology.rank, self.tag)
             if self.error is not None:
                 return Verdict(to_wire(self.error), session.topology.rank)  # without its vote, no tag
             if isinstance(error, OutcomeUnknown):
@@ -300,7 +300,7 @@ class Saving:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
         try:
             awaited = session.topology.world_size > 1
-            ballot.announce(session.storage, self.attempt, replace(verdict, tag=self.tag), awaited=awaited)
+            voting.announce(session.storage, self.attempt, replace(verdict, tag=self.tag), awaited=awaited)
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
@@ -313,7 +313,7 @@ class Saving:
     def _collect(self, first: int = 0) -> list[Vote]:
         session = self.session
         ranks = session.topology.world_size
-        return ballot.collect(
+        return voting.collect(
             session.storage, self.attempt, ranks, session.timeout, first=first, gone=session.is_gone
         )
 
@@ -341,7 +341,7 @@ class Saving:
         now = time.monotonic()
         if now - self._reported > self.session.timeout / 10:
             self._reported = now
-            ballot.report_progress(self.session.storage, self.attempt, self.session.topology.rank, nbytes)
+            voting.report_progress(self.session.storage, self.attempt, self.session.topology.rank, nbytes)
 
     def _count(self, name: str, started: float) -> None:
         self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started

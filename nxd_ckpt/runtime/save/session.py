@@ -16,12 +16,12 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
 from nxd_ckpt.layout.directory import tag_around
-from nxd_ckpt.runtime import intents, journal, lease
-from nxd_ckpt.runtime.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.control_files import make_places
-from nxd_ckpt.runtime.lease import Heartbeat, Lease
+from nxd_ckpt.runtime.coordination import intents, journal, lease
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination.control_files import make_places
+from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES
-from nxd_ckpt.runtime.save.slots import forget_slots
+from nxd_ckpt.runtime.save.host_semaphore import forget_slots
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -194,7 +194,7 @@ def _can_rename(storage: Storage, run_id: str) -> bool:
 
 
 def _see_probe(session: Session, within: float) -> None:
-    """All ranks: find what rank 0 left, which proves that the directory is shared, and says how tags are written."""
+    """All ranks: find what rank 0 left, which verifies that the directory is shared, and says how tags are written."""
     found = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
     if found != session.run_id:
         session.storage.renames = False

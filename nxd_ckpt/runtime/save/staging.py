@@ -17,7 +17,7 @@ import torch
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import StagingTooLarge
-from nxd_ckpt.formats.torch_zip_writer import Image, Storage
+from nxd_ckpt.formats.torch_zip_writer import Image, StorageRecord
 from nxd_ckpt.runtime.arena import PAGE, Arena
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 
@@ -68,7 +68,7 @@ class Stager:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._places: dict[tuple[int, int], _Places] = {}
+        self._places: dict[tuple[int, int], _ArenaTensors] = {}
 
     def stage(self, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
         """Copy the tensors of one wave; a view of each of its spans, in order. Headers are left unwritten.
@@ -87,7 +87,7 @@ class Stager:
                 continue
             places = known.get((span.file, span.at))
             if places is None or places.storages is not image.storages:
-                places = _Places(image.storages, list(map(partial(_place, view), image.storages, image.tensors)))
+                places = _ArenaTensors(image.storages, list(map(partial(_place, view), image.storages, image.tensors)))
             self._places[span.file, span.at] = places
             copies += zip(image.tensors, places.tensors, strict=True)
         _copy(copies)
@@ -144,15 +144,15 @@ _Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Places:
+class _ArenaTensors:
     """The memory of each of a file's ``storages`` in the arena, as a tensor: of the rows that are saved."""
 
-    storages: Sequence[Storage]
+    storages: Sequence[StorageRecord]
     tensors: list[torch.Tensor]
 
 
 @torch.inference_mode(False)  # it is kept, and a tensor made in that mode could not be written to outside of it
-def _place(view: memoryview, storage: Storage, tensor: torch.Tensor) -> torch.Tensor:
+def _place(view: memoryview, storage: StorageRecord, tensor: torch.Tensor) -> torch.Tensor:
     if storage.nbytes == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     count = storage.nbytes // tensor.element_size()

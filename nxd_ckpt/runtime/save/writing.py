@@ -21,7 +21,7 @@ from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.torch_zip_writer import Storage as Place
+from nxd_ckpt.formats.torch_zip_writer import StorageRecord
 from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
@@ -249,7 +249,7 @@ class FileWriter:
 _Stretches = Generator[Blocks, None, None]
 
 
-def _stretches(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
+def _stretches(places: Sequence[StorageRecord]) -> Iterator[Sequence[StorageRecord]]:
     """Neighbouring storages of about :data:`_CHUNK` bytes together, or one that is larger."""
     first = 0
     for index, place in enumerate(places):
@@ -258,10 +258,10 @@ def _stretches(places: Sequence[Place]) -> Iterator[Sequence[Place]]:
             first = index + 1
 
 
-def _digested(view: memoryview, stretches: Iterable[Sequence[Place]], ahead: Executor | None) -> _Stretches:
+def _digested(view: memoryview, stretches: Iterable[Sequence[StorageRecord]], ahead: Executor | None) -> _Stretches:
     """The digests of each stretch of storages in ``view``; ``ahead`` computes the next while one is being used."""
 
-    def digest(places: Sequence[Place]) -> Blocks:
+    def digest(places: Sequence[StorageRecord]) -> Blocks:
         return [crc32.block_crcs(view[place.offset : place.end]) for place in places]
 
     if ahead is None:

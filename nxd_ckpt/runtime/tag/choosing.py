@@ -11,7 +11,7 @@ from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags, require_directory
-from nxd_ckpt.runtime import journal, lease
+from nxd_ckpt.runtime.coordination import journal, lease
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")

@@ -20,8 +20,8 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime.tag.identity import Identity
-from nxd_ckpt.runtime.tag.proof import Entries, Written, changed_tensors, prove_tensors, refuse_missing
 from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.tag.verification import Entries, Written, changed_tensors, refuse_missing, verify_tensors
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -78,7 +78,7 @@ def _manifest(storage: Storage, tag: str) -> Manifest:
 
 def _lost(where: str, left: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"{where} is missing, though there is {left}: the tag lost files, and nothing proves the others. Restore it "
+        f"{where} is missing, though there is {left}: the tag lost files, and nothing verifies the others. Restore it "
         f"from a copy; or, to read it as what neuronx_distributed writes, with only the digests inside its files, "
         f"remove {left} too"
     )
@@ -87,7 +87,7 @@ def _lost(where: str, left: str) -> CorruptCheckpoint:
 class OpenTag:
     """One complete tag: its layout, with the manifest's knowledge where it has one.
 
-    ``opens_all`` says that nothing will prove what is loaded before it is: then every file that trees refer to is
+    ``opens_all`` says that nothing will verify what is loaded before it is: then every file that trees refer to is
     opened, to show that it is of this save, though its index tells what it holds.
     """
 
@@ -104,7 +104,7 @@ class OpenTag:
         self.storage, self.tag, self.manifest, self.identity = storage, tag, manifest, identity
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
-        self._proved: set[str] = set()
+        self._verified: set[str] = set()
         self._entries: Entries = {}
 
     @property
@@ -113,15 +113,15 @@ class OpenTag:
         return f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
 
     @contextmanager
-    def kept(self, *, proved: bool = False) -> Iterator[None]:
+    def kept(self, *, verified: bool = False) -> Iterator[None]:
         """Within, it is read. Raises TagReplaced, in place of what is met, if it is no more the save that was opened.
 
-        ``proved`` says that all that is read is compared with digests that were known before. What is not may be of
+        ``verified`` says that all that is read is compared with digests that were known before. What is not may be of
         another save without any error: then it is asked at the end in any case.
         """
         with nullcontext() if self.identity is None else self.identity.kept():
             yield
-        if not proved:
+        if not verified:
             self.require_kept()
 
     @property
@@ -149,10 +149,10 @@ class OpenTag:
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         """The model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor."""
-        self._prove_state(names.model_file(self.topology, at), self.topology.writer_of(at))
+        self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
-        return self._proved_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+        return self._verified_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
 
     def model_names(self) -> set[str]:
         """The names of the model on all pipeline stages."""
@@ -179,34 +179,34 @@ class OpenTag:
         own = kind == "zero1"
         if kind in ("plain", "zero1", "zero1_full"):
             file = names.optimizer_file(self.topology, at, kind)
-            self._prove_state(file, at if own else self.topology.writer_of(at))
+            self._verify_state(file, at if own else self.topology.writer_of(at))
         read = partial(self._layout.optimizer_tree, at, param_names)
         indexes = map(self.index, [at]) if own else self._shared_indexes(at)
-        tree = self._proved_tree(read, Written(names.OPTIMIZER_DIR, indexes))
+        tree = self._verified_tree(read, Written(names.OPTIMIZER_DIR, indexes))
         refuse_missing(self.where, tree)
         return tree
 
     def _dcp_tree(self, at: Coordinates) -> dict[str, Any]:
         """The same of a torch DCP directory of ours: what ranks share is in files of the first one of each stage."""
         first, leader = self.topology.coordinates_of(0), Coordinates(at.pp_rank)
-        self._prove(names.DCP_METADATA, first)
+        self._verify(names.DCP_METADATA, first)
         shared = dict.fromkeys((Coordinates(), leader))
         for place in shared:
-            self._prove(names.dcp_file(self.topology.rank_of(place), 0), place)
+            self._verify(names.dcp_file(self.topology.rank_of(place), 0), place)
         read = partial(self._layout.optimizer_tree, at, self.optimizer_names(at))
         writers = dict.fromkeys((at, *shared))
-        return self._proved_tree(read, Written(names.OPTIMIZER_DIR, map(self.index, writers)))
+        return self._verified_tree(read, Written(names.OPTIMIZER_DIR, map(self.index, writers)))
 
-    def _proved_tree(
+    def _verified_tree(
         self, read: Callable[[], dict[str, Any]], written: Written, left_out: bool = False
     ) -> dict[str, Any]:
         if self.manifest is None:
             return read()
 
-        prove_size = self._prove_size if self.storage.renames else _unproved
-        with self._layout.files.knowing(_Known(written, None if self.opens_all else prove_size)):
+        verify_size = self._verify_size if self.storage.renames else _unverified
+        with self._layout.files.knowing(_IndexHints(written, None if self.opens_all else verify_size)):
             tree = read()
-        prove_tensors(self.where, tree, written, left_out=left_out)
+        verify_tensors(self.where, tree, written, left_out=left_out)
         self._entries |= written.entries
         return tree
 
@@ -218,23 +218,23 @@ class OpenTag:
         return None if found is None else list(found)
 
     def scheduler(self) -> Any:
-        self._prove(names.SCHEDULER, self.topology.coordinates_of(0))
+        self._verify(names.SCHEDULER, self.topology.coordinates_of(0))
         return self._layout.scheduler()
 
     def user_content(self) -> Any:
         """The user content, or None where none was saved."""
         if not self.parts.user_content:
             return None
-        self._prove(names.USER_CONTENT, self.topology.coordinates_of(0))
+        self._verify(names.USER_CONTENT, self.topology.coordinates_of(0))
         return self._layout.user_content()
 
     def rank_content(self, rank: int) -> Any:
         """What the global ``rank`` saved for itself. Raises PartNotFound where it saved nothing."""
-        self._prove(names.rank_content_file(rank), self.topology.coordinates_of(rank))
+        self._verify(names.rank_content_file(rank), self.topology.coordinates_of(rank))
         return self._layout.files.object(names.rank_content_file(rank))
 
     def index(self, at: Coordinates) -> RankIndex:
-        """The index of the rank at these coordinates, proved against the manifest. Ours only."""
+        """The index of the rank at these coordinates, verified against the manifest. Ours only."""
         if at not in self._indexes:
             self._indexes[at] = self._load_index(at)
         return self._indexes[at]
@@ -256,7 +256,7 @@ class OpenTag:
         return self._layout.files.read(leaf)
 
     def reader(self) -> LeafReader:
-        """Reads and proves the leaves of this tag's trees, as far as those have been made by now."""
+        """Reads and verifies the leaves of this tag's trees, as far as those have been made by now."""
         return LeafReader(self._layout.files, self._entries)
 
     def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:
@@ -268,30 +268,30 @@ class OpenTag:
                 # Not kept but for the first, which is asked again: with xser there may be one for each dp rank.
                 yield self.index(member) if member == place else self._load_index(member)
 
-    def _prove_state(self, file: str, writer: Coordinates) -> None:
-        self._prove(file, writer)
+    def _verify_state(self, file: str, writer: Coordinates) -> None:
+        self._verify(file, writer)
         if self.parts.use_xser:
-            self._prove(names.info_file(file), writer)
+            self._verify(names.info_file(file), writer)
 
-    def _prove(self, file: str, writer: Coordinates) -> None:
+    def _verify(self, file: str, writer: Coordinates) -> None:
         """Check a file that is about to be read against its writer's index: its size, and small ones in full."""
-        if self.manifest is None or file in self._proved:
+        if self.manifest is None or file in self._verified:
             return
         entry = self.index(writer).files.get(file)
         if entry is None:
-            held = _shown(self.index(writer).files)
+            held = _listed(self.index(writer).files)
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {held}")
-        self._prove_size(file, entry.nbytes)
+        self._verify_size(file, entry.nbytes)
         if entry.nbytes <= _SMALL:
             data = self.storage.read(f"{self.tag}/{file}")
             try:
                 check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
                 changed = changed_tensors(data, (one for one in self.index(writer).tensors if one.file == file))
-                raise DigestMismatch(f"{error}{': ' if changed else ''}{_shown(changed)}") from error
-        self._proved.add(file)
+                raise DigestMismatch(f"{error}{': ' if changed else ''}{_listed(changed)}") from error
+        self._verified.add(file)
 
-    def _prove_size(self, file: str, expected: int) -> None:
+    def _verify_size(self, file: str, expected: int) -> None:
         where = f"{self.where}/{file}"
         try:
             found = self.storage.size(f"{self.tag}/{file}")
@@ -304,25 +304,25 @@ class OpenTag:
 _SMALL = 4 * 2**20
 
 
-def _unproved(file: str, expected: int) -> None:
+def _unverified(file: str, expected: int) -> None:
     """Where asking for a size is a request. Of another size, its bytes are not those of the index either."""
 
 
-class _Known:
+class _IndexHints:
     """What indexes say of files, told to who would read it from them.
 
-    Without ``prove_size`` every file is opened all the same; one of another size is not what the indexes speak of.
+    Without ``verify_size`` every file is opened all the same; one of another size is not what the indexes speak of.
     """
 
-    def __init__(self, written: Written, prove_size: Callable[[str, int], None] | None) -> None:
-        self._written, self._prove_size = written, prove_size
+    def __init__(self, written: Written, verify_size: Callable[[str, int], None] | None) -> None:
+        self._written, self._verify_size = written, verify_size
 
     def tensor(self, file: str) -> TensorStub | None:
-        found = None if self._prove_size is None else self._written.tensor(file)
-        if found is None or self._prove_size is None:
+        found = None if self._verify_size is None else self._written.tensor(file)
+        if found is None or self._verify_size is None:
             return None
         stub, nbytes = found
-        self._prove_size(file, nbytes)
+        self._verify_size(file, nbytes)
         return stub
 
     def begins(self, file: str) -> Sequence[int]:
@@ -376,6 +376,6 @@ def _size(storage: Storage, key: str) -> int | None:
         return None
 
 
-def _shown(files: Iterable[str]) -> str:
+def _listed(files: Iterable[str]) -> str:
     listed = sorted(files)
     return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")

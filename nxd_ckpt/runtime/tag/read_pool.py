@@ -15,7 +15,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 
 PIECE = CRC_BLOCK
 """Bytes of scratch memory of each thread, and of what a task reads: large enough that threads seldom meet, small enough
-that the bytes are still in the cache when their digest is computed; and a block of a tensor is proved at once."""
+that the bytes are still in the cache when their digest is computed; and a block of a tensor is verified at once."""
 
 Task = Callable[[memoryview], None]
 """Called with :data:`PIECE` bytes of scratch memory that are the thread's own."""

@@ -1,7 +1,7 @@
-"""Reading the tensors of a tag's trees, proved: whole ones by the digest in their file, parts by their blocks' digests.
+"""Reading the tensors of a tag's trees, verified: whole ones by their file's digest, parts by their blocks' digests.
 
-An index has a digest for every block of a tensor's bytes, so that a part is proved by the blocks that it lies in. A tag
-without indexes has one digest a tensor: there the whole tensor is read once to prove any part of it.
+An index has a digest for every block of a tensor's bytes: a part is verified by the blocks that it lies in. A tag
+without indexes has one digest a tensor: there the whole tensor is read once to verify any part of it.
 
 What is asked for is done by the time of :meth:`LeafReader.finish`: cut and collected into pieces that several threads
 read, whose digests are compared while their bytes are still in the processor's cache. A block that several parts lie in
@@ -21,7 +21,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.formats import crc32, torch_zip
 from nxd_ckpt.formats.assembly import (
-    Run,
+    DirectRun,
     as_stored,
     blocks_of,
     clear_padding,
@@ -36,9 +36,9 @@ from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, item
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
 from nxd_ckpt.runtime.progress import Counter
-from nxd_ckpt.runtime.tag.proof import Digest, mismatch, naming
-from nxd_ckpt.runtime.tag.proofs import Expected, Proofs
 from nxd_ckpt.runtime.tag.read_pool import PIECE, ReadPool
+from nxd_ckpt.runtime.tag.verification import Digest, mismatch, naming
+from nxd_ckpt.runtime.tag.verified_records import Expected, VerifiedRecords
 
 Leaf = TensorStub | Assembly
 
@@ -50,20 +50,20 @@ _PENDING = 64 * 2**20
 
 
 class LeafReader:
-    """Reads and proves leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
+    """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
 
     Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
     closed, or used as a context manager. ``done`` counts what was read.
     """
 
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
-        self._files, self._proofs = files, Proofs(entries)
+        self._files, self._records = files, VerifiedRecords(entries)
         self.done = Counter()
         self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
         self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], _Block](), 0
         self._file, self._ranges, self._nbytes = "", list[_Range](), 0
 
-    def prove(self, leaf: Leaf, name: str) -> None:
+    def verify(self, leaf: Leaf, name: str) -> None:
         """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
 
         Raises:
@@ -71,13 +71,13 @@ class LeafReader:
         """
         with naming(name):
             for stub, blocks in _sources(leaf):
-                self._prove(stub, blocks, name)
+                self._verify(stub, blocks, name)
 
-    def read_into(self, leaf: Leaf, out: torch.Tensor, name: str, *, compare: bool, proved: bool = True) -> None:
+    def read_into(self, leaf: Leaf, out: torch.Tensor, name: str, *, compare: bool, verified: bool = True) -> None:
         """Fill a contiguous CPU tensor of the leaf's dtype and shape.
 
         With ``compare`` the digests of what is read as a whole, tensor or block, are compared. Unless all of it was
-        ``proved``, the rest is then as well, and for that the blocks are read that parts lie in; else nothing but the
+        ``verified``, the rest is then as well, and for that the blocks are read that parts lie in; else nothing but the
         leaf's own bytes.
 
         Raises:
@@ -90,7 +90,7 @@ class LeafReader:
             clear_padding(leaf, out)
             for part in leaf.parts:
                 if part.source.numel:
-                    self._read_part(part, out, name, compare, proved)
+                    self._read_part(part, out, name, compare, verified)
 
     @property
     def asked(self) -> int:
@@ -101,7 +101,7 @@ class LeafReader:
     def wait(self, asked: int | None = None) -> None:
         """Return when what was asked for is in memory, all or the earlier of it. Raises what reading it met.
 
-        What is compared by one digest for all of a tensor may then still be unproved: :meth:`finish` proves the rest.
+        What is compared by one digest for all of a tensor may still be unverified then: :meth:`finish` does the rest.
         """
         asked = self.asked if asked is None else asked
         if asked > self._pool.submitted:
@@ -109,9 +109,9 @@ class LeafReader:
         self._pool.wait_for(asked)
 
     def finish(self) -> None:
-        """Return when all that was asked for is in memory, and proved as far as that was asked for. Raises as above."""
+        """Return when all that was asked for is in memory, and verified where that was asked for. Raises as above."""
         self._read_blocks()
-        for stub, block, name in list(self._proofs.unread()):
+        for stub, block, name in list(self._records.unread()):
             self._block(stub, block, name)
         self.wait()
 
@@ -128,13 +128,13 @@ class LeafReader:
     ) -> None:
         self.close()
 
-    def _prove(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
-        """Prove these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
-        if blocks is not None and self._proofs.entry(stub) is not None:
+    def _verify(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
+        """Verify these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
+        if blocks is not None and self._records.entry(stub) is not None:
             for block in blocks:
                 self._block(stub, block, name)
-        elif not self._proofs.is_whole(stub):
-            self._proofs.claim_whole(stub)
+        elif not self._records.is_whole(stub):
+            self._records.claim_whole(stub)
             self._read_record(stub, None, name)
 
     def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
@@ -145,8 +145,8 @@ class LeafReader:
         if len(memory) != stub.nbytes:
             raise InvalidArgument(f"{out.dtype} {tuple(out.shape)} for a tensor {stub.dtype} {stub.shape}")
         whole = stub.nbytes == stub.storage.nbytes
-        if compare and (whole or not self._proofs.is_whole(stub)):
-            self._proofs.claim_whole(stub)
+        if compare and (whole or not self._records.is_whole(stub)):
+            self._records.claim_whole(stub)
             self._read_record(stub, memory, name)
         else:
             self._read_plain(stub.file, stub.offset, memory, name)
@@ -154,11 +154,11 @@ class LeafReader:
     def _read_record(self, stub: TensorStub, memory: memoryview | None, name: str) -> None:
         """Read the record that the stub is a view of, its own bytes into ``memory`` if any, and compare the digest.
 
-        One without a digest proves nothing, but must be there.
+        One without a digest verifies nothing, but must be there.
         """
         storage = stub.storage
         # That 0 means "not recorded" is said of files that no index vouches for.
-        expected = storage.crc32 if self._proofs.entry(stub) is None else storage.crc32 or 0
+        expected = storage.crc32 if self._records.entry(stub) is None else storage.crc32 or 0
         if storage.nbytes <= PIECE and (memory is None or len(memory) == storage.nbytes):
             self._add(stub.file, _Range(storage.offset, storage.nbytes, memory, name, expected))
             return
@@ -169,24 +169,24 @@ class LeafReader:
         for number, (offset, nbytes, target) in enumerate(segments):
             self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
 
-    def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, proved: bool) -> None:
+    def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, verified: bool) -> None:
         part, out = as_stored(part, out)
         run = direct_run(part, out)
-        if compare and not proved:
+        if compare and not verified:
             if part.stub.is_contiguous:
                 for block in blocks_of(part):
                     self._block(part.stub, block, name).wants.append(_Want(part, out, run))
             else:
-                self._prove(part.stub, blocks_of(part), name)
+                self._verify(part.stub, blocks_of(part), name)
                 self._read_slabs(part, out, name)
         elif run is None:
             self._read_slabs(part, out, name)
-        elif compare and (entry := self._proofs.entry(part.stub)) is not None:
+        elif compare and (entry := self._records.entry(part.stub)) is not None:
             self._read_run(entry, part, run, name)
         else:
             self._read_plain(part.stub.file, *run, name)
 
-    def _read_run(self, entry: TensorEntry, part: Part, run: Run, name: str) -> None:
+    def _read_run(self, entry: TensorEntry, part: Part, run: DirectRun, name: str) -> None:
         """Read a part that is a run; whole blocks of it are compared where they arrive."""
         offset, memory = run
         for block in blocks_of(part):
@@ -218,7 +218,7 @@ class LeafReader:
         stub, (offset, nbytes) = one.stub, _span(one.stub, one.number)
         where = f"{self._files.where(stub.file)}, record {stub.storage.record!r}"
         count = -(-stub.storage.nbytes // CRC_BLOCK)
-        expected = self._proofs.claim(stub, one.number, count, one.name, where)
+        expected = self._records.claim(stub, one.number, count, one.name, where)
         if expected is None and (len(one.wants) < 2 or one.wanted_nbytes < nbytes // 2):
             for want in one.wants:
                 self._read_want(want, one)
@@ -304,9 +304,9 @@ class _Want(NamedTuple):
 
     part: Part
     out: torch.Tensor
-    run: Run | None
+    run: DirectRun | None
 
-    def clipped(self, offset: int, nbytes: int) -> Run:
+    def clipped(self, offset: int, nbytes: int) -> DirectRun:
         """What the run has of these bytes of the file."""
         assert self.run is not None
         begin, memory = self.run
@@ -315,7 +315,7 @@ class _Want(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block of the stub's record, for those who want something of it; nobody, if it is only to be proved."""
+    """A block of the stub's record, for those who want something of it; nobody, if it is only to be verified."""
 
     stub: TensorStub
     number: int

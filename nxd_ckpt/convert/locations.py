@@ -1,0 +1,137 @@
+"""Where a conversion reads and where it writes: two tags, each by its checkpoint directory (or URL) and name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
+from nxd_ckpt.layout.directory import list_tags, may_be_replaced, require_directory, tag_around
+from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.urls import ARCHIVES, directory_and_name, is_url, join, local_path, open_storage
+
+StrPath = str | os.PathLike[str]
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Location:
+    """A tag: its ``name`` in ``directory``, an absolute path with symbolic links resolved, or a URL.
+
+    ``options`` are what a URL is opened with. They, and a URL, may hold secrets: neither is shown.
+    """
+
+    directory: str = field(repr=False)
+    name: str
+    options: Options | None = field(default=None, repr=False, hash=False)
+
+    @property
+    def path(self) -> str:
+        """As errors and logs name it."""
+        return join(without_password(self.directory), self.name)
+
+    def open(self, durable: bool = True) -> Storage:
+        """The storage of the directory."""
+        return open_storage(self.directory, durable, self.options)
+
+
+def locate_input(path: StrPath, options: Options | None = None) -> Location:
+    """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
+    place = location_of(path, "input", options)
+    if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
+        place = _only_tag(place)
+    require_directory(place.open(), place.name, "input")
+    return place
+
+
+def _only_tag(archive: Location) -> Location:
+    directory = join(archive.directory, archive.name)
+    tags = [info.tag for info in list_tags(open_storage(directory, storage_options=archive.options))]
+    if len(tags) != 1:
+        raise CheckpointNotFound(
+            f"{archive.path} holds {', '.join(tags[:8]) or 'no tag'}; name one of them: {join(archive.path, 'TAG')}"
+        )
+    return Location(directory, tags[0], archive.options)
+
+
+def locate_output(path: StrPath, source: Location, overwrite: bool, options: Options | None = None) -> Location:
+    """The tag ``path`` that is to be made, verified to be free or replaceable, and apart from ``source``.
+
+    Raises:
+        InvalidArgument: it is or contains the input, or lies inside it; it exists, and ``overwrite`` is not given or
+            it is not a checkpoint; or it lies inside another tag. Nothing was touched.
+    """
+    target = location_of(path, "output", options)
+    validate_tag(target.name)
+    refuse_overlap(source, target)
+    storage = target.open()
+    refuse_inside_tag(target, storage)
+    if storage.is_file(target.name):
+        raise InvalidArgument(f"output {target.path} is a file; choose another path")
+    held = {entry.name for entry in storage.list(target.name)}
+    if not held:
+        return target
+    # On a store, what was interrupted lies where the tag is to be; there is nothing in it to keep.
+    remains = not storage.renames and DONE not in held
+    if not overwrite and not remains:
+        raise InvalidArgument(
+            f"output {target.path} exists; pass overwrite=True to replace it once the conversion "
+            "has succeeded, or choose another path"
+        )
+    if not may_be_replaced(storage, target.name):
+        raise InvalidArgument(
+            f"output {target.path} exists and holds more than a checkpoint; it is left alone: choose another path"
+        )
+    return target
+
+
+def locate_apart(path: StrPath, source: Location, options: Options | None) -> Location:
+    """What is to be made at ``path``, which is no tag; whether something is there already is not asked.
+
+    Raises:
+        InvalidArgument: it is or contains the input, or lies inside it or another tag.
+    """
+    target = location_of(path, "output", options)
+    refuse_overlap(source, target)
+    refuse_inside_tag(target, target.open())
+    return target
+
+
+def refuse_inside_tag(target: Location, storage: Storage) -> None:
+    """Raise InvalidArgument where the output would lie inside a tag: whoever copies or removes that takes it along."""
+    around = tag_around(storage)
+    if around is not None:
+        raise InvalidArgument(f"output {target.path} lies inside the checkpoint {around}: choose a path outside of it")
+
+
+def refuse_overlap(source: Location, target: Location) -> None:
+    """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
+    if f"{target.path}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.path}/"):
+        raise InvalidArgument(
+            f"output {target.path} and input {source.path} are the same, or one lies inside the other; a "
+            "conversion never touches its input: write to a directory of its own"
+        )
+
+
+def written_with(options: Options | None, output_options: Options | None) -> Options | None:
+    """What the output is opened with: its own options, if it has any, else those of both."""
+    return options if output_options is None else output_options
+
+
+def location_of(path: StrPath, what: str, options: Options | None) -> Location:
+    """The place that a path or URL names; ``what`` it is, for errors. Raises InvalidArgument where it names none."""
+    text = os.fspath(path)
+    if not text:
+        raise InvalidArgument(f"{what} must not be empty")
+    if not is_url(text):
+        return Location(*os.path.split(os.path.realpath(local_path(text))))
+    directory, name = directory_and_name(text)
+    if not name:
+        url = without_password(text)
+        raise InvalidArgument(f"{what} {url} names no tag; expected a URL such as {join(url, 'run', 'step_100')}")
+    return Location(directory, name, options)

@@ -1,0 +1,110 @@
+"""Writing the ranks of a conversion's result, one after the other: plan, files, index, vote."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from nxd_ckpt.convert.file_passthrough import PassedFiles
+from nxd_ckpt.convert.filling import filled
+from nxd_ckpt.convert.inputs import open_input
+from nxd_ckpt.convert.job import Job
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.layout import names
+from nxd_ckpt.runtime.save.plan import SavePlan, plan_save
+from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.writing import WRITERS, FileWriter, write_index
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that each step wrote; what it raises stops the writing."""
+
+
+class RankWriter:
+    """Writes any rank of the result of ``job``, in bounded memory. One to a process or thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._storage = job.target.open(job.durable)
+        self._input = open_input(job, self._storage)
+
+    def survey(self, rank: int) -> int:
+        """The bytes that the rank's files will have, but for those taken over. Writes nothing.
+
+        Raises what makes the conversion impossible: sizes that do not divide a tensor, parameters without a name, ...
+        """
+        with self._input.kept():
+            return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
+
+    def write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
+        """Write the files and indexes of these ranks, durably, side by side: at most :data:`TOGETHER` of them.
+
+        Raises TagReplaced where the input is another save by now.
+        """
+        with self._input.kept():
+            return self._write(ranks, publication, progress)
+
+    def _write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
+        started = time.monotonic()
+        topologies = [self._job.topology.at(rank) for rank in ranks]
+        plans = [self._plan(topology) for topology in topologies]
+        writers = self._write_files(plans, publication.folder, progress)
+        votes = []
+        for topology, plan, writer in zip(topologies, plans, writers, strict=True):
+            carried = self._input.bring(topology, publication.folder, progress)
+            vote = Vote(
+                topology.rank,
+                plan=plan.agreed(self._job.target.name, topology),
+                replica=plan.replica,
+                index=self._write_index(writer, plan, carried, topology, publication),
+                replicated=writer.replicated_digest(),
+                nbytes=writer.nbytes + carried.nbytes,
+                seconds=round(time.monotonic() - started, 6),
+            )
+            votes.append(vote)
+        return votes
+
+    def _plan(self, topology: Topology) -> SavePlan:
+        plan = plan_save(self._input.state(topology), topology)
+        return replace(plan, parts=self._job.parts)
+
+    def _write_files(self, plans: Sequence[SavePlan], folder: str, progress: Progress) -> list[FileWriter]:
+        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads, self._input.reader() as reader:
+            writers = [FileWriter(self._storage, folder, plan.files, _Steps(progress), threads) for plan in plans]
+            try:
+                for waves in filled(reader, [plan.files for plan in plans]):
+                    for one in waves:
+                        writers[one.number].write(one.wave, one.views)
+                for writer in writers:
+                    writer.finish()
+            except BaseException:
+                for writer in writers:
+                    writer.abort()
+                raise
+        return writers
+
+    def _write_index(
+        self, writer: FileWriter, plan: SavePlan, carried: PassedFiles, topology: Topology, publication: Publication
+    ) -> RankLine:
+        written = writer.index(plan, topology.coordinates)
+        index = replace(
+            written,
+            files={**written.files, **carried.files},
+            tensors=written.tensors + carried.tensors,
+            parameters={**written.parameters, **carried.parameters},
+        )
+        return RankLine(*write_index(self._storage, publication, names.index_file(topology.coordinates), index))
+
+
+class _Steps:
+    """Tells ``progress`` how many bytes each step wrote, of a writer that tells how many it wrote so far."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._reported = progress, 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._progress(nbytes - self._reported)
+        self._reported = nbytes

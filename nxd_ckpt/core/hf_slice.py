@@ -1,0 +1,209 @@
+"""Which part of which Hugging Face tensor is which part of an NxD tensor: boxes, for both directions. Pure.
+
+NxD's tensor is the *whole* one: what all tensor-parallel ranks hold, one behind the other along the rule's dimension
+(each member by itself), and all expert-parallel ranks along the first. So k and v are there as often as they are kept,
+and how the parameter's own attributes say that it is cut does not matter: :func:`partition_of` says it.
+
+Boxes of a Hugging Face tensor are counted in it as it lies in NxD's: its last two dimensions swapped where the rule
+says so, and a first dimension of 1 where it is stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.heads import HeadRun
+from nxd_ckpt.core.mapping import Match, Member, Numbers, Rule
+from nxd_ckpt.core.partition import Partition, Piece
+from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
+
+
+@dataclass(frozen=True)
+class HfSlice:
+    """One Hugging Face tensor of an NxD tensor.
+
+    Attributes:
+        name: of the Hugging Face tensor.
+        shape: as in its file.
+        pieces: ``local`` in it, as it lies in NxD's, and ``box`` in NxD's whole tensor. Together they are all that the
+            two have in common; an element of k or v is in several.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def once(self) -> tuple[Piece, ...]:
+        """The pieces, of several copies the first one: each element of the Hugging Face tensor once."""
+        return self.copies[0]
+
+    @property
+    def copies(self) -> list[tuple[Piece, ...]]:
+        """The pieces copy by copy: each has every element of the Hugging Face tensor once."""
+        places: dict[Box, list[Piece]] = {}
+        for piece in self.pieces:
+            places.setdefault(piece.local, []).append(piece)
+        return list(zip(*places.values(), strict=True))
+
+
+def counterparts(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
+    """The Hugging Face tensors of an NxD tensor whose whole shape is ``shape``.
+
+    Raises:
+        ShapeMismatch: it is not that of a model with these sizes.
+        InvalidArgument: config.json does not say what the rule needs to know, or heads that do not divide.
+    """
+    rule = match.rule
+    _check_dimensions(match, shape)
+    lengths = _lengths(match, shape, sizes)
+    found = []
+    for index, numbers in _stack(match, shape, sizes):
+        start = 0
+        for member, length in zip(rule.members, lengths, strict=True):
+            runs = _runs(member, length, sizes)
+            laid_out = _laid_out(rule, shape, runs)
+            pieces = tuple(_pieces(rule, laid_out, start, index, runs))
+            found.append(HfSlice(member.name.fill(numbers), _in_file(rule, laid_out), pieces))
+            start += length
+    return found
+
+
+def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, multiple: int = 1) -> tuple[int, ...]:
+    """The shape of an NxD tensor, from those of its Hugging Face tensors in the order of ``match.rule.names``.
+
+    One that may have more rows than Hugging Face's (the vocabulary) gets a multiple of ``multiple``.
+
+    Raises:
+        ShapeMismatch: the tensors do not lie side by side.
+    """
+    rule = match.rule
+    laid_out = [_swapped(shape) if rule.transposed else shape for shape in shapes]
+    first = laid_out[0]
+    dim = None if rule.dim is None else rule.dim - (rule.stacked is not None)
+    for name, shape in zip(rule.names(match.numbers, sizes), laid_out, strict=True):
+        other = [size for at, size in enumerate(shape) if at != dim]
+        if len(shape) != len(first) or other != [size for at, size in enumerate(first) if at != dim]:
+            raise ShapeMismatch(f"{name} has shape {shape} and does not fit beside one of {first} in {match.name}")
+    if dim is not None:
+        lengths = [
+            sizes.attention().length(member.heads) if member.heads else shape[dim]
+            for member, shape in zip(rule.members, laid_out, strict=False)
+        ]
+        padding = -sum(lengths) % multiple if rule.members[0].rows else 0
+        first = (*first[:dim], sum(lengths) + padding, *first[dim + 1 :])
+    return first if rule.stacked is None else (sizes.get(rule.stacked), *first)
+
+
+def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) -> Partition:
+    """How ``tp`` ranks (and any number of expert-parallel ones) hold an NxD tensor whose whole shape is ``shape``.
+
+    Raises:
+        TopologyMismatch: a member cannot be cut into ``tp`` equal parts.
+    """
+    rule, expert = match.rule, match.rule.stacked is not None
+    if rule.dim is None or tp == 1:
+        return Partition(expert=expert)
+    lengths = _lengths(match, shape, sizes)
+    for member, length in zip(rule.members, lengths, strict=True):
+        count, what = (length // sizes.get("head_dim"), "heads") if member.heads else (length, "elements")
+        if count % tp:
+            raise TopologyMismatch(
+                f"{match.name}: the {count} {what} of {member.name.text} along dimension {rule.dim} cannot be "
+                f"divided equally among {tp} tensor-parallel ranks; choose another size, or another kv_size_multiplier"
+            )
+    if len(set(lengths)) == 1:
+        return Partition(rule.dim, len(lengths), tp, expert=expert)
+    return Partition(rule.dim, expert=expert, fused=tuple(Section(length, tp) for length in lengths))
+
+
+def _check_dimensions(match: Match, shape: tuple[int, ...]) -> None:
+    rule = match.rule
+    least = max(0 if rule.dim is None else rule.dim + 1, 2 * rule.transposed + (rule.stacked is not None))
+    if len(shape) < least:
+        raise ShapeMismatch(f"{match.name} has shape {shape}, expected at least {least} dimensions by its rule")
+
+
+def _stack(match: Match, shape: tuple[int, ...], sizes: Sizes) -> Iterator[tuple[int | None, Numbers]]:
+    """The index in the first dimension, if it is one of numbered tensors, with all numbers of their names."""
+    stacked = match.rule.stacked
+    if stacked is None:
+        yield None, match.numbers
+        return
+    expected = sizes.find(stacked)
+    if expected not in (None, shape[0]):
+        raise ShapeMismatch(f"{match.name} has shape {shape}, expected {expected} in front: config.json says so many")
+    for index in range(shape[0]):
+        yield index, {**match.numbers, stacked: index}
+
+
+def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
+    """How many elements of NxD's dimension each member has."""
+    rule = match.rule
+    if rule.dim is None:
+        return [0]
+    known = [
+        sizes.attention().length(member.heads) if member.heads else None
+        for member in rule.members
+    ]
+    left = shape[rule.dim] - sum(length or 0 for length in known)
+    share, rest = divmod(left, known.count(None)) if None in known else (0, left)
+    if rest or left < 0:
+        names = ", ".join(member.name.text for member in rule.members)
+        raise ShapeMismatch(
+            f"{match.name}: {shape[rule.dim]} elements along dimension {rule.dim} cannot be those of {names}: "
+            f"{_in_words(sizes)}. Is this the model's config.json, and the kv_size_multiplier that it was trained with?"
+        )
+    return [share if length is None else length for length in known]
+
+
+def _runs(member: Member, length: int, sizes: Sizes) -> list[HeadRun]:
+    """The stretches of a member's elements along the dimension, counted from its own start."""
+    if member.heads:
+        return sizes.attention().runs(member.heads)
+    rows = length if member.rows is None else sizes.get(member.rows)
+    if rows > length:
+        raise ShapeMismatch(f"{member.name.text} should have {rows} rows ({member.rows}), NxD's tensor has {length}")
+    return [HeadRun(0, 0, rows)]
+
+
+def _laid_out(rule: Rule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tuple[int, ...]:
+    """The shape of the Hugging Face tensor as it lies in NxD's."""
+    stacked = shape if rule.stacked is None else (1, *shape[1:])
+    if rule.dim is None:
+        return stacked
+    length = max(run.hf + run.length for run in runs)
+    return (*stacked[: rule.dim], length, *stacked[rule.dim + 1 :])
+
+
+def _pieces(
+    rule: Rule, laid_out: tuple[int, ...], start: int, index: int | None, runs: Sequence[HeadRun]
+) -> Iterator[Piece]:
+    whole = Box.whole(laid_out)
+    for run in runs:
+        local = there = whole
+        if rule.dim is not None:
+            local = whole.narrowed(rule.dim, run.hf, run.length)
+            there = whole.narrowed(rule.dim, start + run.nxd, run.length)
+        yield Piece(local, there if index is None else there.narrowed(0, index, 1))
+
+
+def _in_file(rule: Rule, laid_out: tuple[int, ...]) -> tuple[int, ...]:
+    shape = laid_out if rule.stacked is None else laid_out[1:]
+    return _swapped(shape) if rule.transposed else shape
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) < 2:
+        raise InvalidArgument(f"a tensor of shape {shape} cannot be transposed")
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _in_words(sizes: Sizes) -> str:
+    names = ("heads", "kv_heads", "head_dim")
+    found = [f"{name}={sizes.find(name)}" for name in names if sizes.find(name) is not None]
+    return ", ".join([*found, f"kv_size_multiplier={sizes.kv_size_multiplier}"])

@@ -1,0 +1,252 @@
+"""The lease: at most one live job writes to a checkpoint directory.
+
+The holder is alive while its heartbeat changes. Clocks are never compared: a job on another host is judged by whether
+the heartbeat *changes* while one watches, and one on this host by whether its process still runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from nxd_ckpt.core import document
+from nxd_ckpt.core.entries import integers
+from nxd_ckpt.core.keys import checked_text
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile
+from nxd_ckpt.runtime.coordination.control_files import set_aside
+from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_EXCHANGE_TAKES = 1.0
+"""Seconds for which a mounted store may show no lease while its heartbeat replaces it."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
+    """
+
+    run_id: str
+    host: str
+    pid: int
+    born: str
+    beat: int = 0
+    known: bool = True
+    """False for a damaged lease: whose it was cannot be told, and it does not beat."""
+
+    @staticmethod
+    def of_this_process(run_id: str) -> Lease:
+        return Lease(run_id, _host(), os.getpid(), _born(os.getpid()) or "")
+
+    def holder_runs_here(self) -> bool | None:
+        """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
+        if self.host != _host() or not self.born:
+            return None
+        born = _born(self.pid)
+        return born is not None and born == self.born
+
+    def describe(self) -> str:
+        return f"run {self.run_id} (pid {self.pid} on {self.host.partition('/')[0]})"
+
+
+def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
+    """Take the lease, from a dead holder too.
+
+    Args:
+        patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
+            several times in it.
+
+    Raises:
+        DirectoryInUse: another live job holds it.
+    """
+    mine = Lease.of_this_process(run_id)
+    try:
+        return _acquired(storage, mine, patience)
+    except DirectoryInUse:
+        raise
+    except BaseException:  # an interrupt too: nobody would give back what may have been taken
+        with suppress(OSError):
+            release(storage, mine)
+        raise
+
+
+def _acquired(storage: Storage, mine: Lease, patience: float) -> Lease:
+    while not storage.link_new(LEASE, _encode(mine)):
+        found = _found(storage)
+        if found is None:
+            continue  # released in between
+        data, holder = found
+        if holder.pid == mine.pid and holder.host == mine.host and holder.born == mine.born:
+            if holder.run_id == mine.run_id:
+                return mine
+            raise DirectoryInUse(
+                f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
+                "one directory, or close the other first"
+            )
+        if _lives(storage, holder, patience):
+            raise DirectoryInUse(
+                f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
+                f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
+            )
+        if data is None:  # a live holder would have written it anew
+            set_aside(storage, LEASE, "it cannot be read, and nobody renews it")
+        elif storage.exchange(LEASE, data, _encode(mine)):
+            if not holder.known:
+                logger.warning("%s/%s was damaged, and nobody renewed it: replaced", storage.url, LEASE)
+            break
+    storage.sync_dir(os.path.dirname(LEASE))
+    return mine
+
+
+def read(storage: Storage) -> Lease | None:
+    """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
+    found = _found(storage)
+    return None if found is None else found[1]
+
+
+def release(storage: Storage, lease: Lease) -> None:
+    """Give the lease back, if it is still ours."""
+    holder = read(storage)
+    if holder is not None and replace(holder, beat=lease.beat) == lease:
+        storage.remove(LEASE)
+
+
+def require(storage: Storage, mine: Lease) -> None:
+    """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
+
+    That job may have given it back since. A staging directory tells: it was swept. Where tags are written in place,
+    nothing would: there a lease that is gone is lost. One that is damaged is as good as gone, until the next heartbeat
+    writes it anew.
+    """
+    holder = _known(storage)
+    if holder is None and not storage.renames:
+        time.sleep(_EXCHANGE_TAKES)
+        holder = _known(storage)
+        if holder is None:
+            raise DirectoryInUse(
+                f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of "
+                "life for too long, and has ended since, or somebody removed it. This job must not save there any "
+                "more; start it anew"
+            )
+    if holder is not None and holder.run_id != mine.run_id:
+        raise DirectoryInUse(
+            f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
+            "too long; it must not publish there any more. Stop one of the two jobs"
+        )
+
+
+def job_lives(storage: Storage, patience: float) -> bool:
+    """Whether a live job holds the lease; used before rolling a journal forward or back from outside."""
+    holder = read(storage)
+    return holder is not None and _lives(storage, holder, patience)
+
+
+class Heartbeat:
+    """Renews the lease from a daemon thread, so that it stops with the process and not before."""
+
+    def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
+        self._storage, self._lease, self._interval = storage, lease, interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._lease = replace(self._lease, beat=self._lease.beat + 1)
+            try:
+                self._beat()
+            except (OSError, MalformedFile):
+                continue  # a full or absent disk shows in the save itself; the next beat may succeed
+
+    def _beat(self) -> None:
+        found, renewed = _found(self._storage), _encode(self._lease)
+        data, holder = (None, None) if found is None else found
+        if holder is not None and holder.known and holder.run_id != self._lease.run_id:
+            return  # it was taken over: the next save says so
+        if data is None:
+            if holder is not None:
+                set_aside(self._storage, LEASE, "it cannot be read; its holder writes it anew")
+            if self._storage.renames:  # elsewhere it was lost, see require
+                self._storage.link_new(LEASE, renewed)
+        elif self._storage.renames:
+            self._storage.write(LEASE, renewed)  # there an exchange leaves a moment without a lease
+        else:
+            self._storage.exchange(LEASE, data, renewed)  # a take-over since it was read is not undone
+
+
+def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
+    runs = holder.holder_runs_here()
+    if runs is not None:
+        return runs
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        time.sleep(min(patience / 20, 1.0))
+        if read(storage) != holder:
+            return True
+    return False
+
+
+def _known(storage: Storage) -> Lease | None:
+    holder = read(storage)
+    return holder if holder is not None and holder.known else None
+
+
+def _found(storage: Storage) -> tuple[bytes | None, Lease] | None:
+    """The file's bytes, None where it cannot be read, and what they say."""
+    try:
+        data = storage.read(LEASE, NOTE)
+    except FileNotFoundError:
+        return None
+    except MalformedFile:
+        return None, _decode(b"")
+    return data, _decode(data)
+
+
+def _encode(lease: Lease) -> bytes:
+    fields = asdict(lease)
+    del fields["known"]
+    return json.dumps(fields).encode()
+
+
+def _decode(data: bytes) -> Lease:
+    try:
+        fields = document.small(data, LEASE)
+        run_id, host, born = (checked_text(fields[name]) for name in ("run_id", "host", "born"))
+        pid, beat = integers([fields["pid"], fields["beat"]])
+        return Lease(run_id, host, pid, born, beat)
+    except (MalformedFile, KeyError, ValueError):
+        return Lease("unknown", "unknown", 0, "", hash(data), known=False)
+
+
+def _host() -> str:
+    """This machine's boot and process namespace: pids mean the same within it and nothing outside."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = "", ""
+    return f"{platform.node()}/{boot}/{namespace}"
+
+
+def _born(pid: int) -> str | None:
+    """When the process started (clock ticks since boot, from /proc), or None if it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Field 3 (state) follows the command: a zombie no longer runs. Field 22 is the start time.
+    return None if fields[0] in "ZX" else fields[19]

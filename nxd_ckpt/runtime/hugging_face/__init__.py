@@ -1,1 +1,0 @@
-"""A tag or a live model as Hugging Face tensors, and the other way."""

@@ -1,0 +1,1 @@
+"""What an opened tag holds, seen as whole tensors, as a rank of any sizes, as Hugging Face or torch DCP see it."""

@@ -1,0 +1,76 @@
+"""A Hugging Face directory as tensors of an NxD job: what a rank holds, as parts of its files. Reads headers only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nxd_ckpt.core.hf_slice import counterparts, partition_of
+from nxd_ckpt.core.mapping import Match, ModelMapping
+from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.core.plan import plan_reads
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+
+
+class MappedDirectory:
+    """The model of ``directory`` by ``mapping``, for the rank of a job that ``topology`` is seen from."""
+
+    def __init__(
+        self, directory: HuggingFaceDirectory, mapping: ModelMapping, sizes: Sizes, topology: Topology
+    ) -> None:
+        self._directory, self._mapping, self._sizes, self._topology = directory, mapping, sizes, topology
+
+    def assembly(self, match: Match, dtype: str, shape: tuple[int, ...]) -> Assembly:
+        """The NxD tensor that ``match`` names, of ``shape`` on each rank: only this rank's slices of files.
+
+        Numbers are cast to ``dtype``; rows that pad the vocabulary are zero.
+
+        Raises:
+            ShapeMismatch: it is not that of the directory's model, on this job's sizes.
+            TopologyMismatch: the sizes do not divide it.
+            KeyMismatch, PartNotFound, MalformedFile: the directory lacks a tensor, or is damaged.
+        """
+        whole = self._whole(match, shape)
+        partition = partition_of(match, whole, self._sizes, self._topology.tp)
+        pieces = partition.pieces(shape, self._topology.tp_rank, self._topology.tp, self._topology.ep_rank)
+        if pieces is None:
+            raise TopologyMismatch(f"{match.name}: shape {shape} on each of {self._topology.tp} ranks cannot be")
+        held: list[tuple[TensorStub, Piece]] = []
+        for one in counterparts(match, whole, self._sizes):
+            if any(piece.box.intersect(member.box) for piece in pieces for member in one.pieces):
+                stub = self._stub(match, one.name, one.shape)
+                held += [(stub, member) for member in one.pieces]
+        wanted = [part for piece in pieces for part in _covered(piece, [member for _, member in held])]
+        reads = plan_reads(wanted, held, match.name)
+        return Assembly(dtype, shape, tuple(Part(read.holder, read.source, read.target) for read in reads))
+
+    def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub:
+        """A tensor of the directory as it lies in NxD's."""
+        tied = self._mapping.tied if self._mapping.are_tied(self._sizes) else {}
+        stub = self._directory.tensor(name, tied)
+        if stub.shape != shape:
+            raise ShapeMismatch(
+                f"{self._directory.where}: {name} has shape {stub.shape}, expected {shape} by the live {match.name}"
+            )
+        if match.rule.transposed:
+            stub = stub.permuted((1, 0))
+        if match.rule.stacked is not None:
+            stub = replace(stub, shape=(1, *stub.shape), stride=(stub.numel, *stub.stride))
+        return stub
+
+    def _whole(self, match: Match, local: tuple[int, ...]) -> tuple[int, ...]:
+        shape, rule = list(local), match.rule
+        if rule.dim is not None and rule.dim < len(shape):
+            shape[rule.dim] *= self._topology.tp
+        if rule.stacked is not None and shape:
+            shape[0] *= self._topology.ep
+        return tuple(shape)
+
+
+def _covered(piece: Piece, members: list[Piece]) -> list[Piece]:
+    """The parts of ``piece`` that are in a Hugging Face tensor: the rest is padding."""
+    found = [(member, piece.box.intersect(member.box)) for member in members]
+    return [Piece(piece.local_of(common), common) for _, common in found if common is not None]

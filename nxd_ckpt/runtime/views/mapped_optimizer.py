@@ -1,0 +1,171 @@
+"""A tag's optimizer in Hugging Face's terms: state tensors cut as the weights that they belong to, and all the rest as
+one plain document. Reads trees, and of tensors only scalars.
+
+Of the copies that NxD keeps of a key-value head the first one's state is taken, as its weights are: NxD sums the
+gradients of the copies (over its kv-shared groups), so each has the gradient, and the moments, of the one head that
+Hugging Face has. Adding them up, or taking their mean, would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from nxd_ckpt.adapters.optimizer_state import STEP
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.views.mapped_tag import MappedTag
+from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot
+
+FORMAT_VERSION = 1
+_SHOWN = 8
+
+
+class MappedOptimizer:
+    """The optimizer of the tag ``opened``, whose model is ``mapped``.
+
+    Raises:
+        PartNotFound: there is none.
+        OptimizerMismatch: nothing says which parameters its entries belong to.
+    """
+
+    def __init__(self, opened: OpenTag, mapped: MappedTag) -> None:
+        self._opened, self._mapped = opened, mapped
+        mapped.entries.require()
+
+    @cached_property
+    def tensors(self) -> list[HfTensor]:
+        """One for each state of each Hugging Face tensor that is shaped like it, in the model's order.
+
+        Raises:
+            IncompatibleState: ranks saved different kinds of state for one parameter.
+        """
+        return [
+            HfTensor(tensor.counterpart, form_of(leaf)[0], tensor.source, key)
+            for tensor in self._mapped.tensors
+            for key, leaf in self._entries(tensor.source).items()
+            if not _is_scalar(key, leaf, tensor.source)
+        ]
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """Param groups with the Hugging Face tensors in each, and by tensor the state that is a number, as steps.
+
+        Raises UnsupportedState for an option, or general state, that is no plain value.
+        """
+        groups: dict[tuple[int, str], dict[str, Any]] = {}
+        state: dict[str, dict[str, Any]] = {}
+        with self._opened.reader() as reader:
+            values = _PlainValues(self._opened, reader)
+            for tensor in self._mapped.tensors:
+                slot = self._slots.get(tensor.source.name)
+                if slot is None:
+                    continue
+                options = values.of(slot.options, "param_groups")
+                # Stages, and experts, have groups of their own of each number: with the same options they are one.
+                group = groups.setdefault((slot.group, repr(options)), {**options, "params": []})
+                group["params"].append(tensor.name)
+                scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
+                if scalars:
+                    state[tensor.name] = values.of(scalars, tensor.name)
+            general = values.of(self._mapped.entries.general(), "state")
+        in_order = [group for _, group in sorted(groups.items(), key=lambda each: each[0][0])]
+        document = {"format_version": FORMAT_VERSION, "param_groups": in_order, "state": state}
+        return {**document, "general": general} if general else document
+
+    def require_all(self) -> None:
+        """Verify that all of it can be exported, as far as trees and scalars tell.
+
+        Raises:
+            KeyMismatch: the optimizer has parameters that are no Hugging Face tensor.
+            OptimizerMismatch: state of another shape than its parameter.
+            UnsupportedState: an option, or state, that is neither a tensor nor plain.
+        """
+        taken = {tensor.source.name for tensor in self._mapped.tensors}
+        names = [name for name in self._mapped.entries.names if name not in taken | self._mapped.left_out]
+        if names:
+            raise KeyMismatch(
+                f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
+                "parameters), which the model in this tag has not; are param_names those that it was saved with?"
+            )
+        for tensor in self.tensors:
+            self._mapped.assembly(tensor)
+        self.document  # noqa: B018
+
+    @cached_property
+    def _slots(self) -> dict[str, SavedSlot]:
+        """What was saved for each of the tag's tensors that is a parameter of the optimizer's."""
+        sources = {tensor.source.name: tensor.source for tensor in self._mapped.tensors}
+        found = {name: self._slot(source) for name, source in sources.items()}
+        return {name: slot for name, slot in found.items() if slot is not None}
+
+    def _slot(self, source: NxdTensor) -> SavedSlot | None:
+        """Of the first rank that holds the parameter; the others must have the same kinds of state."""
+        stage, sizes = source.pp_rank, self._opened.topology
+        experts = range(sizes.ep if source.match.rule.stacked else 1)
+        places = [Coordinates(stage, ep_rank, tp_rank) for ep_rank, tp_rank in product(experts, range(sizes.tp))]
+        slots = {
+            at: self._mapped.entries.slot(source.name, at, source.dtype, source.local_shape) for at in places
+        }
+        first, *others = slots.items()
+        for at, slot in others:
+            if _keys(slot) != _keys(first[1]):
+                raise IncompatibleState(
+                    f"{self._opened.where}: the rank at {first[0]} saved {_in_words(first[1])} for {source.name!r}, "
+                    f"the one at {at} {_in_words(slot)}; the parameter had a gradient on some ranks only"
+                )
+        return first[1]
+
+    def _entries(self, source: NxdTensor) -> Mapping[str, Any]:
+        slot = self._slots.get(source.name)
+        if slot is None:
+            return {}
+        return slot.entries if slot.master is None else {**slot.entries, MASTER_WEIGHTS: slot.master}
+
+
+class _PlainValues:
+    """JSON values of what an optimizer keeps beside tensors; of tensors with one element, that."""
+
+    def __init__(self, opened: OpenTag, reader: LeafReader) -> None:
+        self._opened, self._reader = opened, reader
+
+    def of(self, value: Any, name: str) -> Any:
+        """Raises UnsupportedState for what is neither."""
+        if isinstance(value, TensorStub) and value.numel == 1:
+            self._reader.verify(value, f"optim/{name}")
+            self._reader.finish()
+            return self._opened.read(value).item()
+        if isinstance(value, (list, tuple)):
+            return [self.of(item, name) for item in value]
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: self.of(item, f"{name}/{key}") for key, item in value.items()}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise UnsupportedState(
+            f"{self._opened.where}: optimizer, {name}: {type(value).__name__} is neither state shaped like its "
+            "parameter nor a plain value; such an optimizer cannot be exported"
+        )
+
+
+def _is_scalar(key: str, leaf: Any, source: NxdTensor) -> bool:
+    return key == STEP or not is_tensor(leaf) or (not form_of(leaf)[1] and bool(source.local_shape))
+
+
+def _keys(slot: SavedSlot | None) -> set[str] | None:
+    if slot is None:
+        return None
+    held = {str(key) for key, value in slot.entries.items() if value is not None}
+    return held if slot.master is None else {*held, MASTER_WEIGHTS}
+
+
+def _in_words(slot: SavedSlot | None) -> str:
+    keys: Iterable[str] = _keys(slot) or ()
+    return ", ".join(sorted(keys)) or "nothing"

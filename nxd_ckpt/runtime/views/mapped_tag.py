@@ -1,0 +1,268 @@
+"""A tag as Hugging Face tensors: which parts of which saved tensors make up each. Reads trees only, no tensor.
+
+How the tag's ranks cut a parameter comes from the mapping, not from what was recorded: attributes get lost, and those
+of replicated heads do not tell all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.hf_slice import counterparts, partition_of
+from nxd_ckpt.core.mapping import Match, ModelMapping
+from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.core.plan import Cut, CutIndex, holders, plan_reads
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, PartNotFound, TopologyMismatch
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.runtime.views.optimizer_entries import OptimizerEntries
+
+_SHOWN = 8
+
+
+class MappedTag:
+    """The model of the tag ``opened`` as Hugging Face tensors, by ``mapping``.
+
+    Args:
+        sizes: of the model, and how often its key-value heads were kept.
+        master_weights: take the optimizer's master weights, in float32, where it has them.
+        param_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
+    """
+
+    def __init__(
+        self,
+        opened: OpenTag,
+        mapping: ModelMapping,
+        sizes: Sizes,
+        *,
+        master_weights: bool = False,
+        param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    ) -> None:
+        self._opened, self._mapping, self.sizes = opened, mapping, sizes
+        self._prefers_masters, self.entries = master_weights, OptimizerEntries(opened, param_names)
+        self._trees: dict[Coordinates, dict[str, Any]] = {}
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """The names in the tag that no rule maps."""
+        return self._mapping.split(self._stages)[1]
+
+    @cached_property
+    def tensors(self) -> list[HfTensor]:
+        """The Hugging Face tensors of what rules map, in the tag's order; tied ones as files hold them.
+
+        Raises:
+            ShapeMismatch, TopologyMismatch, InvalidArgument: shapes and sizes that do not fit; says which.
+            IncompatibleState: two tensors of the tag are the same Hugging Face tensor, or tied ones differ.
+        """
+        return [tensor for tensor in self._mapped.values() if not self._is_left_out(tensor)]
+
+    @property
+    def left_out(self) -> set[str]:
+        """The tensors of the tag that files leave out, because they are tied to others."""
+        return {tensor.source.name for tensor in self._mapped.values() if self._is_left_out(tensor)}
+
+    @property
+    def missing(self) -> list[str]:
+        """Hugging Face tensors that every such model has, and the tag does not."""
+        held = {tensor.name for tensor in self.tensors}
+        return [name for name in self._mapping.required(self.sizes) if name not in held]
+
+    def require_all(self) -> None:
+        """Verify that this is the tag of such a model, as far as names and digests tell; reads no tensor.
+
+        Raises:
+            KeyMismatch: names are not mapped, or tensors are missing.
+            TopologyMismatch: ranks that should hold the same hold different values.
+            OptimizerMismatch: master weights are wanted, and nothing says whose they are.
+        """
+        if self._prefers_masters and self._opened.parts.master_weights:
+            self.entries.require()
+        if self.unknown:
+            self._mapping.matches(self.unknown)
+        if self.missing:
+            raise KeyMismatch(
+                f"{self._opened.where} lacks {', '.join(self.missing[:_SHOWN])} ({len(self.missing)} tensors), which "
+                f"every model of mapping {self._mapping.name!r} has with this config.json; is it this model's?"
+            )
+        for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
+            self._refuse_unequal_copies(source)
+
+    def assembly(self, tensor: HfTensor) -> Assembly:
+        """What the Hugging Face tensor is made of, row-major as in its file; stacked ones have a 1 in front.
+
+        Raises:
+            PartNotFound: a tensor is in no file.
+        """
+        source, transposed = tensor.source, tensor.source.match.rule.transposed
+        cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
+        held = [
+            place
+            for piece in tensor.counterpart.once
+            for place in holders(source.partition, source.local_shape, piece.box, cut) or ()
+        ]
+        parts: list[Part] = []
+        for read in plan_reads(tensor.counterpart.once, list(dict.fromkeys(held)), tensor.name):
+            leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
+            parts += [replace(part, target=part.target.moved(read.target.offset)) for part in leaf.parts]
+        shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
+        if transposed:
+            order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+            parts = [part.permuted(order) for part in parts]
+        return Assembly(tensor.dtype, shape, tuple(parts))
+
+    @cached_property
+    def _mapped(self) -> dict[str, HfTensor]:
+        """All Hugging Face tensors of what rules map, by name."""
+        found: dict[str, HfTensor] = {}
+        for match in self._mapping.split(self._stages)[0]:
+            source = self._source(match)
+            for one in counterparts(match, source.shape, self.sizes):
+                if one.name in found:
+                    raise IncompatibleState(
+                        f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
+                        f"{match.name}; the mapping must choose one"
+                    )
+                found[one.name] = HfTensor(one, source.dtype, source)
+        return found
+
+    @cached_property
+    def _stages(self) -> dict[str, int]:
+        """The pipeline stage of each tensor of the model; the first of several."""
+        stages: dict[str, int] = {}
+        for pp_rank in range(self._opened.topology.pp):
+            for name, leaf in self._tree(Coordinates(pp_rank)).items():
+                if name in stages and _digest(leaf) != _digest(self._tree(Coordinates(stages[name]))[name]):
+                    raise TopologyMismatch(
+                        f"{self._opened.where}: pipeline stages {stages[name]} and {pp_rank} saved other values of "
+                        f"{name}; which of them is meant?"
+                    )
+                stages.setdefault(name, pp_rank)
+        return stages
+
+    def _source(self, match: Match) -> NxdTensor:
+        pp_rank = self._stages[match.name]
+        leaf = self._tree(Coordinates(pp_rank))[match.name]
+        dtype, shape = form_of(leaf) if is_tensor(leaf) else (None, None)
+        if dtype is None or shape is None:
+            raise MalformedFile(f"{self._opened.where}: {match.name} is {type(leaf).__name__}, expected a tensor")
+        if self._prefers_masters and self._master(match.name, Coordinates(pp_rank), "float32", shape):
+            dtype = "float32"
+        tp = self._opened.topology.tp
+        whole = self._whole(match, shape, tp)
+        # A vocabulary that every rank holds all of was never cut.
+        partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
+        return NxdTensor(match, pp_rank, dtype, shape, whole, partition)
+
+    def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
+        rule, shape = match.rule, list(local)
+        if rule.dim is not None and rule.dim < len(shape):
+            rows = rule.members[0].rows
+            if rows is None or shape[rule.dim] < self.sizes.get(rows):
+                shape[rule.dim] *= tp
+        if rule.stacked is not None and shape:
+            shape[0] *= self._opened.topology.ep
+        return tuple(shape)
+
+    def _is_left_out(self, tensor: HfTensor) -> bool:
+        """Whether it is tied to another one that files hold in its place."""
+        tied = self._mapping.tied if self._mapping.are_tied(self.sizes) else {}
+        other = self._mapped.get(tied.get(tensor.name, ""))
+        if other is None:
+            return False
+        digests = [_digest(self._tree(Coordinates(one.source.pp_rank))[one.source.name]) for one in (tensor, other)]
+        if digests[0] != digests[1]:
+            raise IncompatibleState(
+                f"{self._opened.where}: config.json ties {tensor.name} to {other.name}, but the tag holds different "
+                "values; set tie_word_embeddings to false in the config.json that goes with this model"
+            )
+        return True
+
+    def _leaf(self, tensor: HfTensor, place: CutIndex) -> TensorStub | Assembly:
+        """What the rank at ``place`` holds: from its model's file, or from the optimizer's."""
+        source, entry = tensor.source, tensor.entry
+        at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
+        if entry is None:
+            return self._weight(source, at)
+        found = self.entries.find(source.name, entry, at, tensor.dtype, source.local_shape)
+        if found is None:
+            raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
+        return found
+
+    def _weight(self, source: NxdTensor, at: Coordinates) -> TensorStub | Assembly:
+        leaf = self._tree(at).get(source.name)
+        if isinstance(leaf, TensorStub) and leaf.shape != source.local_shape:
+            raise MalformedFile(
+                f"{self._opened.where}/{leaf.file}: {source.name} has shape {leaf.shape}, on the first rank "
+                f"{source.local_shape}; the tag mixes files of two saves"
+            )
+        if isinstance(leaf, TensorStub) and not self._prefers_masters:
+            return leaf
+        found = self._master(source.name, at, source.dtype, source.local_shape)
+        if found is not None:
+            return found
+        if isinstance(leaf, TensorStub):
+            return leaf
+        raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
+
+    def _master(self, name: str, at: Coordinates, dtype: str, shape: tuple[int, ...]) -> Assembly | None:
+        return self.entries.find(name, MASTER_WEIGHTS, at, dtype, shape)
+
+    def _refuse_unequal_copies(self, source: NxdTensor) -> None:
+        """Ranks that by the mapping hold the same part of Hugging Face's tensors must have saved the same bytes.
+
+        That is where a wrong kv_size_multiplier, hardware or mapping shows. Digests tell, as far as files have them.
+        """
+        members = [
+            (one.name, piece)
+            for one in counterparts(source.match, source.shape, self.sizes)
+            for piece in one.pieces
+        ]
+        first: dict[Any, tuple[int, Any]] = {}
+        for tp_rank in range(self._opened.topology.tp):
+            leaf = self._tree(Coordinates(source.pp_rank, 0, tp_rank)).get(source.name)
+            if not isinstance(leaf, TensorStub) or leaf.storage.crc32 is None:
+                return
+            held = tuple(self._held(source, members, tp_rank))
+            if not held:  # padding
+                continue
+            other, digest = first.setdefault(held, (tp_rank, _digest(leaf)))
+            if digest != _digest(leaf):
+                raise TopologyMismatch(
+                    f"{self._opened.where}: by the mapping, tensor-parallel ranks {other} and {tp_rank} hold the same "
+                    f"of {source.name}, but they saved other values; are kv_size_multiplier="
+                    f"{self.sizes.kv_size_multiplier}, hardware={self.sizes.hardware!r} and the mapping those of the "
+                    "job that saved it?"
+                )
+
+    def _held(
+        self, source: NxdTensor, members: Sequence[tuple[str, Piece]], tp_rank: int
+    ) -> Iterator[tuple[Box, str, Box]]:
+        """What a rank holds, in terms of Hugging Face's tensors: (its box, theirs); equal for equal parts."""
+        for piece in source.partition.pieces(source.local_shape, tp_rank, self._opened.topology.tp, 0) or ():
+            for name, member in members:
+                common = piece.box.intersect(member.box)
+                if common is not None:
+                    yield piece.local_of(common), name, member.local_of(common)
+
+    def _tree(self, at: Coordinates) -> dict[str, Any]:
+        if at not in self._trees:
+            self._trees[at] = self._opened.model_tree(at)
+        return self._trees[at]
+
+
+def _digest(leaf: Any) -> Any:
+    """Equal for equal tensors; None where files do not tell."""
+    if isinstance(leaf, MissingTensor):
+        return leaf.dtype, leaf.shape
+    return (leaf.dtype, leaf.shape, leaf.storage.crc32) if isinstance(leaf, TensorStub) else None

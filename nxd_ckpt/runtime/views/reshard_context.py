@@ -1,0 +1,214 @@
+"""From the sizes that a tag was saved on to those that it is loaded on: places, cuts and specifications of both sides.
+
+How a parameter was cut comes from the manifest, for tags without one from how the live parameter is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.plan import Cut, CutIndex, Read
+from nxd_ckpt.core.resharding import derived, plan_parameter
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.runtime.tag.opening import OpenTag
+
+
+@dataclass(frozen=True)
+class ReshardContext:
+    """The tag ``opened``, for the rank that ``live`` is seen from.
+
+    ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved.
+    ``aliases`` are all names of each tied parameter, by any of them. ``every_stage`` looks through all saved pipeline
+    stages, also where this rank's own one stayed the same. ``experts`` are the saved expert parameters, None if the tag
+    does not mark them: live ones are marked only where expert parallelism cuts them.
+    """
+
+    opened: OpenTag
+    live: Topology
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    recorded: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    every_stage: bool = False
+    experts: Collection[str] | None = None
+    _plans: dict[Any, list[Read[CutIndex]]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def saved(self) -> Topology:
+        return self.opened.topology
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """The saved pipeline stages where this rank's names may be: its own, where stages stayed the same."""
+        own = self.saved.pp == self.live.pp and not self.every_stage
+        return [self.live.pp_rank] if own else range(self.saved.pp)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank's stage holds every name of :attr:`stages`."""
+        return self.live.pp == 1 or (self.saved.pp == self.live.pp and not self.every_stage)
+
+    def near(self, pp_rank: int) -> Coordinates:
+        """A saving rank of that stage that tells what any does: where sizes are the same, the one of this place."""
+        saved, live = self.saved, self.live
+        ep_rank = live.ep_rank if saved.ep == live.ep else 0
+        return Coordinates(pp_rank, ep_rank, live.tp_rank if saved.tp == live.tp else 0)
+
+    @property
+    def saved_cut(self) -> Cut:
+        return Cut(self.saved.tp, self.saved.ep)
+
+    @property
+    def live_cut(self) -> Cut:
+        return Cut(self.live.tp, self.live.ep)
+
+    @property
+    def place(self) -> CutIndex:
+        return CutIndex(self.live.tp_rank, self.live.ep_rank)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The name, then the others of the same parameter, live or when it was saved."""
+        recorded = self.recorded.get(name)
+        tied = [] if recorded is None or recorded.tie is None else self._saved_ties[recorded.tie]
+        return tuple(dict.fromkeys((name, *self.aliases.get(name, ()), *tied)))
+
+    @cached_property
+    def _saved_ties(self) -> dict[str, list[str]]:
+        ties: dict[str, list[str]] = {}
+        for name, spec in self.recorded.items():
+            if spec.tie is not None:
+                ties.setdefault(spec.tie, []).append(name)
+        return ties
+
+    def is_expert(self, name: str) -> bool:
+        """Whether the tag marks it as an expert's parameter."""
+        return not set(self.names(name)).isdisjoint(self.experts or ())
+
+    def live_spec(self, name: str, spec: ParameterSpec) -> ParameterSpec:
+        """The live parameter's specification, with the partition that the caller gave for it."""
+        if not self.partitions:
+            return spec
+        given = next((self.partitions[alias] for alias in self.names(name) if alias in self.partitions), None)
+        return spec if given is None else replace(spec, partition=given)
+
+    def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
+        """The parameter as saving ranks held it, with ``shape``; cut as recorded, else as the live one is."""
+        recorded = next((self.recorded[alias] for alias in self.names(name) if alias in self.recorded), None)
+        if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
+            return replace(recorded, shape=shape)
+        if self.is_expert(name):
+            live = replace(live, partition=replace(live.partition, expert=True))
+        if self.saved.tp == self.live.tp:
+            return ParameterSpec(live.dtype, shape, live.partition, live.trainable)
+        return derived(name, shape, self.saved_cut, live, self.live_cut)
+
+    def recorded_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape that the parameter had on each saving rank, if that is recorded."""
+        return next((self.recorded[alias].shape for alias in self.names(name) if alias in self.recorded), None)
+
+    def reads(
+        self,
+        name: str,
+        saved: ParameterSpec,
+        live: ParameterSpec,
+        *,
+        saved_shards: int = 1,
+        shards: int = 1,
+        shard: int = 0,
+    ) -> list[Read[CutIndex]]:
+        """What this rank copies from where, of a tensor shaped like the parameter and cut by ZeRO-1 as given."""
+        terms = (saved.shape, saved.partition, live.shape, live.partition, saved_shards, shards, shard)
+        if terms not in self._plans:  # a model has many parameters, of few forms
+            self._plans[terms] = plan_parameter(
+                name,
+                saved,
+                replace(self.saved_cut, shards=saved_shards),
+                live,
+                replace(self.live_cut, shards=shards),
+                replace(self.place, shard=shard),
+            )
+        return self._plans[terms]
+
+    def suspects(self, name: str, saved: ParameterSpec) -> list[tuple[CutIndex, bool, str]]:
+        """Places to be compared with the first one: (place, whether it should be equal, what partitions= would say).
+
+        Attributes get lost, and then a parameter counts as replicated. The commit has compared tags of ours over
+        tensor-parallel ranks. A parameter with as many partitions as ranks that two neighbours hold alike is one of
+        grouped-query attention, of which there are fewer.
+        """
+        sizes, live, partition = self.saved, self.live, saved.partition
+        found: list[tuple[CutIndex, bool, str]] = []
+        if sizes.ep > 1 and (sizes.ep, sizes.tp) != (live.ep, live.tp) and not partition.expert:
+            found.append((CutIndex(ep_rank=1), True, "expert=True"))
+        if sizes.tp == 1 or sizes.tp == live.tp:
+            return found
+        guessed = not any(alias in self.recorded for alias in self.names(name))
+        if partition.replicated_over_tp and guessed:
+            found += [(CutIndex(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
+        elif 1 < partition.num_partitions < sizes.tp and guessed:
+            found.append((CutIndex(partition.num_partitions), True, "rank_ordering"))
+        elif partition.num_partitions == sizes.tp and not partition.expert and prod(saved.shape) > 1:
+            found.append((CutIndex(1), False, "num_partitions"))
+        return found
+
+    def _is_credible(self, name: str, recorded: ParameterSpec, live: ParameterSpec) -> bool:
+        """Whether what was recorded stands: against another whole, a cut that the caller gives counts more, and against
+        no attributes at all those of the live parameter."""
+        given = any(alias in self.partitions for alias in self.names(name))
+        if not given and (_is_explicit(recorded.partition) or not _is_explicit(live.partition)):
+            return True
+        sides = ((recorded, self.saved.ep), (live, self.live.ep))
+        wholes = [spec.partition.global_shape(spec.shape, ep) for spec, ep in sides]
+        return recorded.partition.known and wholes[0] == wholes[1]
+
+
+def _is_explicit(partition: Partition) -> bool:
+    """Whether attributes say how it is cut: without any it counts as replicated."""
+    return partition.known and (partition.partition_dim is not None or partition.expert)
+
+
+def assembled(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    reads: Sequence[Read[CutIndex]],
+    stubs: Mapping[CutIndex, TensorStub | Assembly],
+    expected: tuple[int, ...],
+) -> TensorStub | Assembly:
+    """The tensor of ``shape`` made of ``reads``; a whole saved one as it is.
+
+    Holders' tensors have the shape ``expected``. Raises MalformedFile where one has another shape or dtype than the
+    sizes and the other ranks' files say.
+    """
+    for stub in stubs.values():
+        if (stub.dtype, stub.shape) != (dtype, expected):
+            raise MalformedFile(
+                f"{name}: {_files_of(stub)} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} as the other "
+                "ranks' files and sizes say; the tag mixes files of two saves, or of two conversions"
+            )
+    if len(reads) == 1 and reads[0].source == reads[0].target == Box.whole(shape):
+        stub = stubs[reads[0].holder]
+        if stub.shape == shape:
+            return stub
+    return Assembly(dtype, shape, tuple(part for read in reads for part in _parts(stubs[read.holder], read)))
+
+
+def _parts(held: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Part]:
+    """What is copied from one holder's tensor, which may itself be put together."""
+    if isinstance(held, TensorStub):
+        yield Part(held, read.source, read.target)
+        return
+    for part in held.within(read.source).parts:
+        yield Part(part.stub, part.source, part.target.moved(read.target.offset))
+
+
+def _files_of(held: TensorStub | Assembly) -> str:
+    return held.file if isinstance(held, TensorStub) else ", ".join(sorted({part.stub.file for part in held.parts}))

@@ -1,0 +1,410 @@
+"""A saved optimizer as one rank of another job holds it: found by parameter name, shards cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nxd_ckpt.adapters.optimizer_state import STEP
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
+from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.plan import CutIndex, Read
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
+from nxd_ckpt.runtime.views.reshard_context import ReshardContext, assembled
+from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
+from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot, options_by_group, slots_by_name
+
+Covers = Callable[[str], bool]
+"""Tells by a global name whether something is left out."""
+
+
+def _covers_nothing(name: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A live parameter in the tag: the stage, the name and the slot that it was saved under."""
+
+    pp_rank: int
+    name: str
+    slot: SavedSlot
+
+
+class ReshardedOptimizer:
+    """The optimizer's part of a tag. Reads trees only, each once.
+
+    Args:
+        saved_names: the parameters' names as they were saved, by pipeline stage and param group.
+        live_names: the live optimizer's, by index: they name the entries of a tag that does not name them itself, as
+            long as stages and experts are the same, by position.
+        by_position: live parameters have no names but "#0", "#1", ...: entries go by position, names or not.
+    """
+
+    def __init__(
+        self,
+        context: ReshardContext,
+        *,
+        saved_names: Sequence[Sequence[Sequence[str]]] | None = None,
+        live_names: Sequence[str] | None = None,
+        by_position: bool = False,
+    ) -> None:
+        self._by_position = by_position
+        self._context, self._saved_names, self._live_names = context, saved_names, live_names
+        self._slots: dict[Coordinates, dict[str, SavedSlot]] = {}
+        self._options: dict[Coordinates, list[dict[str, Any]]] = {}
+        self._general: dict[Coordinates, dict[str, Any]] = {}
+        self._model = ReshardedModel(context) if context.opened.parts.model else None
+        self._compared: set[str] = set()
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of every param group, also of those without parameters; of the stage that has most of them."""
+        near = [self._context.near(pp_rank) for pp_rank in self.stages()]
+        return max((self._options[at] for at in near), key=len)
+
+    def stages(self) -> dict[int, dict[str, SavedSlot]]:
+        """The slots that each pipeline stage saved that may matter to this rank, by name, in order of their index."""
+        context = self._context
+        return {pp_rank: self._slots_at(context.near(pp_rank)) for pp_rank in context.stages}
+
+    def group_order(self, form: OptimizerForm, covers: Covers = _covers_nothing) -> list[int]:
+        """The number of the saved group that each live param group (without experts' own) was, as far as it has one."""
+        order, begin = [], 0
+        for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
+            wanted = [slot for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
+            order.append(self._find(wanted[0].name).slot.group if wanted else number)
+            begin += size
+        return order
+
+    def names(self) -> list[str]:
+        """The parameters that the optimizer was saved with."""
+        return [name for slots in self.stages().values() for name in slots]
+
+    def entries(self) -> Iterator[str]:
+        """The global names of all that it was saved with; the parameter's where there is no state of it."""
+        for pp_rank, slots in self.stages().items():
+            yield from (f"optim/state/{key}" for key in self._general[self._context.near(pp_rank)])
+            for name, slot in slots.items():
+                masters = [] if slot.master is None else [MASTER_WEIGHTS]
+                yield from [f"optim/{name}/{entry}" for entry in (*slot.entries, *masters)] or [f"optim/{name}"]
+
+    def tree(
+        self, form: OptimizerForm, ignores: Covers = _covers_nothing, covers: Covers = _covers_nothing
+    ) -> dict[str, Any]:
+        """The state dict of an optimizer of that form, without the entries that ``ignores`` says.
+
+        Parameters whose names ``covers`` says, with all below, need not be in the tag.
+
+        Raises:
+            OptimizerMismatch: a parameter that the saved one did not have, an entry that is not of its parameter's
+                shape, or a param group of parameters that were saved with different options.
+            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; says why.
+        """
+        slots = [replace(slot, spec=self._context.live_spec(slot.name, slot.spec)) for slot in form.slots]
+        found = [None if covers(f"optim/{slot.name}") else self._find(slot.name) for slot in slots]
+        entries: dict[Any, Any] = {}
+        masters: dict[int, Any] = {}
+        for index, (slot, saved) in enumerate(zip(slots, found, strict=True)):
+            if saved is None:
+                continue
+            self._refuse_entries_elsewhere(slot, saved)
+            wanted = {key: leaf for key, leaf in saved.slot.entries.items() if not ignores(f"optim/{slot.name}/{key}")}
+            if wanted:
+                entries[index] = {key: self._entry(slot, saved, key, leaf) for key, leaf in wanted.items()}
+            if saved.slot.master is not None and not ignores(f"optim/{slot.name}/{MASTER_WEIGHTS}"):
+                masters[index] = self._entry(slot, saved, MASTER_WEIGHTS, saved.slot.master)
+        self._refuse_shared(slots, found)
+        entries |= {key: value for key, value in self.general().items() if not ignores(f"optim/state/{key}")}
+        groups = self._groups(form, [None if saved is None else saved.slot for saved in found])
+        if form.kind == "plain":
+            return {"state": entries, "param_groups": groups}
+        tree: dict[str, Any] = {"state": {}, "param_groups": groups, "base_state": entries}
+        if form.ordinary is not None:
+            slots_before, groups_before = form.ordinary
+            # NxD counts the first from the keys of "state", which is empty: always 1.
+            offsets = (1, groups_before, slots_before, slots_before)
+            tree = {**dict(zip(EXPERT_KEYS, offsets, strict=True)), **tree}
+        tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
+        return tree | ({MASTERS: masters} if masters else {})
+
+    def general(self) -> dict[str, Any]:
+        """State that is no parameter's."""
+        return self._general[self._context.near(next(iter(self.stages())))]
+
+    def slot(self, name: str, spec: ParameterSpec) -> SavedSlot | None:
+        """What was saved for the parameter ``spec``; None where the optimizer had no such parameter.
+
+        Raises IncompatibleState where some of its shards have more state than others.
+        """
+        saved = self._held(name)
+        if saved is None:
+            return None
+        self._refuse_entries_elsewhere(OptimizerSlot(name, self._context.live_spec(name, spec)), saved)
+        return saved.slot
+
+    def entry(self, name: str, key: str, spec: ParameterSpec) -> Assembly | None:
+        """The state ``key`` (or master weights) of the parameter ``spec``, cast to its dtype; None where there is none.
+
+        Raises OptimizerMismatch if it is not shaped like the parameter.
+        """
+        leaf = self.value(name, key, spec)
+        return replace(Assembly.of(leaf), dtype=spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
+
+    def value(self, name: str, key: str, spec: ParameterSpec) -> Any:
+        """The same in the dtype that it was saved in, or the plain value that is there instead."""
+        saved = self._held(name)
+        reference = None if saved is None else saved.slot.leaf(key)
+        if saved is None or reference is None:
+            return None
+        slot = OptimizerSlot(name, self._context.live_spec(name, spec))
+        return self._entry(slot, saved, key, reference)
+
+    def _entry(self, slot: OptimizerSlot, found: _Found, key: str, reference: Any) -> Any:
+        """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""
+        context, name = self._context, f"optim/{slot.name}/{key}"
+        if key == STEP:
+            return reference
+        alone = self.holds_whole(found.slot) and (context.live.tp, context.live.ep, slot.shards) == (1, 1, 1)
+        if not is_tensor(reference):
+            if alone:
+                return reference
+            if any(leaf.shape for _, leaf in iter_tensors(reference)):
+                raise OptimizerMismatch(
+                    f"{name}: saved as a {type(reference).__name__} of tensors; only entries of the parameter's own "
+                    "shape, and scalars, can be loaded on other sizes"
+                )
+            return reference
+        dtype, shape = form_of(reference)
+        whole = found.slot.shape or context.recorded_shape(slot.name) or shape
+        held = _shard_shape(whole, self._shards(found.slot))
+        if not self.is_shaped_like(found.slot, whole, shape):
+            if not shape or alone:
+                return reference
+            raise OptimizerMismatch(
+                f"{name}: saved with shape {shape} for a parameter that each rank held with shape {whole}; only "
+                "entries of the parameter's own shape, and scalars, can be loaded on other sizes"
+            )
+        reads = self._reads(slot, found, whole)
+        self._refuse_unequal_replicas(name, context.saved_spec(slot.name, slot.spec, whole), found, key)
+        stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
+        live = _shard_shape(slot.spec.shape, slot.shards)
+        return assembled(name, dtype, live, reads, stubs, held)
+
+    def is_shaped_like(self, slot: SavedSlot, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a saved entry of ``shape`` is cut as its parameter was, which each rank held with ``whole``."""
+        return shape == _shard_shape(whole, self._shards(slot))
+
+    def holds_whole(self, slot: SavedSlot) -> bool:
+        """Whether a saving rank held all of the parameter's state: what it saved is then whole, whatever its shape."""
+        return (self._context.saved.tp, self._context.saved.ep, self._shards(slot)) == (1, 1, 1)
+
+    def _reads(self, slot: OptimizerSlot, found: _Found, whole: tuple[int, ...]) -> list[Read[CutIndex]]:
+        """What all entries of a parameter that are shaped like it are read from."""
+        return self._context.reads(
+            f"optim/{slot.name}",
+            self._context.saved_spec(slot.name, slot.spec, whole),
+            slot.spec,
+            saved_shards=self._shards(found.slot),
+            shards=slot.shards,
+            shard=slot.shard,
+        )
+
+    def _refuse_entries_elsewhere(self, slot: OptimizerSlot, found: _Found) -> None:
+        """Raise IncompatibleState where a rank saved state that the one which speaks for all has not.
+
+        Experts may differ in that: each is another one.
+        """
+        mine = {key for key, value in found.slot.entries.items() if value is not None}
+        whole = found.slot.shape or self._context.recorded_shape(slot.name)
+        if whole is None or (mine and len(mine) == len(found.slot.entries)):
+            return
+        for place in {read.holder for read in self._reads(slot, found, whole)}:
+            other = self._slots_at(self._at(found, place)).get(found.name, found.slot)
+            more = {key for key, value in other.entries.items() if value is not None} - mine
+            if more:
+                raise self._only_here_and_there(found, ", ".join(sorted(map(str, more))), self._near(found))
+
+    def _refuse_unequal_replicas(self, name: str, saved: ParameterSpec, found: _Found, key: str) -> None:
+        """Of what is taken to be equal on all ranks, compare another rank's: of the weights, where there are any."""
+        suspects = self._context.suspects(found.name, saved)
+        if not suspects:  # as when only dp changes: the model's files are not even opened
+            return
+        if self._model is not None and found.name in self._model.reference(found.pp_rank):
+            if found.name not in self._compared:
+                self._model.refuse_unequal_replicas(found.name, found.pp_rank, saved)
+                self._compared.add(found.name)
+            return
+        for place, equal, attribute in suspects:
+            if not equal or (self._is_sharded and place.ep_rank):  # one shard each, no replicas
+                continue
+            pair = [self._leaf_at(found, at, key) for at in (CutIndex(), place)]
+            digests = {leaf.storage.crc32 for leaf in pair if isinstance(leaf, TensorStub)}
+            if len(digests) == 2 and None not in digests:
+                raise TopologyMismatch(
+                    f"{name}: taken to be the same on each rank, but rank (tp {place.tp_rank}, ep {place.ep_rank}) "
+                    f"saved other values than rank 0: its attributes were lost; pass partitions= with its {attribute}"
+                )
+
+    def _refuse_shared(self, slots: Sequence[OptimizerSlot], found: Sequence[_Found | None]) -> None:
+        """Raise OptimizerMismatch where two live parameters would take the state of a single one."""
+        first: dict[tuple[int, str], str] = {}
+        for slot, saved in zip(slots, found, strict=True):
+            if saved is None:
+                continue
+            other = first.setdefault((saved.pp_rank, saved.name), slot.name)
+            if other != slot.name:
+                raise OptimizerMismatch(
+                    f"optimizer: {other!r} and {slot.name!r} were one parameter (tied) when "
+                    f"{self._context.opened.where} was saved, live they are two; tie them, or load with optimizer=None"
+                )
+
+    def _near(self, found: _Found) -> Coordinates:
+        return self._context.near(found.pp_rank)
+
+    def _leaf_at(self, found: _Found, place: CutIndex, key: str) -> Any:
+        at = self._at(found, place)
+        slot = self._slots_at(at).get(found.name)
+        leaf = None if slot is None else slot.leaf(key)
+        if not is_tensor(leaf):
+            raise self._only_here_and_there(found, key, at)
+        return leaf
+
+    def _only_here_and_there(self, found: _Found, key: str, at: Coordinates) -> IncompatibleState:
+        return IncompatibleState(
+            f"{self._context.opened.where}: the rank at {at} saved no {key} for {found.name!r}, others did; the files "
+            "are of two saves, or the parameter had a gradient on some ranks only"
+        )
+
+    def _at(self, found: _Found, place: CutIndex) -> Coordinates:
+        """The saving rank whose file holds what is at ``place``."""
+        dp_rank = place.ep_rank
+        if self._is_sharded:
+            dp_rank = place.shard * self._context.saved.ep + place.ep_rank if found.slot.expert else place.shard
+        return Coordinates(found.pp_rank, dp_rank, place.tp_rank)
+
+    def _shards(self, slot: SavedSlot) -> int:
+        if not self._is_sharded:
+            return 1
+        return self._context.saved.expert_dp if slot.expert else self._context.saved.dp
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._context.opened.parts.optimizer in ("zero1", "zero1_dcp")
+
+    def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot | None]) -> list[dict[str, Any]]:
+        """Param groups with the options that their parameters were saved with; none where all of them are None."""
+        groups, begin = [], 0
+        for number, size in enumerate(form.groups):
+            own = [slot for slot in saved[begin : begin + size] if slot is not None]
+            for slot in own[1:]:
+                self._refuse_other_options(number, own[0], slot)
+            # Experts' groups are numbered anew, and so are the parameters in them.
+            first, first_group = form.ordinary if form.ordinary and number >= form.ordinary[1] else (0, 0)
+            by_number = {} if size else dict(enumerate(self.groups()))  # an empty group has but its number
+            options = own[0].options if own else by_number.get(number - first_group, {})
+            groups.append({**options, "params": list(range(begin - first, begin - first + size))})
+            begin += size
+        return groups
+
+    def _refuse_other_options(self, number: int, first: SavedSlot, other: SavedSlot) -> None:
+        same = (first.group, first.expert) == (other.group, other.expert)
+        options = set() if same else {*first.options, *other.options}
+        differ = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
+        if differ:
+            values = first.options.get(differ[0]), other.options.get(differ[0])
+            raise OptimizerMismatch(
+                f"optimizer: the live param group {number} holds parameters that {self._context.opened.where} has in "
+                f"groups {first.group} and {other.group}, which differ in {', '.join(differ)} ({differ[0]}: "
+                f"{values[0]!r} and {values[1]!r}); build param_groups so that each holds parameters of one saved group"
+            )
+
+    def _find(self, name: str) -> _Found:
+        found = self._held(name)
+        if found is None:
+            raise OptimizerMismatch(
+                f"optimizer: {self._context.opened.where} has no entry for {name!r}: it was frozen, or not passed to "
+                f"the optimizer, when that was saved. It has {_listed(self.names())}; build param_groups of the same "
+                "parameters"
+            )
+        return found
+
+    def _held(self, name: str) -> _Found | None:
+        for pp_rank, slots in self.stages().items():
+            held = [alias for alias in self._context.names(name) if alias in slots]
+            if len(held) > 1:
+                raise OptimizerMismatch(
+                    f"optimizer: {', '.join(held)} are one parameter live (tied), but each had a state of its own when "
+                    f"{self._context.opened.where} was saved; untie them, or load with optimizer=None"
+                )
+            if held:
+                return _Found(pp_rank, held[0], slots[held[0]])
+        return None
+
+    def _slots_at(self, at: Coordinates) -> dict[str, SavedSlot]:
+        if at not in self._slots:
+            opened = self._context.opened
+            names = self._names_of_stage(at)
+            tree = opened.optimizer_tree(at, names)
+            if "base_state" not in tree and opened.parts.optimizer != "plain":
+                raise OptimizerMismatch(
+                    f"{opened.where}: the optimizer's shards were cut in a way that only it knows "
+                    "(zero1_optimizer=True for one that is not ZeRO-1); load them on the sizes that they were saved on"
+                )
+            self._slots[at] = slots_by_name(tree, names, opened.where)
+            self._options[at] = options_by_group(tree)
+            section = tree["state"] if "base_state" not in tree else tree["base_state"]
+            self._general[at] = {key: value for key, value in section.items() if isinstance(key, str)}
+        return self._slots[at]
+
+    def _names_of_stage(self, at: Coordinates) -> list[str] | None:
+        """The names of the entries by index; None for "#0", "#1", ..., which are the live parameters' then, too."""
+        opened, saved, live = self._context.opened, self._context.saved, self._context.live
+        if self._saved_names is not None:
+            if len(self._saved_names) != saved.pp:
+                raise OptimizerMismatch(
+                    f"saved_param_names= must list the param groups of each of the {saved.pp} pipeline stages that "
+                    f"{opened.where} was saved on, found {len(self._saved_names)}"
+                )
+            return [name for group in self._saved_names[at.pp_rank] for name in group]
+        same_places = (saved.pp, saved.ep) == (live.pp, live.ep)
+        names = None if self._by_position and same_places else opened.optimizer_names(at)
+        if names is not None and not any(name.startswith("#") for name in names):
+            return names
+        if same_places and self._live_names is None and not self._by_position:
+            return None
+        if saved.pp == live.pp and not same_places and self._context.experts is not None and self._live_names:
+            # A ZeRO-1 optimizer of experts keeps them apart, behind the others.
+            apart = self._context.is_expert if self._is_sharded else None
+            return list(self._live_names) if apart is None else sorted(self._live_names, key=apart)
+        # Of several stages each has an entry at every position.
+        if same_places and len(self._context.stages) == 1:
+            return None if self._live_names is None else list(self._live_names)
+        raise OptimizerMismatch(
+            f"{opened.where}, saved on {saved.describe()}, does not say which parameters the entries of its "
+            f"optimizer belong to, and on {live.describe()} their order does not tell. Pass saved_param_names=: for "
+            "each pipeline stage that it was saved on, for each param group (experts' last), the names in order"
+        )
+
+
+def _shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """The shape of a ZeRO-1 shard of a tensor of ``shape``."""
+    return shape if shards == 1 or not shape else (zero1_rows(shape[0], shards), *shape[1:])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorStub) and isinstance(other, TensorStub):
+        return (one.dtype, one.shape, one.storage.crc32) == (other.dtype, other.shape, other.storage.crc32)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more

@@ -1,0 +1,1 @@
+"""Archives of tags as read-only storages: tar, and compressed tar."""

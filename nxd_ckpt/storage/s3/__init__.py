@@ -1,0 +1,1 @@
+"""Amazon S3, and what speaks its protocol, as a storage."""

@@ -1,0 +1,113 @@
+"""An object being read: ranged requests straight into the caller's memory, all of the same version of the object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.storage.base import checked_length
+from nxd_ckpt.storage.ranges import HOLE, ByteRun, Range, runs
+from nxd_ckpt.storage.s3.bucket import Bucket
+from nxd_ckpt.storage.s3.conditions import wait_before_retry
+from nxd_ckpt.storage.s3.errors import ConditionFailed
+
+_TRIES = 10
+
+_NOWHERE = memoryview(bytearray(HOLE))
+"""Memory for what is read along. Nobody looks into it."""
+
+
+class Replaced(OSError):
+    """The object is not the one any more that was opened."""
+
+
+def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes, str]:
+    """All of an object, and its ETag; the newer one where it was replaced meanwhile. Raises as Storage.read."""
+    for tries in range(_TRIES):
+        reader = S3Reader(bucket, key)
+        memory = bytearray(checked_length(reader.nbytes, limit, f"{bucket.url}/{key}"))
+        try:
+            reader.read_ranges([(0, memoryview(memory))])
+        except Replaced:
+            if tries == _TRIES - 1:
+                raise
+        else:
+            break
+    return bytes(memory), reader.etag
+
+
+class S3Reader:
+    """Of the version that was there when it was opened: the store refuses to read from another."""
+
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._bucket, self._key = bucket, key
+        head = bucket.head(key)
+        self.etag, self.nbytes = str(head["ETag"]), int(head["ContentLength"])
+
+    def read_ranges(self, ranges: Sequence[Range]) -> None:
+        for run in runs(ranges):
+            if run.end > self.nbytes:
+                missing = run.end - max(run.begin, self.nbytes)
+                raise EOFError(f"{self._url}: {missing} bytes missing at byte {self.nbytes}")
+            self._fetch(run)
+
+    def close(self) -> None:
+        """Nothing: every request is one of its own."""
+
+    @property
+    def _url(self) -> str:
+        return f"{self._bucket.url}/{self._key}"
+
+    def _fetch(self, run: ByteRun) -> None:
+        """Where a connection breaks in the middle, the next request goes on from there."""
+        from botocore.exceptions import BotoCoreError
+        from urllib3.exceptions import HTTPError
+
+        done, tries = run.begin, 0
+        while done < run.end:
+            before = done
+            body = self._request(done, run.end)
+            try:
+                for memory in _memories(run, done, self._bucket.throttle.block):
+                    self._bucket.throttle.take(len(memory))
+                    while len(memory):
+                        count = body.readinto(memory)
+                        if not count:
+                            raise ConnectionResetError("the body ended early")
+                        memory, done = memory[count:], done + count
+            except (BotoCoreError, HTTPError, OSError) as error:
+                tries = 0 if done > before else tries + 1
+                if tries > self._bucket.options.retries:
+                    raise ConnectionError(f"{self._url}: broke off at byte {done} {tries} times: {error}") from error
+                wait_before_retry(tries)
+            finally:
+                body.close()
+
+    def _request(self, begin: int, end: int) -> Any:
+        """The body of bytes ``begin`` to ``end``."""
+        full = self._bucket.full(self._key)
+        try:
+            reply = self._bucket.call(
+                "get_object", self._key, Key=full, Range=f"bytes={begin}-{end - 1}", IfMatch=self.etag
+            )
+        except ConditionFailed as error:
+            raise Replaced(f"{self._url}: replaced by another object while it was being read") from error
+        if reply["ContentLength"] != end - begin:
+            raise OSError(f"{self._url}: asked for {end - begin} bytes, the store sends {reply['ContentLength']}")
+        return reply["Body"]
+
+
+def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:
+    """Where the bytes of ``run`` from ``begin`` on belong, a block at a time; what lies between goes nowhere."""
+    position = begin
+    for offset, buffer in [*run.wanted, (run.end, memoryview(b""))]:
+        while position < offset:
+            hole = _NOWHERE[: offset - position]
+            yield hole
+            position += len(hole)
+        buffer = buffer[position - offset :]
+        while len(buffer):
+            yield buffer[:block]
+            position += len(buffer[:block])
+            buffer = buffer[block:]

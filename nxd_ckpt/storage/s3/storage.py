@@ -1,0 +1,138 @@
+"""A bucket of S3 or of a store that speaks its protocol, below a prefix.
+
+An object is there when its last request was answered, and lasts. Conditional requests (``If-None-Match``, ``If-Match``)
+decide who of several wins; every object carries the token of its writer, so that a request which is repeated because
+its reply was lost is not taken for somebody else's. The library is boto3; ``docs/decisions/013`` says why.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.storage.base import DirEntry, Reader, Writer
+from nxd_ckpt.storage.s3.bucket import Bucket, S3Options
+from nxd_ckpt.storage.s3.conditions import put_if
+from nxd_ckpt.storage.s3.download import S3Reader, read_object
+from nxd_ckpt.storage.s3.upload import S3Writer
+
+_BATCH = 1000
+"""Keys that one request deletes, at most."""
+
+
+def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
+    """The storage of ``s3://bucket/prefix``. Asks nothing of the network.
+
+    Raises InvalidArgument where boto3 is missing, the bucket has no name, or options are not known.
+    """
+    if find_spec("boto3") is None:
+        raise InvalidArgument(f"{url}: needs boto3: pip install 'nxd_ckpt[s3]'")
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    if not bucket or "@" in bucket:
+        raise InvalidArgument("expected s3://BUCKET/PREFIX, without credentials; these go into storage_options")
+    return S3Storage(Bucket(bucket, prefix.strip("/"), S3Options.of(options, f"s3://{bucket}")))
+
+
+class S3Storage:
+    """Keys below the bucket's prefix. Safe for threads; may be pickled, with its options, and used after a fork."""
+
+    renames = False
+    concurrency = 16
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url = bucket, bucket.url
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return read_object(self._bucket, key, limit)[0]
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
+
+    def open(self, key: str) -> Reader:
+        return S3Reader(self._bucket, key)
+
+    def size(self, key: str) -> int:
+        return int(self._bucket.head(key)["ContentLength"])
+
+    def is_dir(self, key: str) -> bool:
+        page = next(self._bucket.pages(key, MaxKeys=1))
+        return bool(page.get("Contents"))
+
+    def is_file(self, key: str) -> bool:
+        if not key:
+            return False
+        try:
+            self._bucket.head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, key: str = "") -> list[DirEntry]:
+        below = self._bucket.below(key)
+        found: list[DirEntry] = []
+        for page in self._bucket.pages(key, Delimiter="/"):
+            files = (item["Key"].removeprefix(below) for item in page.get("Contents", ()))
+            folders = (item["Prefix"].removeprefix(below).rstrip("/") for item in page.get("CommonPrefixes", ()))
+            # Some tools make an empty object that stands for the directory.
+            found += [DirEntry(name, False) for name in files if name]
+            found += [DirEntry(name, True) for name in folders if name]
+        if not found and self.is_file(key):
+            raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
+        return sorted(found)
+
+    def write(self, key: str, data: bytes) -> None:
+        put_if(self._bucket, key, [memoryview(data)], uuid.uuid4().hex)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        return S3Writer(self._bucket, key, nbytes)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        return put_if(self._bucket, key, [memoryview(data)], uuid.uuid4().hex, IfNoneMatch="*")
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        try:
+            found, etag = read_object(self._bucket, key)
+        except FileNotFoundError:
+            return False
+        token = uuid.uuid4().hex
+        return found == expected and put_if(self._bucket, key, [memoryview(data)], token, IfMatch=etag)
+
+    def make_dir(self, key: str) -> None:
+        """Nothing: a directory is there while a key lies below it."""
+
+    def sync_dir(self, key: str) -> None:
+        """Nothing: what was acknowledged lasts."""
+
+    def rename(self, source: str, target: str) -> None:
+        raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
+
+    def remove(self, key: str) -> None:
+        names = [self._bucket.full(key)] if key else []
+        self._delete(key, names)
+        for page in self._bucket.pages(key):
+            self._delete(key, (item["Key"] for item in page.get("Contents", ())))
+
+    def discard_unfinished(self, key: str) -> None:
+        for name, upload_id in self._bucket.uploads(key, self._bucket.below(key)):
+            self._bucket.discard_upload(key, name, upload_id)
+
+    def time(self, key: str) -> float:
+        return float(self._bucket.head(key)["LastModified"].timestamp())
+
+    def set_time(self, key: str, seconds: float) -> None:
+        """Nothing: times belong to the store, which keeps whole seconds."""
+
+    def _delete(self, key: str, names: Iterable[str]) -> None:
+        names = iter(names)
+        while batch := [{"Key": name} for name in islice(names, _BATCH)]:
+            reply = self._bucket.call("delete_objects", key, Delete={"Objects": batch, "Quiet": True})
+            for error in reply.get("Errors", ()):
+                kind = PermissionError if error.get("Code") == "AccessDenied" else OSError
+                raise kind(f"{self.url}/{key}: cannot delete {error['Key']}: {error['Code']}: {error.get('Message')}")

@@ -1,0 +1,257 @@
+"""Files on their way into a bucket: in parts, several at a time, straight from the memory that was handed over.
+
+A part goes when all of its bytes are known. At most :data:`IN_FLIGHT` of them are on their way in the whole process;
+who writes more than that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import uuid
+from bisect import insort
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from nxd_ckpt.storage.s3.body import Body, crc32
+from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
+from nxd_ckpt.storage.s3.conditions import put_if, written_by
+from nxd_ckpt.storage.s3.errors import ConditionFailed
+from nxd_ckpt.storage.system import in_forked_children
+
+logger = logging.getLogger("nxd_ckpt")
+
+IN_FLIGHT = 8
+PART = 16 * 2**20
+"""Bytes of a part, and up to which a file goes by one request."""
+MOST_PARTS = 10_000
+
+
+def part_nbytes(nbytes: int) -> int:
+    """Bytes of the parts of a file of ``nbytes``: a multiple of :data:`PART`, so that no file has too many."""
+    return PART * max(1, -(-nbytes // (PART * MOST_PARTS)))
+
+
+class _Lanes:
+    """Daemon threads that send parts. They are not those of concurrent.futures, which an exiting interpreter stops
+    before the last save is finished."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._free = threading.BoundedSemaphore(IN_FLIGHT)
+        self._running = 0
+        for number in range(IN_FLIGHT):
+            with contextlib.suppress(RuntimeError):  # the system gives no more, or the interpreter is exiting
+                threading.Thread(target=self._run, name=f"nxd_ckpt-upload-{number}", daemon=True).start()
+                self._running += 1
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task``, which must not raise, soon. Waits while as many as there may be are on their way."""
+        if not self._running:
+            task()
+            return
+        self._free.acquire()
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                task()
+            finally:
+                self._free.release()
+            del task  # it looks into memory that is to be used again
+
+
+_lanes: list[_Lanes] = []
+_making = threading.Lock()
+
+
+def _shared_lanes() -> _Lanes:
+    """Those of this process."""
+    with _making:
+        if not _lanes:
+            _lanes.append(_Lanes())
+        return _lanes[0]
+
+
+def _start_anew() -> None:
+    """Neither threads nor who held a lock survive a fork."""
+    global _making
+    _making = threading.Lock()
+    _lanes.clear()
+
+
+in_forked_children(_start_anew)
+
+
+_Piece = tuple[int, memoryview]
+
+
+class S3Writer:
+    """One new object of ``nbytes`` bytes. Its key must still be free when it is closed."""
+
+    def __init__(self, bucket: Bucket, key: str, nbytes: int) -> None:
+        self._bucket, self._key, self._nbytes = bucket, key, nbytes
+        self._part_nbytes = part_nbytes(nbytes)
+        self._token = uuid.uuid4().hex
+        self._upload_id: str | None = None
+        self._partial: dict[int, list[_Piece]] = {}  # of parts that are not complete, in order
+        self._written = 0
+        self._changed = threading.Condition()
+        self._on_their_way = 0
+        self._sent: dict[int, dict[str, Any]] = {}
+        self._error: BaseException | None = None
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self._raise_error()
+        if offset + len(view) > self._nbytes:
+            raise OSError(f"{self._url}: {len(view)} bytes at byte {offset}, expected {self._nbytes} in all")
+        self._written += len(view)
+        while len(view):
+            number = offset // self._part_nbytes
+            count = min(len(view), (number + 1) * self._part_nbytes - offset)
+            self._put(number, offset, view[:count])
+            view, offset = view[count:], offset + count
+
+    def settle(self) -> None:
+        self._wait()
+        self._raise_error()
+        for pieces in self._partial.values():
+            pieces[:] = [(offset, memoryview(bytes(view))) for offset, view in pieces]
+
+    def close(self) -> None:
+        try:
+            self._wait()
+            self._raise_error()
+            if self._written != self._nbytes:
+                raise OSError(f"{self._url}: wrote {self._written} bytes, expected {self._nbytes}")
+            won = self._put_whole() if self._is_small else self._complete()
+        except BaseException:
+            self.abort()
+            raise
+        if not won:
+            self.abort()
+            raise FileExistsError(f"{self._url}: taken by another writer meanwhile")
+        self._upload_id = None
+
+    def abort(self) -> None:
+        with self._changed:
+            self._error = self._error or OSError(f"{self._url}: the upload was given up")
+        self._wait()
+        self._partial.clear()
+        upload_id, self._upload_id = self._upload_id, None
+        if upload_id is not None:
+            try:
+                self._bucket.discard_upload(self._key, self._full, upload_id)
+            except OSError as error:
+                logger.warning("nxd_ckpt: an unfinished upload stays until the next save: %s", error)
+
+    @property
+    def _url(self) -> str:
+        return f"{self._bucket.url}/{self._key}"
+
+    @property
+    def _is_small(self) -> bool:
+        return self._nbytes <= self._part_nbytes
+
+    def _put(self, number: int, offset: int, view: memoryview) -> None:
+        pieces = self._partial.setdefault(number, [])
+        insort(pieces, (offset, view), key=lambda piece: piece[0])
+        expected = min(self._part_nbytes, self._nbytes - number * self._part_nbytes)
+        if sum(len(piece) for _, piece in pieces) == expected and not self._is_small:
+            del self._partial[number]
+            self._send(number, [piece for _, piece in pieces])
+
+    def _send(self, number: int, views: Sequence[memoryview]) -> None:
+        if self._upload_id is None:
+            self._upload_id = self._begin()
+        with self._changed:
+            self._on_their_way += 1
+        try:
+            _shared_lanes().submit(partial(self._upload, number, views))
+        except BaseException:  # an interrupt while it waited
+            self._arrived()
+            raise
+
+    def _begin(self) -> str:
+        metadata = {TOKEN: self._token}
+        reply = self._bucket.call(
+            "create_multipart_upload", self._key, Key=self._full, Metadata=metadata, ChecksumAlgorithm="CRC32"
+        )
+        upload_id = str(reply["UploadId"])
+        if reply["ResponseMetadata"].get("RetryAttempts"):  # a lost reply leaves an upload that nobody knows
+            for name, other in self._bucket.uploads(self._key, self._full):
+                if name == self._full and other != upload_id:
+                    self._bucket.discard_upload(self._key, name, other)
+        return upload_id
+
+    def _upload(self, number: int, views: Sequence[memoryview]) -> None:
+        try:
+            if self._error is None:
+                self._sent[number + 1] = self._upload_part(number + 1, views)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+        finally:
+            self._arrived()
+
+    def _upload_part(self, number: int, views: Sequence[memoryview]) -> dict[str, Any]:
+        digest = crc32(views)
+        reply = self._bucket.call(
+            "upload_part",
+            self._key,
+            Key=self._full,
+            UploadId=self._upload_id,
+            PartNumber=number,
+            Body=Body(views, self._bucket.throttle),
+            ContentLength=sum(map(len, views)),
+            ChecksumCRC32=digest,
+        )
+        return {"PartNumber": number, "ETag": reply["ETag"], "ChecksumCRC32": digest}
+
+    def _arrived(self) -> None:
+        with self._changed:
+            self._on_their_way -= 1
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._on_their_way)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _put_whole(self) -> bool:
+        views = [view for _, view in self._partial.pop(0, [])]
+        return put_if(self._bucket, self._key, views, self._token, IfNoneMatch="*")
+
+    def _complete(self) -> bool:
+        """Whether the object is ours."""
+        parts = [self._sent[number] for number in sorted(self._sent)]
+        try:
+            self._bucket.call(
+                "complete_multipart_upload",
+                self._key,
+                Key=self._full,
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": parts},
+                IfNoneMatch="*",
+            )
+        except OSError as error:
+            found = written_by(self._bucket, self._key)
+            if found == self._token:  # done by a request whose reply was lost
+                return True
+            if found is not None and isinstance(error, ConditionFailed):
+                return False
+            raise
+        return True
+
+    @property
+    def _full(self) -> str:
+        return self._bucket.full(self._key)

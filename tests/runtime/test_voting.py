@@ -1,0 +1,212 @@
+"""Votes and the verdict on disk; timeouts count from the last progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
+from nxd_ckpt.runtime.paths import alive_file, rank_file, verdict_file, votes_dir
+from nxd_ckpt.runtime.save import voting
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+ATTEMPT = "run-1"
+LONG = 30.0
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    storage = LocalStorage(tmp_path)
+    storage.make_dir(votes_dir(ATTEMPT))
+    return storage
+
+
+def vote(rank: int) -> Vote:
+    return Vote(rank, plan={"tag": "t"}, replica="ab", index=RankLine(10, 20), replicated=3, nbytes=4, seconds=0.5)
+
+
+def test_votes_are_collected_by_rank(storage: LocalStorage) -> None:
+    """As they were cast, in whatever order they came."""
+    for rank in (2, 0, 1):
+        voting.cast(storage, ATTEMPT, vote(rank))
+    assert [vote(0), vote(1), vote(2)] == voting.collect(storage, ATTEMPT, 3, LONG)
+
+
+def test_late_votes_are_waited_for(storage: LocalStorage) -> None:
+    """Up to the timeout."""
+    voting.cast(storage, ATTEMPT, vote(0))
+    timer = threading.Timer(0.2, voting.cast, (storage, ATTEMPT, vote(1)))
+    timer.start()
+    assert 2 == len(voting.collect(storage, ATTEMPT, 2, LONG))
+
+
+def test_a_vote_that_reports_an_error_ends_the_wait(storage: LocalStorage) -> None:
+    """At once, though another rank has not voted; the message names rank and cause."""
+    voting.cast(storage, ATTEMPT, Vote(1, error=("DigestMismatch", "model/x.pt differs")))
+    with pytest.raises(SaveFailed, match=r"rank 1 failed: DigestMismatch: model/x\.pt differs"):
+        voting.collect(storage, ATTEMPT, 3, LONG)
+
+
+def test_missing_votes_are_named(storage: LocalStorage) -> None:
+    """The first eight of them."""
+    voting.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(SaveFailed, match=r"no vote from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12 within 0 s"):
+        voting.collect(storage, ATTEMPT, 12, 0.1)
+
+
+def test_progress_extends_the_wait(storage: LocalStorage) -> None:
+    """A rank that reports progress for several timeouts, with pauses of most of one, is waited for."""
+    voting.cast(storage, ATTEMPT, vote(0))
+
+    def slow_rank() -> None:
+        for done in range(4):
+            time.sleep(0.6)
+            voting.report_progress(storage, ATTEMPT, 1, done)
+        time.sleep(0.6)
+        voting.cast(storage, ATTEMPT, vote(1))
+
+    thread = threading.Thread(target=slow_rank)
+    thread.start()
+    votes = voting.collect(storage, ATTEMPT, 2, 1.0)
+    thread.join()
+    assert [vote(0), vote(1)] == votes
+
+
+def test_rank_0_passes_progress_on(storage: LocalStorage) -> None:
+    """The others wait for the verdict as long as rank 0 sees any rank move, though they read rank 0's word only."""
+
+    def collects() -> None:
+        with pytest.raises(SaveFailed):
+            voting.collect(storage, ATTEMPT, 2, 0.8)
+        voting.announce(storage, ATTEMPT, Verdict(("SaveFailed", "no vote from rank 1"), 0))
+
+    def moves_then_stops() -> None:
+        for done in range(4):
+            time.sleep(0.5)
+            voting.report_progress(storage, ATTEMPT, 1, done)
+
+    voting.cast(storage, ATTEMPT, vote(0))
+    threads = [threading.Thread(target=collects), threading.Thread(target=moves_then_stops)]
+    for thread in threads:
+        thread.start()
+    log: list[Operation] = []
+    verdict = voting.await_verdict(HookedStorage(storage, recording(log)), ATTEMPT, "t", 1.5)
+    for thread in threads:
+        thread.join()
+    assert Verdict(("SaveFailed", "no vote from rank 1"), 0) == verdict
+    read = {operation.key for operation in log if operation.name == "read"}
+    assert {alive_file(ATTEMPT), verdict_file(ATTEMPT)} == read
+
+
+@pytest.mark.parametrize("verdict", [Verdict(), Verdict(("RanksDisagree", "tags differ"), 0)])
+def test_the_verdict_comes_back(storage: LocalStorage, verdict: Verdict) -> None:
+    """As it was announced."""
+    voting.announce(storage, ATTEMPT, verdict)
+    assert verdict == voting.await_verdict(storage, ATTEMPT, "t", LONG)
+
+
+def test_without_a_verdict_the_outcome_is_unknown(storage: LocalStorage) -> None:
+    """The message says where to look."""
+    voting.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(OutcomeUnknown, match=r"save of 't'.*look for .*/t/done"):
+        voting.await_verdict(storage, ATTEMPT, "t", 0.1)
+
+
+def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage) -> None:
+    """NFS clients cache that a name does not exist: only a listing is believed."""
+    log: list[Operation] = []
+    hooked = HookedStorage(storage, recording(log))
+    voting.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(SaveFailed):
+        voting.collect(hooked, ATTEMPT, 2, 0.1)
+    with pytest.raises(OutcomeUnknown):
+        voting.await_verdict(hooked, ATTEMPT, "t", 0.1)
+    read = {done.key for done in log if done.name not in ("list", "write")}
+    assert {rank_file(ATTEMPT, 0, "vote")} == read - {alive_file(ATTEMPT)}  # that was listed
+
+
+def test_a_rank_whose_process_ended_is_not_waited_for(storage: LocalStorage) -> None:
+    """Rank 0 says at once who it is, and the others that rank 0 is gone, whatever the timeout."""
+    voting.cast(storage, ATTEMPT, vote(0))
+    with pytest.raises(SaveFailed, match=r"no vote from rank 2 of 3: the process ended"):
+        voting.collect(storage, ATTEMPT, 3, 3600.0, gone=lambda rank: rank == 2)
+    with pytest.raises(OutcomeUnknown, match=r"rank 0 gave no verdict: its process ended"):
+        voting.await_verdict(storage, ATTEMPT, "t", 3600.0, lambda: True)
+
+
+def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage) -> None:
+    """Its bytes are durable, and a shared file system may show its vote later than the system its end."""
+    voting.cast(storage, ATTEMPT, vote(0))
+    asked = threading.Event()
+
+    def gone(rank: int) -> bool:
+        if not asked.is_set():
+            voting.cast(storage, ATTEMPT, vote(1))
+        asked.set()
+        return rank == 1
+
+    assert [vote(0), vote(1)] == voting.collect(storage, ATTEMPT, 2, LONG, gone=gone)
+
+
+def test_a_verdict_is_tried_again_after_an_error_that_passes(storage: LocalStorage) -> None:
+    """Writing it, and reading it."""
+    failed: set[str] = set()
+
+    def once(operation: Operation) -> None:
+        if operation.name in ("write", "read") and operation.name not in failed:
+            failed.add(operation.name)
+            raise OSError(5, "Input/output error")
+
+    hooked = HookedStorage(storage, once)
+    voting.announce(hooked, ATTEMPT, Verdict())
+    assert Verdict() == voting.await_verdict(hooked, ATTEMPT, "t", LONG)
+    assert {"write", "read"} == failed
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"rank": 0, "unknown": 1}', b'{"rank": 0, "index": {"x": 1}}'])
+def test_a_damaged_vote_is_named(storage: LocalStorage, damaged: bytes) -> None:
+    """As the file that it is."""
+    storage.write(rank_file(ATTEMPT, 0, "vote"), damaged)
+    with pytest.raises(MalformedFile, match=r"rank_00000\.vote\.json"):
+        voting.collect(storage, ATTEMPT, 1, LONG)
+
+
+class SlowClock:
+    """Time that passes only while somebody sleeps, or while the directory is listed: ``listing`` seconds each time."""
+
+    def __init__(self, listing: float) -> None:
+        self.now, self.listing, self.slept = 0.0, listing, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def looked(self, operation: Operation) -> None:
+        if operation.name == "list":
+            self.now += self.listing
+
+
+def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a listing took: a rank looks again soon, and its own patience ends when it should."""
+    clock = SlowClock(listing=100.0)
+    monkeypatch.setattr(voting, "time", clock)
+    storage = HookedStorage(LocalStorage(tmp_path), clock.looked)
+    storage.make_dir(votes_dir("run-1"))
+    with pytest.raises(SaveFailed, match="no vote from rank 0"):
+        voting.collect(storage, "run-1", 1, timeout=600.0)
+    assert max(clock.slept) <= 2.0
+    assert clock.now < 600 + 2 * 100 + 2
