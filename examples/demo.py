@@ -132,9 +132,9 @@ def run(work: Path, place: str, plan: Plan) -> bool:
     with Job("resumed", work, second, arguments) as resumed:
         resumed.must_succeed()
     tag = next(resumed.records("start"))["resumed_from"]
-    print(f"      It took up {tag} and trained on to step {plan.steps}.\n")
+    print(f"      It resumed from {tag} and trained on to step {plan.steps}.\n")
     if tag != kill.latest:
-        raise RunFailed(f"the resumed run took up {tag}, expected the latest complete checkpoint, {kill.latest}")
+        raise RunFailed(f"the resumed run began with {tag}, expected the latest complete checkpoint, {kill.latest}")
 
     print(*table(reference, killed, resumed, plan.steps), sep="\n")
     print(LEGEND)
@@ -144,7 +144,7 @@ def run(work: Path, place: str, plan: Plan) -> bool:
 def cross(work: Path, place: str, plan: Plan, reference: Job, resumed: Job) -> bool:
     """The last run: a checkpoint of ``resumed``, on other sizes. Told on stdout; whether it is the same training."""
     tag = f"step_{plan.crossing}"
-    print(f"\n[4/4] {tag}, saved on {_short(SIZES)}, is taken up on {_short(OTHER_SIZES)} ...", flush=True)
+    print(f"\n[4/4] {tag}, saved on {_short(SIZES)}, is resumed on {_short(OTHER_SIZES)} ...", flush=True)
     arguments = [*plan.arguments(OTHER_SIZES), "--resume_from", resumed.checkpoints]
     arguments += ["--loading_step", str(plan.crossing)]
     with Job("crossed", work, f"{place}/checkpoints_crossed", arguments) as crossed:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
-FORMAT = REPOSITORY / "docs" / "format.md"
+DOCS = REPOSITORY / "docs"
+FORMAT = DOCS / "format.md"
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
