@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from nxd_ckpt.testing.s3_server import S3Server
-from nxd_ckpt.testing.workers import RankPool
+from tests.rigs.rank_pool import RankPool
+from tests.rigs.s3_server import S3Server
 
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.

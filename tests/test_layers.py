@@ -44,7 +44,7 @@ IMPURE = {
 }
 
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
-MAY_USE_DEVICE = ("adapters", "emulation", "testing")
+MAY_USE_DEVICE = ("adapters", "emulation")
 MAY_USE_DEVICE_AT_IMPORT = ("emulation",)
 
 
@@ -115,7 +115,7 @@ def _may_import(module: str, target: str) -> bool:
     if source_layer == target_layer:
         return source_layer != "runtime" or _floor(module) <= _floor(target)
     if target_layer in BESIDE:
-        return module == "nxd_ckpt.testing.workers" and target_layer == "emulation"
+        return False
     source_level = LEVEL_OF["storage"] if source_layer in BESIDE else LEVEL_OF[source_layer]
     return source_level <= LEVEL_OF[target_layer]
 
@@ -210,7 +210,6 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
         ("nxd_ckpt.adapters.nxd", "def f():\n    import torch_xla"),
         ("nxd_ckpt.adapters.nxd", "if TYPE_CHECKING:\n    import torch_xla"),
         ("nxd_ckpt.emulation.install", "import torch_xla\nfrom nxd_ckpt.storage import local"),
-        ("nxd_ckpt.testing.workers", "def f():\n    from nxd_ckpt.emulation import install"),
     ],
 )
 def test_a_right_import_is_accepted(module: str, source: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from nxd_ckpt.adapters.neuronx_distributed import live_topology
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.testing.parallel import FakeParallelState, installed_parallel_state
+from tests.rigs.parallel_state import FakeParallelState, installed_parallel_state
 
 pytestmark = pytest.mark.plain
 

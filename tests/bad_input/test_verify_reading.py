@@ -21,8 +21,8 @@ from nxd_ckpt.core.manifest import TensorEntry, load_index
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
-from nxd_ckpt.testing.workers import RankPool
 from tests.interop.saving import save_as_every_rank
+from tests.rigs.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

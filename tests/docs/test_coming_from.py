@@ -22,8 +22,8 @@ import nxd_ckpt
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.s3_server import S3Server
 from tests.docs.markdown import REPOSITORY, code_blocks, tables
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import nxd_ckpt
-from nxd_ckpt.testing.s3_server import S3Server
 from tests.docs.markdown import DOCS, README, code_blocks, prose, tables, unquoted
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,11 +12,11 @@ import torch
 from nxd_ckpt import Checkpointer, Partition, Topology, errors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from nxd_ckpt.testing.workers import RankPool
 from tests.elastic import scenarios
 from tests.elastic.ranks import fresh, load_rank, save_job
 from tests.elastic.whole import Layout, Weight, expected
 from tests.layout.equality import difference
+from tests.rigs.rank_pool import RankPool
 
 pytestmark = pytest.mark.plain
 

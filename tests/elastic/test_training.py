@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.testing.workers import RankPool
 from tests.elastic import scenarios
 from tests.elastic.job import layout_of, weights_of
 from tests.elastic.scenarios import Leg, Outcome
 from tests.elastic.transformer import topology_of
 from tests.elastic.whole import Layout, part, put_back
 from tests.layout.equality import difference
+from tests.rigs.rank_pool import RankPool
 from tests.training.model import Setup
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.testing.workers import RankPool
+from tests.rigs.rank_pool import RankPool
 
 pytestmark = pytest.mark.xla
 

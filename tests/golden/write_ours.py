@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.testing.workers import RankPool
+from tests.rigs.rank_pool import RankPool
 from tests.training.model import Setup, Trainer
 from tests.training.scenarios import save
 

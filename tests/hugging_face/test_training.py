@@ -13,12 +13,12 @@ import transformers
 
 from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.s3_server import S3Server
-from nxd_ckpt.testing.workers import RankPool
 from tests.conftest import BUCKET
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, local_state, weights
 from tests.hugging_face.training import ADAMW, STEPS, Outcome, Run, tokens_of, train_on
+from tests.rigs.rank_pool import RankPool
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
 

@@ -18,8 +18,8 @@ from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.paths import STAGING, TRASH
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.s3_server import S3Server
 from tests.protocol.job import Job
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.timeout(300)]
 

@@ -18,8 +18,8 @@ from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.s3_proxy import Fault, S3Proxy
-from nxd_ckpt.testing.s3_server import S3Server, options_for
+from tests.rigs.s3_proxy import Fault, S3Proxy
+from tests.rigs.s3_server import S3Server, options_for
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -9,9 +9,9 @@ import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.s3.upload import PART
-from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.verify import verify_checkpoint
 from tests.conftest import BUCKET
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -34,12 +34,12 @@ from nxd_ckpt.convert import (
 )
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.s3_server import S3Server
 from nxd_ckpt.verify import verify_checkpoint
 from tests.convert.tags import contents, optimizers, plainly, save_example, sharded, whole
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
 from tests.layout.equality import difference
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

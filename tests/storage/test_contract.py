@@ -16,7 +16,7 @@ import pytest
 from nxd_ckpt.storage.base import DirEntry, Storage, Writer
 from nxd_ckpt.storage.s3.upload import PART
 from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.s3_server import S3Server
+from tests.rigs.s3_server import S3Server
 from tests.storage.storages import MAKERS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

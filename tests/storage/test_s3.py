@@ -21,8 +21,8 @@ from nxd_ckpt.storage.s3.bucket import S3Options
 from nxd_ckpt.storage.s3.upload import MOST_PARTS, PART, part_nbytes
 from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.s3_server import S3Server
 from tests.conftest import BUCKET
+from tests.rigs.s3_server import S3Server
 from tests.storage.storages import s3
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nxd_ckpt.testing.workers import RankPool
+from tests.rigs.rank_pool import RankPool
 
 
 @pytest.fixture(scope="package")

@@ -40,13 +40,13 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.workers import RankPool
 from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
 from tests.convert.tags import contents, save_example
 from tests.golden.checkpoints import saved
 from tests.layout.equality import difference
+from tests.rigs.rank_pool import RankPool
 from tests.runtime.test_whole_tag import read
 from tests.torch_dcp import ranks
 

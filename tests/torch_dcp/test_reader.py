@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.adapters.dcp import StorageReader
 from nxd_ckpt.errors import DigestMismatch
-from nxd_ckpt.testing.workers import RankPool
 from tests.bad_input.live import jobs
 from tests.cli.checkpoints import CONTENT, CUTS, save_examples, whole
 from tests.convert.tags import unsharded
 from tests.golden.checkpoints import saved
+from tests.rigs.rank_pool import RankPool
 from tests.torch_dcp import ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

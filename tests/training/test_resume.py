@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.testing.s3_server import S3Server
-from nxd_ckpt.testing.workers import RankPool
 from tests.conftest import BUCKET
+from tests.rigs.rank_pool import RankPool
+from tests.rigs.s3_server import S3Server
 from tests.training import scenarios
 from tests.training.model import Setup
 

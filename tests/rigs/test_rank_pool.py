@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from nxd_ckpt.testing.workers import RankPool, WorkerDied, WorkerError, WorkerTimeout
+from tests.rigs.rank_pool import RankPool, WorkerDied, WorkerError, WorkerTimeout
 
 pytestmark = pytest.mark.plain
+
+
+@pytest.fixture(scope="module")
+def cpu_ranks() -> Iterator[RankPool]:
+    """Two plain CPU ranks."""
+    with RankPool(nproc=2) as pool:
+        yield pool
 
 
 class Scaled(NamedTuple):
@@ -44,8 +53,10 @@ def lookup_fails(rank: int) -> int:
     return rank
 
 
-def stops(rank: int, where: int) -> str:
+def stops(rank: int, where: int, begun: Path | None = None) -> str:
     if rank == where:
+        if begun is not None:
+            begun.touch()
         time.sleep(600)
     return "done"
 
@@ -102,10 +113,13 @@ def test_killed_rank_is_noticed(cpu_ranks: RankPool) -> None:
     assert "SIGKILL" in str(second)
 
 
-def test_hanging_rank_is_killed_with_its_stack(cpu_ranks: RankPool) -> None:
+def test_hanging_rank_is_killed_with_its_stack(cpu_ranks: RankPool, tmp_path: Path) -> None:
     """After the timeout, the error shows where the rank hung."""
+    run = cpu_ranks.start(stops, 0, tmp_path / "begun")
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
     with pytest.raises(WorkerTimeout, match="in stops"):
-        cpu_ranks.run(stops, 0, timeout=1)
+        run.result(timeout=0)
 
 
 def test_nested_function_is_refused(cpu_ranks: RankPool) -> None:

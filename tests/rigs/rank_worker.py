@@ -1,4 +1,4 @@
-"""A rank of a :class:`~nxd_ckpt.testing.workers.RankPool`: ``python -m nxd_ckpt.testing.worker_main FD RANK
+"""A rank of a :class:`~tests.rigs.rank_pool.RankPool`: ``python -m tests.rigs.rank_worker FD RANK
 STACKS``.
 
 Runs the calls that arrive on the connection ``FD``, one after the other, until the pool closes it.

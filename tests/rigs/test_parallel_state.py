@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.testing.parallel import FakeParallelState, installed_parallel_state
+from tests.rigs.parallel_state import FakeParallelState, installed_parallel_state
 
 pytestmark = pytest.mark.plain
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
 
-from nxd_ckpt.testing.s3_server import error_body
+from tests.rigs.s3_server import error_body
 
 _BLOCK = 64 * 2**10
 

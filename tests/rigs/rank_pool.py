@@ -175,11 +175,11 @@ class RankPool:
 
     def _spawn(self, rank: int, ports: tuple[int, int]) -> _Worker:
         environment = rank_environment(rank, self.nproc, ports, self._nproc_per_node) | self._env
-        # For this package only; a worker gets the parent's import path with each call.
+        # For rank_worker only; a worker gets the parent's import path with each call.
         paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         channel, far_end = Pipe()
-        command = [sys.executable, "-m", "nxd_ckpt.testing.worker_main"]
+        command = [sys.executable, "-m", "tests.rigs.rank_worker"]
         with far_end, self._log_path(rank).open("wb") as log:
             process = subprocess.Popen(
                 [*command, str(far_end.fileno()), str(rank), str(self._stacks_path(rank))],
@@ -283,10 +283,8 @@ class RankCall:
         """Kill the ranks that did not end; their stacks become their outcome."""
         for rank in hung:
             self._workers[rank].process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks
-        time.sleep(0.5)
         for rank in hung:
-            path = self._pool._stacks_path(rank)
-            stacks = path.read_text(errors="replace") if path.exists() else ""
+            stacks = _written(self._pool._stacks_path(rank))
             self._workers[rank].process.kill()
             self._workers[rank].process.wait()
             message = self._message(rank, f"did not finish in time, and was killed here:\n{stacks}")
@@ -305,6 +303,17 @@ def _first_cause(errors: Sequence[WorkerError]) -> WorkerError:
 
 
 _CAUSE_ORDER = (WorkerDied, WorkerError, WorkerTimeout)
+
+
+def _written(path: Path) -> str:
+    """What another process writes to the file, once no more comes; nothing after half a minute without any."""
+    text, deadline = "", time.monotonic() + 30
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        before, text = text, path.read_text(errors="replace") if path.exists() else ""
+        if text and text == before:
+            break
+    return text
 
 
 def _address(fn: Callable[..., Any]) -> tuple[str, str, str]:
