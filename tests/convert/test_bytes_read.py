@@ -18,8 +18,8 @@ from nxd_ckpt.convert import (
     export_checkpoint,
     from_dcp,
     import_checkpoint,
+    locations,
     pack_checkpoint,
-    places,
     reshard,
     to_dcp,
     unshard_checkpoint,
@@ -51,7 +51,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
     def opened(*given: Any, **named: Any) -> Storage:
         return HookedStorage(open_storage(*given, **named), found.append)
 
-    monkeypatch.setattr(places, "open_storage", opened)
+    monkeypatch.setattr(locations, "open_storage", opened)
     return found
 
 

@@ -24,7 +24,7 @@ import zstandard
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.convert import pack_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument
-from nxd_ckpt.storage import compression, unpacking
+from nxd_ckpt.storage.archive import compression, unpacking
 from nxd_ckpt.storage.urls import open_storage
 from tests.convert.tags import model, save_example
 from tests.layout.equality import difference
@@ -42,7 +42,7 @@ DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 KILLED = """
 import os, signal, sys, tempfile
-from nxd_ckpt.storage import unpacking
+from nxd_ckpt.storage.archive import unpacking
 from nxd_ckpt.storage.urls import open_storage
 
 def dying(*given):

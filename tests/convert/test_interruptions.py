@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
-from nxd_ckpt.convert import conversion, convert_zero1, places
+from nxd_ckpt.convert import conversion, convert_zero1, locations
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.save.session import Session, open_session
@@ -29,12 +29,12 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import convert_zero1, places
+from nxd_ckpt.convert import convert_zero1, locations
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
 hook = killing("close", "*/optim/dp_rank_01*")
-places.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
+locations.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
 convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=3, overwrite=True)
 """
 
@@ -58,7 +58,7 @@ def test_a_tag_that_another_job_completed_meanwhile(
     source = save_example(tmp_path / "input", 2)
     target: Storage = MemoryStorage() if in_a_store else LocalStorage(tmp_path / "output")
     monkeypatch.setattr(
-        places, "open_storage", lambda path, durable, options: target if "output" in path else LocalStorage(path)
+        locations, "open_storage", lambda path, durable, options: target if "output" in path else LocalStorage(path)
     )
 
     def convert(overwrite: bool) -> None:
