@@ -40,7 +40,7 @@ from nxd_ckpt.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-MODULES = ("verify", "checkpoint", "checkpointer", "api", "cli.tags", "convert.places")
+MODULES = ("verify", "checkpoint", "checkpointer", "api", "cli.tags", "convert.locations")
 """Where a reader opens its storage."""
 
 

@@ -21,10 +21,12 @@ from nxd_ckpt.layout.directory import recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime.tag.identity import Identity
 from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.tag.tree_cache import TreeCache
 from nxd_ckpt.runtime.tag.verification import Entries, Written, changed_tensors, refuse_missing, verify_tensors
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
+
 
 def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
     """Open a tag that was chosen (:mod:`nxd_ckpt.runtime.tag.choosing`).
@@ -106,6 +108,7 @@ class OpenTag:
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._verified: set[str] = set()
         self._entries: Entries = {}
+        self._trees = TreeCache()
 
     @property
     def where(self) -> str:
@@ -148,7 +151,13 @@ class OpenTag:
         return self._layout.parts() if self.manifest is None else self.manifest.parts
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        """The model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor."""
+        """The model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor.
+
+        It is kept for a while, as :meth:`optimizer_tree` is: nobody may change it.
+        """
+        return self._trees.get(("model", self.topology.writer_of(at)), partial(self._model_tree, at))
+
+    def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
@@ -173,6 +182,10 @@ class OpenTag:
 
         ``param_names``, in order of their index, are needed only by layouts that keep names instead.
         """
+        key = "optimizer", at, None if param_names is None else tuple(param_names)
+        return self._trees.get(key, partial(self._optimizer_tree, at, param_names))
+
+    def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         kind = self.parts.optimizer
         if kind == "zero1_dcp" and self.manifest is not None:
             return self._dcp_tree(at)
