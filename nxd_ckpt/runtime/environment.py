@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {"python": sys.version.split()[0], "torch": torch.__version__, "nxd_ckpt": __version__}
-    for name in ("torch_xla", "neuronx_distributed"):
+    for name in ("torch_xla", "torch_neuronx", "neuronx_distributed"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
