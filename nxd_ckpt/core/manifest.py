@@ -25,6 +25,7 @@ from nxd_ckpt.core.entries import (
     tensor_text,
 )
 from nxd_ckpt.core.keys import checked_key, checked_name, checked_text
+from nxd_ckpt.core.mesh_record import MeshRecord
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
@@ -48,7 +49,10 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-_HEAD = b'{"format_version":%d,"kind":"manifest",' % FORMAT_VERSION
+MESH_VERSION = 2
+"""The version of the documents of a mesh job that have a key more."""
+
+_HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in (FORMAT_VERSION, MESH_VERSION))
 _SEAL = b',"crc32":'
 
 _Maker = Callable[[Any], Any]
@@ -56,13 +60,17 @@ _Maker = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class RankIndex:
-    """Everything that the rank at ``coordinates`` wrote into a tag. ``parameters`` are those that it *holds*."""
+    """Everything that the rank at ``coordinates`` wrote into a tag. ``parameters`` are those that it *holds*.
+
+    ``mesh`` is for leaders of a mesh job only: what the ranks of its group wrote together.
+    """
 
     coordinates: Coordinates
     files: Mapping[str, FileEntry]
     tensors: tuple[TensorEntry, ...]
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     optimizer_names: tuple[str, ...] | None = None
+    mesh: MeshRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete tag. ``order_time`` in seconds since the epoch; ``ranks`` by global rank, in order."""
+    """One complete tag. ``order_time`` in seconds since the epoch; ``ranks`` by global rank, in order.
+
+    ``leaders`` are the first ranks of a mesh job's groups: their indexes say what the tensors are. None otherwise.
+    """
 
     tag: str
     attempt: str
@@ -107,6 +118,7 @@ class Manifest:
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    leaders: tuple[int, ...] | None = None
 
     @property
     def is_converted(self) -> bool:
@@ -116,15 +128,17 @@ class Manifest:
 
 def dump_index(index: RankIndex) -> bytes:
     at = index.coordinates
+    mesh = {} if index.mesh is None else {"mesh": index.mesh.text()}
     return document.members(
         {
-            "format_version": str(FORMAT_VERSION),
+            "format_version": str(MESH_VERSION if mesh else FORMAT_VERSION),
             "kind": '"rank_index"',
             "coordinates": document.integers((at.pp_rank, at.dp_rank, at.tp_rank)),
             "files": document.members({key: document.integers(entry) for key, entry in index.files.items()}),
             "tensors": document.array(map(tensor_text, index.tensors)),
             "parameters": parameters_text(index.parameters),
             "optimizer_names": document.plain(index.optimizer_names),
+            **mesh,
         }
     ).encode()
 
@@ -141,6 +155,7 @@ def load_index(data: bytes, where: str) -> RankIndex:
             tensors=tuple(checked(list, fields["tensors"])),
             parameters=_named(checked_text, fields["parameters"]),
             optimizer_names=None if names is None else tuple(map(checked_text, checked(list, names))),
+            mesh=MeshRecord.from_json(fields["mesh"]) if _is_of_mesh(fields) else None,
         )
 
 
@@ -155,14 +170,16 @@ def dump_manifest(manifest: Manifest) -> bytes:
     topology = manifest.topology
     rank_map = topology.rank_map
     places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
+    leaders = {} if manifest.leaders is None else {"leaders": document.integers(manifest.leaders)}
     text = document.members(
         {
-            "format_version": str(FORMAT_VERSION),
+            "format_version": str(MESH_VERSION if leaders else FORMAT_VERSION),
             "kind": '"manifest"',
             "tag": document.plain(manifest.tag),
             "attempt": document.plain(manifest.attempt),
             "order_time": document.plain(manifest.order_time),
             "topology": document.plain({**topology.sizes, "rank_map": places}),
+            **leaders,
             "parts": document.plain(asdict(manifest.parts)),
             "ranks": document.array(document.integers((line.nbytes, line.crc32)) for line in manifest.ranks),
             "parameters": parameters_text(manifest.parameters),
@@ -196,12 +213,13 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             parameters=_named(checked_text, fields["parameters"]),
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
+            leaders=_leaders(fields["leaders"], topology) if _is_of_mesh(fields) else None,
         )
 
 
 def is_manifest(data: bytes) -> bool:
     """Whether these bytes are a manifest as :func:`dump_manifest` makes it: by its beginning and its digest alone."""
-    return data.startswith(_HEAD) and data.endswith(_seal(data.rpartition(_SEAL)[0]))
+    return data.startswith(_HEADS) and data.endswith(_seal(data.rpartition(_SEAL)[0]))
 
 
 def _topology(fields: Any) -> Topology:
@@ -209,6 +227,13 @@ def _topology(fields: Any) -> Topology:
     places = sizes.pop("rank_map")
     rank_map = None if places is None else [Coordinates(*integers(place, 3)) for place in places]
     return Topology(**sizes, rank=0, rank_map=rank_map)
+
+
+def _leaders(ranks: Any, topology: Topology) -> tuple[int, ...]:
+    found = tuple(integers(checked(list, ranks)))
+    if not found or topology.sizes != Topology(topology.dp).sizes or max(found) >= topology.world_size:
+        raise ValueError(f"a mesh job on {topology.describe()}, led by ranks {found[:8]}")
+    return found
 
 
 def _parts(fields: Any) -> Parts:
@@ -259,11 +284,15 @@ def _parsed(data: bytes) -> Any:
 def _check_kind(fields: Any, kind: str) -> None:
     if not isinstance(fields, dict) or fields.get("kind") != kind:
         raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {str(fields)[:80]!r}")
-    if fields.get("format_version") != FORMAT_VERSION:
+    if fields.get("format_version") not in (FORMAT_VERSION, MESH_VERSION):
         raise MalformedFile(
-            f"format_version {fields.get('format_version')!r}, this nxd_ckpt reads {FORMAT_VERSION}; "
-            "use the version of nxd_ckpt that wrote it, or a newer one"
+            f"format_version {fields.get('format_version')!r}, this nxd_ckpt reads {FORMAT_VERSION} and "
+            f"{MESH_VERSION}; use the version of nxd_ckpt that wrote it, or a newer one"
         )
+
+
+def _is_of_mesh(fields: Mapping[str, Any]) -> bool:
+    return bool(fields["format_version"] == MESH_VERSION)
 
 
 class _naming:

@@ -82,6 +82,16 @@ def rank_content_file(rank: int) -> str:
     return f"{RANK_CONTENT_DIR}/rank_{rank:05d}.pt"
 
 
+def shard_file(part: str, rank: int) -> str:
+    """A mesh job: what the global ``rank`` wrote of ``part``, the model's or the optimizer's directory."""
+    return f"{part}/shard_rank_{rank:05d}.pt"
+
+
+def structure_file(part: str, leader: int) -> str:
+    """A mesh job: the state dict of the ranks that ``leader`` is the first of, with references for its tensors."""
+    return f"{part}/structure_rank_{leader:05d}.pt"
+
+
 def info_file(key: str) -> str:
     """xser: the dtypes and shapes of the tensors that the file ``key`` refers to."""
     return f"{key}{_INFO}"

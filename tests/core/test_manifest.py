@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from nxd_ckpt.core.manifest import (
     load_manifest,
     load_parameters,
 )
+from nxd_ckpt.core.mesh import Layout, Mesh, Shard
+from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
@@ -70,6 +73,18 @@ MANIFEST = Manifest(
     versions={"torch": "2.9.0"},
 )
 
+TWO_BY_TWO = Mesh(("fsdp", "tp"), (2, 2), (0, 2, 1, 3))
+RECORD = MeshRecord(
+    layouts=(Layout(TWO_BY_TWO, (Shard(0, 2), Shard(0))), Layout(Mesh(("",), (4,), (0, 1, 2, 3)), (None,))),
+    tensors=(
+        WholeTensor("model/embed.weight", "bfloat16", (8, 3), 0),
+        WholeTensor("model/tokens", "int64", (), 1, replica=3),
+        WholeTensor("optim/embed.weight/exp_avg", "float32", (8, 3), None, ranks=(1, 2)),
+    ),
+)
+LEADERS_INDEX = replace(INDEX, mesh=RECORD)
+MESH_MANIFEST = replace(MANIFEST, topology=Topology(dp=4), leaders=(0, 2))
+
 
 def sealed(document: dict[str, Any]) -> bytes:
     """A manifest with a valid digest, whatever else it says."""
@@ -78,14 +93,17 @@ def sealed(document: dict[str, Any]) -> bytes:
     return body + b',"crc32":%d}' % zlib.crc32(body)
 
 
-def test_an_index_is_read_back() -> None:
-    """Every field of it, pieces and digests included."""
-    assert INDEX == load_index(dump_index(INDEX), "index")
+@pytest.mark.parametrize("index", [INDEX, LEADERS_INDEX])
+def test_an_index_is_read_back(index: RankIndex) -> None:
+    """Every field of it: pieces and digests, and what a leader of a mesh job says of its group."""
+    assert index == load_index(dump_index(index), "index")
 
 
-def test_a_manifest_is_read_back() -> None:
-    """Every field, and the map of a cluster whose ranks are in an order of their own."""
-    assert MANIFEST == load_manifest(dump_manifest(MANIFEST), "manifest.json")
+@pytest.mark.parametrize("manifest", [MANIFEST, MESH_MANIFEST])
+def test_a_manifest_is_read_back(manifest: Manifest) -> None:
+    """Every field: the map of a cluster whose ranks are in an order of their own, and the leaders of a mesh job."""
+    assert manifest == load_manifest(dump_manifest(manifest), "manifest.json")
+    assert is_manifest(dump_manifest(manifest))
 
 
 def test_the_parameters_alone_are_those_of_the_index() -> None:
@@ -109,7 +127,7 @@ def test_a_manifest_is_known_by_its_digest() -> None:
         is_manifest(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         for position in range(len(data))
     )
-    later = sealed({**json.loads(data), "format_version": 2})
+    later = sealed({**json.loads(data), "format_version": 3})
     assert [False, False] == [is_manifest(dump_index(INDEX)), is_manifest(later)]
 
 
@@ -132,8 +150,8 @@ def test_what_is_no_document_is_refused(load: Callable[[bytes, str], object], da
 
 def test_a_newer_format_says_so() -> None:
     """A file of a later version is not damaged: the error says what to use."""
-    document = {**json.loads(dump_index(INDEX)), "format_version": 2}
-    with pytest.raises(MalformedFile, match="format_version 2, this nxd_ckpt reads 1"):
+    document = {**json.loads(dump_index(INDEX)), "format_version": 3}
+    with pytest.raises(MalformedFile, match="format_version 3, this nxd_ckpt reads 1 and 2"):
         load_index(json.dumps(document).encode(), "index")
 
 
@@ -148,7 +166,7 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     ]
 
 
-def replaced(document: Any, path: tuple[Any, ...], junk: Any) -> Any:
+def with_other(document: Any, path: tuple[Any, ...], junk: Any) -> Any:
     """The document with another value at a path."""
     copy = json.loads(json.dumps(document))
     parent = copy
@@ -171,8 +189,8 @@ def read_or_refused(load: Callable[[bytes, str], Any], data: bytes) -> Any:
 @given(data=st.data(), junk=JUNK)
 def test_an_index_with_another_value_anywhere(data: st.DataObject, junk: Any) -> None:
     """Whatever stands in the place of a value, it is read as it is or refused by name: no other error escapes."""
-    document = json.loads(dump_index(INDEX))
-    changed = replaced(document, data.draw(st.sampled_from(paths_of(document))), junk)
+    document = json.loads(dump_index(data.draw(st.sampled_from([INDEX, LEADERS_INDEX]))))
+    changed = with_other(document, data.draw(st.sampled_from(paths_of(document))), junk)
     index = read_or_refused(load_index, json.dumps(changed).encode())
     if index is not None:
         assert all(type(value) is int for value in vars(index.coordinates).values())
@@ -182,8 +200,8 @@ def test_an_index_with_another_value_anywhere(data: st.DataObject, junk: Any) ->
 @given(data=st.data(), junk=JUNK)
 def test_a_manifest_with_another_value_anywhere(data: st.DataObject, junk: Any) -> None:
     """The same for a manifest whose digest was made to fit."""
-    document = json.loads(dump_manifest(MANIFEST))
-    changed = replaced(document, data.draw(st.sampled_from(paths_of(document))), junk)
+    document = json.loads(dump_manifest(data.draw(st.sampled_from([MANIFEST, MESH_MANIFEST]))))
+    changed = with_other(document, data.draw(st.sampled_from(paths_of(document))), junk)
     manifest = read_or_refused(load_manifest, sealed(changed))
     if manifest is not None:
         assert manifest == load_manifest(dump_manifest(manifest), "manifest.json")
