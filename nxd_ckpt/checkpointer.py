@@ -71,6 +71,7 @@ class Checkpointer:
             they are neither logged nor saved.
         progress: show bars on rank 0's standard error, if that is a terminal, for what the caller waits for longer
             than two seconds.
+        storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
     """
 
     @as_checkpoint_errors()
