@@ -11,22 +11,29 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Union
+from typing import Any
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT, Checkpointer
-from nxd_ckpt.core.partition import Partition
+from typing_extensions import Unpack
+
+from nxd_ckpt.checkpointer import Checkpointer
+from nxd_ckpt.core.options import parted, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.runtime.checkpointer_options import (
+    CheckpointerKeywords,
+    CheckpointerOptions,
+    DirectoryKeywords,
+    DirectoryOptions,
+)
 from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.forks import in_forked_children
-from nxd_ckpt.runtime.ignoring import IgnoreKeys
-from nxd_ckpt.runtime.load.options import Verify
+from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
+from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.tag.choosing import settled_tags
-from nxd_ckpt.storage.urls import is_url, local_path, open_storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
 _Key = tuple[str, Topology]
 _open: dict[_Key, Checkpointer] = {}
@@ -44,12 +51,20 @@ def _begin_anew() -> None:
 
 
 in_forked_children(_begin_anew)
-Directory = Union[str, "os.PathLike[str]"]
+
+
+class _SaveKeywords(OurSaveKeywords, CheckpointerKeywords, total=False):
+    pass
+
+
+class _LoadKeywords(OurLoadKeywords, DirectoryKeywords, total=False):
+    pass
 
 
 @as_checkpoint_errors()
+@takes(SaveOptions, CheckpointerOptions)
 def save_checkpoint(
-    checkpoint_dir_str: Directory | None = None,
+    checkpoint_dir_str: StrPath | None = None,
     tag: Tag | None = None,
     model: Any = None,
     optimizer: Any = None,
@@ -63,27 +78,18 @@ def save_checkpoint(
     use_zero1_dcp: bool = False,
     avoid_saving_lower_precision_weights: bool = False,
     *,
-    path: Directory | None = None,
+    path: StrPath | None = None,
     rank_content: Any = None,
-    topology: Topology | None = None,
-    run_id: str | None = None,
-    param_names: Sequence[Sequence[str]] | None = None,
-    partitions: Mapping[str, Partition] | None = None,
-    trust_pickle: bool = False,
-    durable: bool = True,
-    timeout: float = DEFAULT_TIMEOUT,
-    memory_cap: int | None = None,
-    overwrite: bool | None = None,
-    save_overwrite: bool | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: bool = True,
-    weights_only: bool = False,
-    ignore_keys: IgnoreKeys | None = None,
     tag_values: Mapping[str, Any] | None = None,
+    save_overwrite: bool | None = None,
+    **options: Unpack[_SaveKeywords],
 ) -> None:
     """Save a checkpoint; every rank calls this with the same arguments.
 
-    Positional parameters are neuronx_distributed's. With ``async_save=True`` this returns once the state is copied to
+    Positional parameters are neuronx_distributed's; the keywords are the fields of
+    :class:`~nxd_ckpt.runtime.save.options.SaveOptions` and of
+    :class:`~nxd_ckpt.runtime.checkpointer_options.CheckpointerOptions`, of which the latter count at a directory's
+    first save in a process. With ``async_save=True`` this returns once the state is copied to
     host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it.
 
     Args:
@@ -93,53 +99,20 @@ def save_checkpoint(
         optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
         scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
         user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of them.
-        num_workers: ranks of a host that write at the same time; without effect with ``use_xser``.
-        use_xser: a file per tensor, shared out among data-parallel replicas.
-        num_kept_ckpts: complete tags to keep, at least 1; older ones are removed. None or -1 keeps all.
         async_save: return once the state is copied, and write in the background.
-        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
-        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory.
-        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for.
         path: another name for ``checkpoint_dir_str``.
         rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank.
-        topology: this rank's place, in place of NxD's parallel state.
-        run_id: joins ranks without a process group: the same on all, new for every launch.
-        param_names: the optimizer's parameter names, per param group, where no live model tells them.
-        partitions: how parameters are cut over ranks, by name, where their attributes were lost.
-        trust_pickle: allow content that only an unsafe load can read back.
-        durable: fsync everything before the tag becomes visible.
-        timeout: seconds without any progress after which a rank counts as lost.
-        memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
-        overwrite: whether a tag of this name may be replaced; None does on file systems, and refuses on stores.
-        save_overwrite: another name for ``overwrite``, OLMo-core's.
-        storage_options: what a URL is opened with, as fsspec and s3fs call it; neither logged nor saved.
-        progress: show a bar on rank 0's terminal for what takes longer than two seconds.
-        weights_only: save the model and nothing else, whatever else is given.
-        ignore_keys: what is left out, as of a load: globs over names, or a function of all names.
         tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
-
-    ``topology``, ``run_id``, ``durable``, ``timeout``, ``memory_cap``, ``storage_options`` and ``progress`` count at a
-    directory's first save in a process.
+        save_overwrite: another name for ``overwrite``, OLMo-core's.
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
     """
     directory = _directory(checkpoint_dir_str, path)
-    key = (_resolved(directory), topology or default_topology())
-
-    def made() -> Checkpointer:
-        return Checkpointer(
-            directory,
-            topology=key[1],
-            run_id=run_id,
-            durable=durable,
-            timeout=timeout,
-            memory_cap=memory_cap,
-            storage_options=storage_options,
-            progress=progress,
-        )
-
-    with _kept(key, made) as checkpointer:
+    shared, own = parted(CheckpointerOptions, options)
+    own["overwrite"] = _overwrite(options.get("overwrite"), save_overwrite)
+    shared["topology"] = topology = options.get("topology") or default_topology()
+    with _kept((_resolved(directory), topology), lambda: Checkpointer(directory, **shared)) as checkpointer:
         checkpointer.save(
             "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
             model,
@@ -155,18 +128,14 @@ def save_checkpoint(
             zero1_optimizer=zero1_optimizer,
             use_zero1_dcp=use_zero1_dcp,
             avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights,
-            param_names=param_names,
-            partitions=partitions,
-            trust_pickle=trust_pickle,
-            overwrite=_overwrite(overwrite, save_overwrite),
-            weights_only=weights_only,
-            ignore_keys=ignore_keys,
+            **own,
         )
 
 
 @as_checkpoint_errors()
+@takes(LoadOptions, DirectoryOptions)
 def load_checkpoint(
-    path: Directory | None = None,
+    path: StrPath | None = None,
     tag: Tag | None = None,
     model: Any = None,
     optimizer: Any = None,
@@ -175,33 +144,15 @@ def load_checkpoint(
     strict: bool = True,
     use_zero1_dcp: bool = False,
     *,
-    checkpoint_dir_str: Directory | None = None,
-    rank_content: dict[Any, Any] | None = None,
-    topology: Topology | None = None,
-    param_names: Sequence[Sequence[str]] | None = None,
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
-    partitions: Mapping[str, Partition] | None = None,
-    verify: Verify | None = None,
-    share_reads: bool | None = None,
-    pre_download: bool = False,
-    work_dir: Directory | None = None,
-    trust_pickle: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: bool = True,
-    mapping: Given = None,
-    kv_size_multiplier: int = 1,
-    hardware: str = "trn1",
-    key_mapping: Mapping[str, str] | None = None,
-    prefix: str = "",
-    ignore_keys: IgnoreKeys | None = None,
-    load_weights_only: bool = False,
-    strict_model_weights: bool | None = None,
+    checkpoint_dir_str: StrPath | None = None,
+    **options: Unpack[_LoadKeywords],
 ) -> Any:
     """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
 
-    Positional parameters are neuronx_distributed's. Only what is not None is loaded, and empty dicts are filled.
-    :class:`~nxd_ckpt.runtime.load.options.LoadOptions` says more of the options.
+    Positional parameters are neuronx_distributed's; the keywords are the fields of
+    :class:`~nxd_ckpt.runtime.load.options.LoadOptions` and of
+    :class:`~nxd_ckpt.runtime.checkpointer_options.DirectoryOptions`. Only what is not None is loaded, and empty dicts
+    are filled.
 
     Args:
         path: the directory or URL; also one of Hugging Face's, from which live models load (``Checkpointer.load``).
@@ -209,33 +160,7 @@ def load_checkpoint(
         model: a module or NxD model, of any sizes; or a dict.
         optimizer: an optimizer of the same parameters; or a dict.
         scheduler: anything with ``load_state_dict()``; or a dict.
-        num_workers: accepted for the sake of existing scripts, without effect.
-        strict: names that are missing or unexpected in the model are an error, else skipped with a warning.
-        use_zero1_dcp: accepted likewise; the format is detected.
         checkpoint_dir_str: another name for ``path``.
-        rank_content: an empty dict, filled with what this rank saved for itself; not on other sizes.
-        topology: this rank's place, in place of NxD's parallel state. With it one process without a process group
-            loads what that rank would.
-        param_names: the optimizer's parameter names, per param group, where no live model tells them.
-        saved_param_names: the same as when it was saved, per pipeline stage, for tags that do not say it (NxD's).
-        partitions: how live parameters are cut over ranks, by name, where their attributes were lost.
-        verify: True verifies all digests before anything changes, "reading" as the bytes arrive, False none; None is
-            True on file systems and "reading" on stores.
-        share_reads: of data-parallel replicas one reads each tensor and broadcasts it; None measures which is faster.
-        pre_download: first download the files that this rank needs to a local disk, and load from there.
-        work_dir: the local directory for that.
-        trust_pickle: unpickle objects of any class: only for checkpoints that you trust like your own code.
-        timeout: seconds without any progress after which a rank counts as lost.
-        storage_options: what a URL is opened with, as fsspec and s3fs call it.
-        progress: show a bar on rank 0's terminal for what takes longer than two seconds.
-        mapping: of a Hugging Face directory: a shipped mapping's name, a JSON file or document; None chooses.
-        kv_size_multiplier: how often the live model keeps each key-value head, of a Hugging Face directory.
-        hardware: "trn1" or "trn2": the order of those copies.
-        key_mapping: live names to names in the checkpoint.
-        prefix: what other live names have before them in the checkpoint.
-        ignore_keys: globs over names, or a function of all names: what keeps its live value.
-        load_weights_only: the model and nothing else, also where the others are given.
-        strict_model_weights: ``strict`` for the model's names alone; None is as ``strict``.
 
     Returns:
         The user content as it was saved, plain data of any type (hence ``Any``), or None if none was.
@@ -248,47 +173,29 @@ def load_checkpoint(
     """
     directory = _directory(path, checkpoint_dir_str)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
-    where = topology or default_topology()
+    shared, own = parted(DirectoryOptions, options)
+    shared["topology"] = topology = options.get("topology") or default_topology()
     with _lock:
-        writing = _open.get((_resolved(directory), where))
-    checkpointer = writing or Checkpointer(
-        directory, topology=where, timeout=timeout, storage_options=storage_options
-    )
+        writing = _open.get((_resolved(directory), topology))
+    checkpointer = writing or Checkpointer(directory, **shared)
     return checkpointer.load(
         tag,
         model,
         optimizer,
         scheduler,
-        strict=strict,
         num_workers=num_workers,
+        strict=strict,
         use_zero1_dcp=use_zero1_dcp,
-        rank_content=rank_content,
-        param_names=param_names,
-        saved_param_names=saved_param_names,
-        partitions=partitions,
-        verify=verify,
-        share_reads=share_reads,
-        pre_download=pre_download,
-        work_dir=work_dir,
-        trust_pickle=trust_pickle,
-        progress=progress,
-        mapping=mapping,
-        kv_size_multiplier=kv_size_multiplier,
-        hardware=hardware,
-        key_mapping=key_mapping,
-        prefix=prefix,
-        ignore_keys=ignore_keys,
-        load_weights_only=load_weights_only,
-        strict_model_weights=strict_model_weights,
+        **{"progress": True, **own},
     )
 
 
 @as_checkpoint_errors()
 def has_checkpoint(
-    checkpoint_dir_str: Directory | None = None,
+    checkpoint_dir_str: StrPath | None = None,
     *,
-    path: Directory | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    path: StrPath | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> bool:
     """Whether the directory holds a complete checkpoint, one that ``load_checkpoint(tag=None)`` would load."""
     storage = open_storage(_directory(checkpoint_dir_str, path), storage_options=storage_options)
@@ -343,7 +250,7 @@ def _checkpointers() -> list[Checkpointer]:
         return list(_open.values())
 
 
-def _directory(first: Directory | None, other: Directory | None) -> Directory:
+def _directory(first: StrPath | None, other: StrPath | None) -> StrPath:
     if (first is None) == (other is None):
         raise InvalidArgument("pass the checkpoint directory once: as the first argument or by name")
     directory = first if first is not None else other
@@ -358,6 +265,6 @@ def _overwrite(ours: bool | None, other: bool | None) -> bool | None:
     return ours if ours is not None else other
 
 
-def _resolved(directory: Directory) -> str:
+def _resolved(directory: StrPath) -> str:
     """The same for all ways to write a place, as far as that can be told."""
     return os.fspath(directory).rstrip("/") if is_url(directory) else os.path.abspath(local_path(directory))

@@ -7,7 +7,7 @@ A tag is seen in two ways: as global tensors by name, put together of what the r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -15,40 +15,36 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from nxd_ckpt.core.box import Box, box_of
 from nxd_ckpt.core.manifest import Manifest, Parts
-from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
-from nxd_ckpt.storage.urls import is_url, local_path, open_storage
-
-SavedNames = Sequence[Sequence[Sequence[str]]]
-"""The optimizer's parameter names as saved: for each pipeline stage, for each param group, in order."""
+from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What :func:`open_checkpoint` was given, but for the tag. A URL and its options may hold secrets: no repr."""
+    """What :func:`open_checkpoint` was given, but for the tag. A URL may hold secrets: no repr."""
 
     path: str = field(repr=False)
-    partitions: Mapping[str, Partition] | None
-    saved_param_names: SavedNames | None
-    trust_pickle: bool
-    storage_options: Mapping[str, Any] | None = field(repr=False)
+    options: OpenOptions
 
     def open(self, tag: Tag | None) -> Checkpoint:
-        storage = open_storage(self.path, storage_options=self.storage_options)
+        storage = open_storage(self.path, storage_options=self.options.storage_options)
 
         def opened() -> OpenTag:
-            return open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=self.trust_pickle)
+            return open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=self.options.trust_pickle)
 
         return Checkpoint(of_latest(tag is None, opened), self)
 
@@ -102,9 +98,8 @@ class Checkpoint:
     @as_checkpoint_errors()
     def whole(self) -> WholeTag:
         """The tag as global tensors, for tools."""
-        return WholeTag(
-            self._opened, partitions=self._given.partitions, saved_param_names=self._given.saved_param_names
-        )
+        given = self._given.options
+        return WholeTag(self._opened, partitions=given.partitions, saved_param_names=given.saved_param_names)
 
     @cached_property
     @as_checkpoint_errors()
@@ -215,29 +210,19 @@ class Checkpoint:
 
 
 @as_checkpoint_errors()
-def open_checkpoint(
-    path: str | os.PathLike[str],
-    tag: Tag | None = None,
-    *,
-    partitions: Mapping[str, Partition] | None = None,
-    saved_param_names: SavedNames | None = None,
-    trust_pickle: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Checkpoint:
-    """Open ``tag`` of the directory or URL ``path``, by default its latest complete one.
+@takes(OpenOptions)
+def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]) -> Checkpoint:
+    """Open a tag for reading. Keywords are the fields of :class:`~nxd_ckpt.options.opening.OpenOptions`.
 
     Args:
-        partitions: how parameters were cut over its ranks, by name, where the tag does not say: NxD's do not.
-        saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
-            where the tag does not say.
-        trust_pickle: allow objects of any class in it.
-        storage_options: what a URL is opened with.
+        path: a directory or URL.
+        tag: one of its tags; None takes the latest complete one.
 
     Raises:
         CheckpointNotFound: no directory, no complete tag, or not this one.
     """
     where = os.fspath(path) if is_url(path) or not os.fspath(path) else os.path.abspath(local_path(path))
-    return _Given(where, partitions, saved_param_names, trust_pickle, storage_options).open(tag)
+    return _Given(where, OpenOptions(**options)).open(tag)
 
 
 def _open_again(given: _Given, tag: str, save: str | None) -> Checkpoint:
@@ -247,20 +232,31 @@ def _open_again(given: _Given, tag: str, save: str | None) -> Checkpoint:
     return checkpoint
 
 
+@takes(OpenOptions)
 def get_checkpoint_metadata(
-    path: str | os.PathLike[str], tag: Tag | None = None, **options: Any
+    path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]
 ) -> Mapping[str, GlobalTensor]:
-    """:attr:`Checkpoint.metadata` of that tag; arguments as for :func:`open_checkpoint`."""
+    """:attr:`Checkpoint.metadata` of that tag.
+
+    Args:
+        path: a directory or URL.
+        tag: one of its tags; None takes the latest complete one.
+    """
     return of_latest(tag is None, lambda: open_checkpoint(path, tag, **options).metadata)
 
 
+@takes(OpenOptions)
 def load_keys(
-    path: str | os.PathLike[str], keys: Iterable[str], tag: Tag | None = None, **options: Any
+    path: StrPath, keys: Iterable[str], tag: Tag | None = None, **options: Unpack[OpenKeywords]
 ) -> Iterator[Any]:
     """What has these names in a tag, in their order: tensors, on the CPU and verified, or what stands there instead.
 
-    One after the other, each read when it is asked for. Needs no process group. Other arguments are those of
-    :func:`open_checkpoint`; patterns of names are for :meth:`Checkpoint.keys`.
+    One after the other, each read when it is asked for. Needs no process group.
+
+    Args:
+        path: a directory or URL.
+        keys: names as in :attr:`Checkpoint.metadata`; for patterns there is :meth:`Checkpoint.keys`.
+        tag: one of its tags; None takes the latest complete one.
 
     Raises:
         KeyMismatch: there is no such name; says which is meant. Before anything is read.

@@ -10,20 +10,24 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import Unpack
+
+from nxd_ckpt.core.options import options_of, takes
 from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, RanksDisagree, as_checkpoint_errors
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
+from nxd_ckpt.runtime.checkpointer_options import CheckpointerKeywords, CheckpointerOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
-from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.progress import report, watched
+from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
+from nxd_ckpt.runtime.progress import watched
 from nxd_ckpt.runtime.save.background import PendingSave, SaveProgress
-from nxd_ckpt.runtime.save.capture import SaveOptions, capture
+from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.commit import clean_up
+from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.saving import Saving
@@ -31,12 +35,9 @@ from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.runtime.turns import Turns
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
-from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.storage.urls import StrPath, open_storage
 
 logger = logging.getLogger("nxd_ckpt")
-
-DEFAULT_TIMEOUT = 600.0
-"""Seconds without any progress of a rank after which its save counts as failed."""
 
 _GRACE = 5.0
 """Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
@@ -58,49 +59,34 @@ class Checkpointer:
     holds a lease.
     What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
 
-    Args:
-        path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
-        topology: this rank's place; read from neuronx_distributed's parallel state when that is initialised, else one
-            data-parallel group of all ranks of the process group, else a single process.
-        run_id: needed only where several ranks save without a torch.distributed process group: the same on all
-            ranks, new for every launch.
-        durable: fsync everything before a tag becomes visible.
-        timeout: seconds without progress after which a rank counts as lost.
-        memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
-        storage_options: what the URL is opened with, under the names that fsspec and s3fs use. They may hold secrets:
-            they are neither logged nor saved.
-        progress: show bars on rank 0's standard error, if that is a terminal, for what the caller waits for longer
-            than two seconds.
-        storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
     """
 
     @as_checkpoint_errors()
+    @takes(CheckpointerOptions)
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        topology: Topology | None = None,
-        run_id: str | None = None,
-        durable: bool = True,
-        timeout: float = DEFAULT_TIMEOUT,
-        memory_cap: int | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        progress: bool = True,
-        storage: Storage | None = None,
+        self, path: StrPath, *, storage: Storage | None = None, **options: Unpack[CheckpointerKeywords]
     ) -> None:
-        self.storage = storage if storage is not None else open_storage(path, durable, storage_options)
-        self.topology = topology if topology is not None else default_topology()
-        self._run_id, self._timeout = run_id, timeout
-        self._progress = progress
+        """What all saves and loads of a directory have in common.
+
+        Args:
+            path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
+            storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
+        """
+        self._options = chosen = CheckpointerOptions(**options)
+        if storage is None:
+            storage = open_storage(path, chosen.durable, chosen.storage_options)
+        self.storage = storage
+        self.topology = chosen.topology or default_topology()
         self._counter = 0
         self._session: Session | None = None
-        self._pipeline = Pipeline(self.topology, memory_cap)
+        self._pipeline = Pipeline(self.topology, chosen.memory_cap)
         self._turns = Turns()
         self._pid = os.getpid()
         self._pending: list[SaveProgress] = []  # no lock: signal handlers save too, and every change of it is atomic
         self._versions: dict[str, str] = {}
 
     @as_checkpoint_errors()
+    @takes(SaveOptions, checks=False)
     def save(
         self,
         tag: Tag,
@@ -112,12 +98,9 @@ class Checkpointer:
         rank_content: Any = None,
         async_save: bool = False,
         tag_values: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[SaveKeywords],
     ) -> PendingSave:
-        """Save what is given under ``tag``; ``options`` are the fields of :class:`SaveOptions`.
-
-        With ``tag_values`` the tag is a template: ``tag="ep{epoch}-ba{batch:06d}"``, filled as ``str.format`` does.
-        Without them braces are characters like others.
+        """Save what is given under ``tag``. Other keywords are the fields of :class:`SaveOptions`.
 
         Returns once the state is staged in host memory (``async_save=True``) or the tag is visible and durable. From
         the second async save on, this thread does the device-to-host copy and nothing else. If a save is still in
@@ -126,18 +109,29 @@ class Checkpointer:
         An earlier async save that failed does not make this one fail: its own ``PendingSave``, :meth:`wait` or
         :meth:`close` reports it.
 
+        Args:
+            tag: its name, one directory name such as "step_300"; an int is taken as its digits.
+            model: a module, an NxD model (local part), or a state dict; None saves none.
+            optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
+            scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
+            user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of
+                them.
+            rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank.
+            async_save: return once the state is copied, and write in the background.
+            tag_values: what fills a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does; without them
+                braces are characters like others.
+
         Raises:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
         require_own(self._pid, self.storage.url)
         started = time.monotonic()
-        name, refused = _named(tag, tag_values)
+        name, chosen, refused = _understood(tag, tag_values, options)
 
         def prepared() -> Planned:
             require_locks("saving")
             if refused is not None:
                 raise refused
-            chosen = _options(SaveOptions, options)
             chosen.validate()
             state = capture(
                 self.topology,
@@ -152,25 +146,24 @@ class Checkpointer:
 
         with self._turns.taken(f"save of {name!r}"):
             self._await_arena()
-            saving, pending = self._begin(name, prepared, options, async_save, started)
+            saving, pending = self._begin(name, prepared, chosen, async_save, started)
         if not async_save:
             self._wait_for(saving, pending)
         return PendingSave(pending)
 
     @as_checkpoint_errors()
+    @takes(LoadOptions, checks=False)
     def load(
         self,
         tag: Tag | None = None,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
-        *,
-        strict: bool = True,
-        **options: Any,
+        **options: Unpack[LoadKeywords],
     ) -> Any:
-        """Load what is given from ``tag``, by default the latest complete one; return the user content or None.
+        """Load what is given from ``tag``; return the user content or None.
 
-        ``options`` are the fields of :class:`LoadOptions`. Everything is validated on all ranks before anything is
+        Other keywords are the fields of :class:`LoadOptions`. Everything is validated on all ranks before anything is
         changed on any (digests too, unless ``verify`` says otherwise). Empty dicts are filled.
 
         A directory without tags that holds a Hugging Face model (config.json and safetensors files) is loaded into a
@@ -179,6 +172,12 @@ class Checkpointer:
         get memory on the CPU, this rank's part of the model and no more, and stay the same objects, with their
         attributes and ties; what is on another device stays there.
 
+        Args:
+            tag: its name, a string or an int; None takes the latest complete one.
+            model: a module or NxD model, of any sizes; or a dict.
+            optimizer: an optimizer of the same parameters; or a dict.
+            scheduler: anything with ``load_state_dict()``; or a dict.
+
         Raises:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
                 ``verify="reading"`` or ``verify=False`` find too late.
@@ -186,17 +185,17 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         with self._turns.taken("load"):
             self._await_arena()
-            chosen = _options(LoadOptions, {"strict": strict, "progress": self._progress, **options})
+            chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             agreement = self._meet("load")
             return load(
-                self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._timeout
+                self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._options.timeout
             )
 
     def _begin(
         self,
         tag: str,
         prepared: Callable[[], Planned],
-        options: dict[str, Any],
+        options: SaveOptions,
         async_save: bool,
         started: float,
     ) -> tuple[Saving, SaveProgress]:
@@ -226,7 +225,7 @@ class Checkpointer:
             interrupted = error is not None and not isinstance(error, Exception)
             raise_now = error is not None and (planned is None or not async_save or interrupted)
             pending.reported = raise_now
-            self._pipeline.submit(lambda: _conclude(saving, pending, started))
+            self._pipeline.conclude(saving, pending, started)
         if error is not None and raise_now:
             raise error
         return saving, pending
@@ -235,7 +234,7 @@ class Checkpointer:
         """Until it is decided, with a bar of what this rank writes; raises what failed."""
         plan = saving.plan
         total = 0 if plan is None else sum(planned.image.nbytes for planned in plan.files)
-        with watched("save", total, lambda: saving.nbytes, self._progress and self.topology.rank == 0):
+        with watched("save", total, lambda: saving.nbytes, self._options.progress and self.topology.rank == 0):
             pending.decided.wait()
         PendingSave(pending).wait()
 
@@ -299,27 +298,27 @@ class Checkpointer:
             words = agreement.gather(agreed.plan.agreed(tag, self.topology))
             decided_by_rank0(agreement, lambda: _must_agree(words))
         self._versions = versions()  # reads files: not on a later save's way
-        self._session = open_session(self.storage, self.topology, agreement, self._run_id, self._timeout)
+        shared = self._options
+        self._session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
         self._session.counter = self._counter
         close_at_exit(self)
         return planned
 
     def _meet(self, call: str) -> Agreement | None:
         """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""
-        return meet(self.topology.rank, self.topology.world_size, self._timeout, call)
+        return meet(self.topology.rank, self.topology.world_size, self._options.timeout, call)
 
     def _saving(
-        self, tag: str, plan: SavePlan | None, error: BaseException | None, options: dict[str, Any]
+        self, tag: str, plan: SavePlan | None, error: BaseException | None, options: SaveOptions
     ) -> Saving:
         assert self._session is not None
-        use_xser = bool(options.get("use_xser", False))
         saving = Saving(
             self._session,
             tag,
             plan,
-            num_workers=None if use_xser else options.get("num_workers", 8),
-            num_kept_ckpts=_kept(options.get("num_kept_ckpts")),
-            overwrite=options.get("overwrite"),
+            num_workers=options.writers_on_host,
+            num_kept_ckpts=options.num_kept,
+            overwrite=options.overwrite,
             error=error,
             threads=self._pipeline.writers,
         )
@@ -381,44 +380,20 @@ class Checkpointer:
             logger.warning("could not clean up %s: %s", self.storage.url, error)
 
 
-def _named(tag: object, values: Mapping[str, Any] | None) -> tuple[str, CheckpointError | None]:
-    """What a save is called, and why it may not be: that is to reach all ranks."""
+def _understood(
+    tag: object, values: Mapping[str, Any] | None, given: Mapping[str, Any]
+) -> tuple[str, SaveOptions, CheckpointError | None]:
+    """What a save is called, its options, and why it cannot be made: that is to reach all ranks."""
+    name, options = str(tag), SaveOptions()
     try:
-        return validate_tag(filled_tag(tag, values)), None
+        name = validate_tag(filled_tag(tag, values))
+        options = options_of(SaveOptions, given)
     except CheckpointError as error:
-        return str(tag), error
-
-
-def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
-    error: BaseException | None = None
-    try:
-        with as_checkpoint_errors():
-            saving.conclude(pending.voted.set)
-    except CheckpointError as problem:
-        error = problem
-    except Exception as problem:  # a defect of ours must not leave a waiter hanging
-        logger.exception("nxd_ckpt: unexpected error in the background thread")
-        error = problem
-    pending.timings, pending.nbytes = saving.timings, saving.nbytes
-    session = saving.session
-    if error is None and session.topology.rank == 0:
-        report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
-    pending.settle(error)
-    saving.tidy()
+        return name, options, error
+    return name, options, None
 
 
 def _must_agree(words: list[Any] | None) -> None:
     for rank, word in enumerate(words or []):
         if words is not None and word != words[0]:
             raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")
-
-
-def _kept(num_kept_ckpts: int | None) -> int | None:
-    return None if num_kept_ckpts == -1 else num_kept_ckpts
-
-
-def _options(kind: type[Any], given: dict[str, Any]) -> Any:
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise InvalidArgument(f"{error}; the options are {', '.join(kind.__dataclass_fields__)}") from error

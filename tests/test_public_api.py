@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,6 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-@pytest.mark.parametrize("function", [save_checkpoint, load_checkpoint], ids=lambda one: one.__name__)
-def test_every_argument_is_described(function: Callable[..., Any]) -> None:
-    """Under Args of the docstring, in the order of the signature: that is what an editor shows."""
-    arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-    described = re.findall(r"^    (\w+): ", arguments, re.MULTILINE)
-    assert list(inspect.signature(function).parameters) == described
 
 
 def test_a_pending_save_shows_its_caller_what_is_the_callers() -> None:

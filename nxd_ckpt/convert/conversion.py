@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.job import Converted, Job
 from nxd_ckpt.convert.worker_pool import WorkerPool, joined
 from nxd_ckpt.core.topology import Topology
@@ -27,6 +26,7 @@ from nxd_ckpt.errors import (
     from_wire,
     to_wire,
 )
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.environment import versions

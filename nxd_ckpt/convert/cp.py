@@ -9,7 +9,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
 from nxd_ckpt.convert.cp_publication import copy_publication
 from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
@@ -18,6 +17,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import tensors_dirs
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.publication import Publication

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.adapters import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
@@ -27,6 +26,7 @@ from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.layout.mappings import Given, find_mapping
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.inputs import open_dcp
 from nxd_ckpt.convert.job import Converted, DcpTarget, Job
@@ -14,6 +13,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.tag.opening import OpenTag
 
 OPTIMIZERS = ("zero1", "plain")

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.export import DTYPES
 from nxd_ckpt.convert.import_plan import Import, import_plan
@@ -19,6 +18,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.layout.mappings import Given, find_mapping
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination.agreement import on_all
 from nxd_ckpt.runtime.views.imported_model import ImportTarget
 

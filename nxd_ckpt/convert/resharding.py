@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.job import Converted, Job
 from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
@@ -15,6 +14,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.target import Target
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
-from nxd_ckpt.checkpointer import DEFAULT_TIMEOUT
 from nxd_ckpt.convert.conversion import ExecutionOptions, convert
 from nxd_ckpt.convert.job import Converted, Job
 from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
@@ -13,6 +12,7 @@ from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, as_checkpoint_errors
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.target import Target
 

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from nxd_ckpt.core.limits import HEADS
 from nxd_ckpt.errors import InvalidArgument
 
-HARDWARE = ("trn1", "trn2")
+Hardware = Literal["trn1", "trn2"]
+HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 
 
 class HeadRun(NamedTuple):

@@ -24,9 +24,13 @@ ARCHIVES = (SUFFIX, *SUFFIXES)
 """How names of archives end that are read and written."""
 _OTHERS = (".tar.bz2", ".tar.xz")
 
+StrPath = str | os.PathLike[str]
+StorageOptions = Mapping[str, Any]
+"""What a URL is opened with."""
+
 
 def open_storage(
-    path: str | os.PathLike[str], durable: bool = True, storage_options: Mapping[str, Any] | None = None
+    path: StrPath, durable: bool = True, storage_options: StorageOptions | None = None
 ) -> Storage:
     """The storage that a path or URL names.
 
@@ -71,17 +75,17 @@ def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any]
     return open_fsspec(text, options)
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
+def is_url(path: StrPath) -> bool:
     """Whether ``path`` names a place in a store: a URL, and not one of the local file system."""
     return _scheme(os.fspath(path)) not in ("", "file", "local")
 
 
-def options_for(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def options_for(path: StrPath, options: StorageOptions | None) -> StorageOptions | None:
     """What this one of several places is opened with that options were given for: a local path has none."""
     return options if is_url(path) else None
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def local_path(path: StrPath) -> str:
     """The path of a local directory, given as itself or as ``file://`` URL.
 
     Raises InvalidArgument for another host, and for a URL that pathlib took for a path: it must not become a directory.
@@ -98,13 +102,13 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return slash + below
 
 
-def join(place: str | os.PathLike[str], *names: str) -> str:
+def join(place: StrPath, *names: str) -> str:
     """``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
     text = os.fspath(place)
     return "/".join([text.rstrip("/"), *names]) if is_url(text) else os.path.join(text, *names)
 
 
-def directory_and_name(place: str | os.PathLike[str]) -> tuple[str, str]:
+def directory_and_name(place: StrPath) -> tuple[str, str]:
     """``s3://bucket/run/step_300`` -> (``s3://bucket/run``, ``step_300``); the same for paths.
 
     The name is empty where there is none: the root of a bucket or of a file system.

@@ -92,7 +92,7 @@ def test_the_directory_is_given_once(tmp_path: Path) -> None:
 def test_options_are_known_by_name(tmp_path: Path) -> None:
     """A misspelt option of ``Checkpointer.save`` is refused; the message lists those that there are."""
     with pytest.raises(errors.InvalidArgument, match=r"use_xsr.*the options are.*use_xser"):
-        Checkpointer(tmp_path / "ckpt").save("one", {}, use_xsr=True)
+        Checkpointer(tmp_path / "ckpt").save("one", {}, use_xsr=True)  # type: ignore[call-arg]
     assert {} == files_below(tmp_path)
 
 

@@ -19,6 +19,7 @@ import torch
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.core.manifest import TensorEntry, load_index
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile, StorageError
+from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.interop.saving import save_as_every_rank
@@ -104,7 +105,8 @@ def test_what_an_error_says_of_the_live_state(kept: dict[str, Path], tmp_path: P
     shutil.copytree(kept["plain"], tmp_path / "copy")
     [file] = (tmp_path / "copy" / "one" / "model").iterdir()
     flip(file, file.stat().st_size // 2)
-    for verify, overwritten in ((True, False), ("reading", True)):
+    cases: list[tuple[Verify, bool]] = [(True, False), ("reading", True)]
+    for verify, overwritten in cases:
         live = model(0.0)
         with pytest.raises(DigestMismatch, match="model/large") as caught:
             Checkpointer(tmp_path / "copy").load("one", live, verify=verify)

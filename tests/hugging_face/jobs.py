@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from nxd_ckpt.core.heads import HARDWARE
 from tests.hugging_face.reference import Job, Model
 
 
@@ -35,5 +36,5 @@ def jobs(draw: st.DrawFn) -> Job:
         bias=family == "qwen2" or (family in ("llama", "qwen3") and draw(st.booleans())),
         mlp_bias=family == "llama" and draw(st.booleans()),
     )
-    hardware = draw(st.sampled_from(["trn1", "trn2"]))
+    hardware = draw(st.sampled_from(HARDWARE))
     return Job(model, tp, 1, ep, qkv, draw(st.booleans()), copies, hardware, padded_vocab=vocab)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.heads import Hardware
+
 State = dict[str, torch.Tensor]
 
 
@@ -124,7 +126,7 @@ class Job:
     qkv: str = "separate"
     fused_mlp: bool = True
     copies: int = 1
-    hardware: str = "trn1"
+    hardware: Hardware = "trn1"
     converted: bool = False
     padded_vocab: int | None = None
     padded_heads: int | None = None

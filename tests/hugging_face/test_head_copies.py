@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import TopologyMismatch
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
@@ -75,7 +76,7 @@ def test_with_one_head_there_is_one_order(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize("qkv", ["linear", "fused"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("saved", "asked"), [("trn1", "trn2"), ("trn2", "trn1")])
-def test_another_hardware_is_refused(tmp_path: Path, saved: str, asked: str, qkv: str, tp: int) -> None:
+def test_another_hardware_is_refused(tmp_path: Path, saved: Hardware, asked: Hardware, qkv: str, tp: int) -> None:
     """Also where no two ranks hold the same: fused with q, or several heads on a rank."""
     job = replace(TRN2, hardware=saved, qkv=qkv, tp=tp)
     tag = save_job(tmp_path / "run", job, job.model.state())

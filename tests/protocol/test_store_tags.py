@@ -119,7 +119,7 @@ def test_overwrite_on_a_file_system(tmp_path: Path) -> None:
         with pytest.raises(SaveFailed, match=r"t exists.*pass overwrite=True$"):
             saver.save("t", {"weight": torch.tensor([9])}, overwrite=False)
         with pytest.raises(InvalidArgument, match="overwrite must be"):
-            saver.save("t", {"weight": torch.tensor([9])}, overwrite="yes")
+            saver.save("t", {"weight": torch.tensor([9])}, overwrite="yes")  # type: ignore[arg-type]
     model: dict[str, torch.Tensor] = {}
     load_checkpoint(tmp_path, "t", model)
     assert 2 == int(model["weight"])

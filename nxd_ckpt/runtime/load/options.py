@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
+from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.mappings import Given
 from nxd_ckpt.runtime.ignoring import IgnoreKeys
+from nxd_ckpt.storage.urls import StrPath
 
 Verify = bool | Literal["reading"]
 
@@ -54,7 +57,7 @@ class LoadOptions:
         mapping: of a Hugging Face directory, as the next two, which are without effect on tags: the name of a shipped
             mapping, a JSON file or document; by default chosen by config.json.
         kv_size_multiplier: how often the live model keeps each key-value head.
-        hardware: "trn1" or "trn2": the order of those copies.
+        hardware: the order of those copies.
     """
 
     strict: bool = True
@@ -67,12 +70,12 @@ class LoadOptions:
     verify: Verify | None = None
     share_reads: bool | None = None
     pre_download: bool = False
-    work_dir: str | os.PathLike[str] | None = None
+    work_dir: StrPath | None = None
     trust_pickle: bool = False
     progress: bool = True
     mapping: Given = None
     kv_size_multiplier: int = 1
-    hardware: str = "trn1"
+    hardware: Hardware = "trn1"
     key_mapping: Mapping[str, str] | None = None
     prefix: str = ""
     ignore_keys: IgnoreKeys | None = None
@@ -105,3 +108,32 @@ class LoadOptions:
             )
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is where pre_download=True keeps its copies: pass that too, or neither")
+
+
+class OurLoadKeywords(TypedDict, total=False):
+    """Those that neuronx_distributed's signature does not have."""
+
+    param_names: Sequence[Sequence[str]] | None
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    partitions: Mapping[str, Partition] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    pre_download: bool
+    work_dir: StrPath | None
+    trust_pickle: bool
+    progress: bool
+    mapping: Given
+    kv_size_multiplier: int
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    ignore_keys: IgnoreKeys | None
+    load_weights_only: bool
+    strict_model_weights: bool | None
+
+
+class LoadKeywords(OurLoadKeywords, total=False):
+    strict: bool
+    num_workers: int | None
+    use_zero1_dcp: bool

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from nxd_ckpt.adapters.models import open_model
@@ -12,61 +12,14 @@ from nxd_ckpt.adapters.state import ModelState, State, StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.resharding import check_partitions
-from nxd_ckpt.core.retention import validate_num_kept
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
-from nxd_ckpt.runtime.ignoring import IgnoreKeys, Ignoring
+from nxd_ckpt.runtime.ignoring import Ignoring
 from nxd_ckpt.runtime.save.leaving_out import leave_out
+from nxd_ckpt.runtime.save.options import SaveOptions
 from nxd_ckpt.runtime.save.plan import SaveState
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """How to save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
-
-    Attributes:
-        num_workers: ranks of a host that write at the same time (plain files; xser spreads the work itself).
-        use_xser: a file per tensor, shared out among data-parallel replicas.
-        num_kept_ckpts: complete tags to keep; None or -1 keeps all.
-        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
-        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
-        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for. As
-            in NxD without effect but for a warning: without ``use_xser``, without saved master weights, with experts.
-        param_names: optimizer's parameter names, per group in order, where they cannot be known from a live model.
-        partitions: how parameters are cut, where their attributes were lost.
-        trust_pickle: allow user content that only an unsafe load can read back.
-        overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
-            successor is complete; not on object stores, where True removes it before the first byte is written.
-        weights_only: save the model and nothing else, whatever else is given.
-        ignore_keys: what is left out, as of a load: globs over names, or a function of all names.
-    """
-
-    num_workers: int | None = 8
-    use_xser: bool = False
-    num_kept_ckpts: int | None = None
-    zero1_optimizer: bool = False
-    use_zero1_dcp: bool = False
-    avoid_saving_lower_precision_weights: bool = False
-    param_names: Sequence[Sequence[str]] | None = None
-    partitions: Mapping[str, Partition] | None = None
-    trust_pickle: bool = False
-    overwrite: bool | None = None
-    weights_only: bool = False
-    ignore_keys: IgnoreKeys | None = None
-
-    def validate(self) -> None:
-        """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
-        validate_num_kept(self.num_kept_ckpts)
-        if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
-            raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
-        if self.overwrite not in (None, True, False):
-            raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
-        if self.avoid_saving_lower_precision_weights and self.weights_only:
-            raise InvalidArgument(
-                "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"
-            )
 
 
 def capture(

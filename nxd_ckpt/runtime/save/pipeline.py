@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -9,13 +10,17 @@ from typing import NamedTuple
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.runtime.arena import Arena, default_cap
-from nxd_ckpt.runtime.save.background import Helpers, Worker
+from nxd_ckpt.runtime.progress import report
+from nxd_ckpt.runtime.save.background import Helpers, SaveProgress, Worker
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.planner import Planner
 from nxd_ckpt.runtime.save.saving import Saving
 from nxd_ckpt.runtime.save.staging import Stager, Wave, plan_waves
 from nxd_ckpt.runtime.save.writing import WRITERS
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 class Planned(NamedTuple):
@@ -58,6 +63,10 @@ class Pipeline:
             self._worker = Worker("nxd_ckpt-writer")
         self._worker.submit(task)
 
+    def conclude(self, saving: Saving, pending: SaveProgress, started: float) -> None:
+        """Commit what was handed over, on the writer thread, and settle it; ``started`` is when its save was called."""
+        self.submit(lambda: _conclude(saving, pending, started))
+
     @property
     def writers(self) -> Helpers:
         """The threads that write small files side by side."""
@@ -93,3 +102,21 @@ class Pipeline:
         self.submit(write)
         if wait:
             written.wait()
+
+
+def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
+    error: BaseException | None = None
+    try:
+        with as_checkpoint_errors():
+            saving.conclude(pending.voted.set)
+    except CheckpointError as problem:
+        error = problem
+    except Exception as problem:  # a defect of ours must not leave a waiter hanging
+        logger.exception("nxd_ckpt: unexpected error in the background thread")
+        error = problem
+    pending.timings, pending.nbytes = saving.timings, saving.nbytes
+    session = saving.session
+    if error is None and session.topology.rank == 0:
+        report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
+    pending.settle(error)
+    saving.tidy()

@@ -1,0 +1,142 @@
+"""What export to Hugging Face and import from there take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from typing_extensions import TypedDict
+
+from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, SavedNames, SharedKeywords, SharedOptions
+from nxd_ckpt.storage.urls import StrPath
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class MappingOptions:
+    """How names and shapes are translated between Hugging Face and NxD.
+
+    Attributes:
+        config: the model's config.json, or a Hugging Face directory with one.
+        mapping: the name of a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, qwen2, qwen3), a JSON file or
+            a document; by default chosen by config.json.
+        kv_size_multiplier: how often the job keeps each key-value head.
+        hardware: the order of those copies.
+        pad_attn_heads: the job pads its query heads with zeros to a multiple of its tensor-parallel size (trn1).
+        dtype: what numbers of floating point are cast to; by default they stay as they are.
+    """
+
+    config: StrPath | None = None
+    mapping: Given = None
+    kv_size_multiplier: int = 1
+    hardware: Hardware = "trn1"
+    pad_attn_heads: bool = False
+    dtype: Dtype | None = None
+
+    def check_dtype(self) -> None:
+        """Raises InvalidArgument."""
+        if self.dtype is not None and self.dtype not in get_args(Dtype):
+            raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")
+
+
+class MappingKeywords(TypedDict, total=False):
+    config: StrPath | None
+    mapping: Given
+    kv_size_multiplier: int
+    hardware: Hardware
+    pad_attn_heads: bool
+    dtype: Dtype | None
+
+
+@dataclass(frozen=True)
+class ExportOptions(MappingOptions, SharedOptions):
+    """How a tag's model is exported.
+
+    Attributes:
+        config: the model's config.json, or a Hugging Face directory with one. It says which mapping and how many heads
+            and experts, and is copied, with generation_config.json beside it.
+        tokenizer: a directory whose tokenizer files are copied.
+        size_per_shard: bytes of a weight file at most (a larger tensor has a file of its own), or such as "5GB".
+        master_weights: export the optimizer's master weights, where it has them.
+        optimizer: write the optimizer's state too. That is ``optimizer.safetensors`` (or shards and their index), where
+            the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json with param groups,
+            steps and whatever else is no tensor. Nothing of it is cast.
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
+            where the tag does not say (NxD's do not) and master weights or its state are needed.
+        overwrite: replace an existing Hugging Face directory.
+        dry_run: show what maps to what and what does not, and write nothing. Names that are not mapped are no error.
+    """
+
+    tokenizer: StrPath | None = None
+    size_per_shard: int | str = "5GB"
+    master_weights: bool = False
+    optimizer: bool = False
+    saved_param_names: SavedNames | None = None
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for what no export could honour."""
+        self.check_dtype()
+
+
+class ExportKeywords(MappingKeywords, SharedKeywords, total=False):
+    tokenizer: StrPath | None
+    size_per_shard: int | str
+    master_weights: bool
+    optimizer: bool
+    saved_param_names: SavedNames | None
+
+
+@dataclass(frozen=True)
+class ImportOptions(MappingOptions, NewJobOptions):
+    """How a tag is made of a Hugging Face directory.
+
+    Attributes:
+        config: the model's config.json, or a directory with one; by default that of the Hugging Face directory.
+        virtual_pp: chunks of the model that each rank of an interleaved pipeline holds (virtual_pipeline_size).
+        qkv_linear: the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not three layers.
+        fuse_qkv: the same with ``fuse_qkv=True`` (weight_qkv), with or without ``qkv_linear``.
+        coalesce_qkv: the model has one ``ColumnParallelLinear`` for q, k and v.
+        split_gate_up: the model has gate_proj and up_proj, not gate_up_proj.
+        model_key: where a file that torch.save wrote has the state dict, if it holds more.
+        dry_run: show what maps to what and what does not, and write nothing. Names that are unknown or missing are no
+            error.
+    """
+
+    virtual_pp: int = 1
+    qkv_linear: bool = False
+    fuse_qkv: bool = False
+    coalesce_qkv: bool = False
+    split_gate_up: bool = False
+    model_key: str = "model"
+
+    def validate(self) -> None:
+        super().validate()
+        self.check_dtype()
+        if self.virtual_pp < 1 or (self.virtual_pp > 1 and self.stages is not None):
+            raise InvalidArgument(f"virtual_pp must be at least 1, and is for stages=None; found {self.virtual_pp}")
+        if self.coalesce_qkv and (self.qkv_linear or self.fuse_qkv):
+            raise InvalidArgument("coalesce_qkv is for a model without qkv_linear and fuse_qkv: pass one or the other")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Which of a mapping's variants the model is."""
+        asked = {
+            "fuse_qkv": self.fuse_qkv,
+            "qkv_linear": self.qkv_linear and not self.fuse_qkv,
+            "coalesce_qkv": self.coalesce_qkv,
+            "split_gate_up": self.split_gate_up,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+
+class ImportKeywords(MappingKeywords, NewJobKeywords, total=False):
+    virtual_pp: int
+    qkv_linear: bool
+    fuse_qkv: bool
+    coalesce_qkv: bool
+    split_gate_up: bool
+    model_key: str

@@ -1,0 +1,137 @@
+"""What the tools take that exchange tags with torch: as torch DCP directories, or as plain files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from typing_extensions import TypedDict
+
+from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, OutputKeywords, OutputOptions, SavedNames
+
+OptimizerForm = Literal["zero1", "plain"]
+StrategyName = Literal["one_file", "one_file_per_tensor", "chunks"]
+
+
+class Strategy(Protocol):
+    """How tensors are spread over files. OLMo-core's ``UnshardStrategy`` is one too."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def chunk_size_bytes(self) -> int | str | None: ...
+
+
+@dataclass(frozen=True)
+class DcpOptions:
+    """Where in a torch DCP state dict model and optimizer are.
+
+    Attributes:
+        model_key: the key of the model in the state dict, "" for the state dict itself.
+        optim_key: the key of the optimizer in the state dict, "" for the state dict itself.
+    """
+
+    model_key: str = "model"
+    optim_key: str = "optim"
+
+
+class DcpKeywords(TypedDict, total=False):
+    model_key: str
+    optim_key: str
+
+
+@dataclass(frozen=True)
+class FromDcpOptions(DcpOptions, NewJobOptions):
+    """How a tag is made of a torch DCP directory.
+
+    Attributes:
+        optimizer: the form of the optimizer: "zero1" is NxD's sharded one.
+        partitions: how parameters are cut, by name: ``Partition(partition_dim=0)`` over all tensor-parallel ranks,
+            ``expert=True`` over expert-parallel ones; what is not named is whole on each.
+    """
+
+    optimizer: OptimizerForm = "zero1"
+    partitions: Mapping[str, Partition] | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        if self.optimizer not in get_args(OptimizerForm):
+            raise InvalidArgument(
+                f"optimizer must be one of {', '.join(get_args(OptimizerForm))}, found {self.optimizer!r}"
+            )
+
+    @property
+    def names(self) -> DcpNames:
+        return DcpNames(self.model_key, self.optim_key)
+
+
+class FromDcpKeywords(DcpKeywords, NewJobKeywords, total=False):
+    optimizer: OptimizerForm
+    partitions: Mapping[str, Partition] | None
+
+
+@dataclass(frozen=True)
+class ToDcpOptions(DcpOptions, OutputOptions):
+    """How a torch DCP directory is made of a tag.
+
+    Attributes:
+        flatten_optimizer_state: param groups by parameter, as with torch's ``flatten_optimizer_state_dict=True``.
+        partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
+            where the tag does not say (NxD's do not).
+        overwrite: replace an existing torch DCP directory.
+    """
+
+    flatten_optimizer_state: bool = False
+    partitions: Mapping[str, Partition] | None = None
+    saved_param_names: SavedNames | None = None
+
+    @property
+    def names(self) -> DcpNames:
+        return DcpNames(self.model_key, self.optim_key, self.flatten_optimizer_state)
+
+
+class ToDcpKeywords(DcpKeywords, OutputKeywords, total=False):
+    flatten_optimizer_state: bool
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+
+
+@dataclass(frozen=True)
+class UnshardOptions(OutputOptions):
+    """How a tag is written as plain files.
+
+    Attributes:
+        optim: whether to write the optimizer; by default if the tag has one.
+        use_safetensors: safetensors files in place of ``.pt``, and JSON for what is no tensor.
+        unshard_strategy: how many files for each of model and optimizer. In place of a name an
+            :class:`~nxd_ckpt.convert.UnshardStrategy`, also OLMo-core's own.
+        size_per_shard: with "chunks", bytes of a file at most (a larger tensor has a file of its own), or such as
+            "5GB".
+        partitions: how parameters were cut over the ranks, by name, where the tag does not say (NxD's do not).
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
+            where the tag does not say (NxD's do not). Without them entries are called "#0", "#1", ... where that is
+            enough.
+        overwrite: replace an existing unsharded checkpoint.
+    """
+
+    optim: bool | None = None
+    use_safetensors: bool = False
+    unshard_strategy: StrategyName | Strategy = "one_file"
+    size_per_shard: int | str = "5GB"
+    partitions: Mapping[str, Partition] | None = None
+    saved_param_names: SavedNames | None = None
+
+
+class UnshardKeywords(OutputKeywords, total=False):
+    optim: bool | None
+    use_safetensors: bool
+    unshard_strategy: StrategyName | Strategy
+    size_per_shard: int | str
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None

@@ -1,0 +1,62 @@
+"""How a checkpoint directory is used, for all saves and loads. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing_extensions import TypedDict
+
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.storage.urls import StorageOptions
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds without any progress of a rank after which it counts as lost."""
+
+
+@dataclass(frozen=True)
+class DirectoryOptions:
+    """Who uses a directory, and how it is reached.
+
+    Attributes:
+        topology: this rank's place; by default read from neuronx_distributed's parallel state when that is initialised,
+            else one data-parallel group of all ranks of the process group, else a single process. With it one process
+            without a process group loads what that rank would.
+        timeout: seconds without any progress after which a rank counts as lost.
+        storage_options: what a URL is opened with, under the names that fsspec and s3fs use. They may hold secrets:
+            they are neither logged nor saved.
+    """
+
+    topology: Topology | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    storage_options: StorageOptions | None = None
+
+
+class DirectoryKeywords(TypedDict, total=False):
+    topology: Topology | None
+    timeout: float
+    storage_options: StorageOptions | None
+
+
+@dataclass(frozen=True)
+class CheckpointerOptions(DirectoryOptions):
+    """The same for a directory that is saved to. They count from the first save on.
+
+    Attributes:
+        run_id: joins ranks without a torch.distributed process group: the same on all, new for every launch.
+        durable: fsync everything before a tag becomes visible.
+        memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
+        progress: show a bar on rank 0's standard error, if that is a terminal, for what the caller waits for longer
+            than two seconds.
+    """
+
+    run_id: str | None = None
+    durable: bool = True
+    memory_cap: int | None = None
+    progress: bool = True
+
+
+class CheckpointerKeywords(DirectoryKeywords, total=False):
+    run_id: str | None
+    durable: bool
+    memory_cap: int | None
+    progress: bool

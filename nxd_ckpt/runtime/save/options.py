@@ -1,0 +1,90 @@
+"""How to save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from typing_extensions import TypedDict
+
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.retention import validate_num_kept
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.runtime.ignoring import IgnoreKeys
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
+
+    Attributes:
+        num_workers: ranks of a host that write at the same time; without effect with ``use_xser``.
+        use_xser: a file per tensor, shared out among data-parallel replicas.
+        num_kept_ckpts: complete tags to keep, at least 1; older ones are removed. None or -1 keeps all.
+        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
+        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
+        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for. As
+            in NxD without effect but for a warning: without ``use_xser``, without saved master weights, with experts.
+        param_names: the optimizer's parameter names, per param group in order, where no live model tells them.
+        partitions: how parameters are cut over ranks, by name, where their attributes were lost.
+        trust_pickle: allow content that only an unsafe load can read back.
+        overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
+            successor is complete; not on object stores, where True removes it before the first byte is written.
+        weights_only: save the model and nothing else, whatever else is given.
+        ignore_keys: what is left out, as of a load: globs over names, or a function of all names.
+    """
+
+    num_workers: int | None = 8
+    use_xser: bool = False
+    num_kept_ckpts: int | None = None
+    zero1_optimizer: bool = False
+    use_zero1_dcp: bool = False
+    avoid_saving_lower_precision_weights: bool = False
+    param_names: Sequence[Sequence[str]] | None = None
+    partitions: Mapping[str, Partition] | None = None
+    trust_pickle: bool = False
+    overwrite: bool | None = None
+    weights_only: bool = False
+    ignore_keys: IgnoreKeys | None = None
+
+    @property
+    def num_kept(self) -> int | None:
+        """Complete tags to keep; None keeps all."""
+        return None if self.num_kept_ckpts == -1 else self.num_kept_ckpts
+
+    @property
+    def writers_on_host(self) -> int | None:
+        """Ranks of a host that write at the same time; None is all of them."""
+        return None if self.use_xser else self.num_workers
+
+    def validate(self) -> None:
+        """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
+        validate_num_kept(self.num_kept_ckpts)
+        if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
+            raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
+        if self.overwrite not in (None, True, False):
+            raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
+        if self.avoid_saving_lower_precision_weights and self.weights_only:
+            raise InvalidArgument(
+                "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"
+            )
+
+
+class OurSaveKeywords(TypedDict, total=False):
+    """Those that neuronx_distributed's signature does not have."""
+
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+
+
+class SaveKeywords(OurSaveKeywords, total=False):
+    num_workers: int | None
+    use_xser: bool
+    num_kept_ckpts: int | None
+    zero1_optimizer: bool
+    use_zero1_dcp: bool
+    avoid_saving_lower_precision_weights: bool

@@ -1,0 +1,134 @@
+"""Options: a dataclass says what keywords a function takes, and signatures, help and type checkers all follow it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+import nxd_ckpt.options
+from nxd_ckpt import (
+    Checkpointer,
+    get_checkpoint_metadata,
+    load_checkpoint,
+    load_keys,
+    open_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.core.options import docs_of, names_of
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.options.tags import CopyOptions
+from tests.docs.markdown import REPOSITORY
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+MODULES = [
+    import_module(name)
+    for name in (
+        "nxd_ckpt.runtime.checkpointer_options",
+        "nxd_ckpt.runtime.save.options",
+        "nxd_ckpt.runtime.load.options",
+        *(f"nxd_ckpt.options.{module.name}" for module in iter_modules(nxd_ckpt.options.__path__)),
+    )
+]
+KINDS: list[tuple[type[Any], type[Any]]] = [
+    (found, getattr(module, name.replace("Options", "Keywords")))
+    for module in MODULES
+    for name, found in vars(module).items()
+    if is_dataclass(found) and isinstance(found, type) and found.__module__ == module.__name__
+]
+FUNCTIONS: list[Callable[..., Any]] = [
+    save_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    get_checkpoint_metadata,
+    load_keys,
+    Checkpointer.__init__,
+    Checkpointer.save,
+    Checkpointer.load,
+]
+
+_RIGHT = """
+    save_checkpoint("run", 3, {"w": 1}, num_kept_ckpts=2, overwrite=True, durable=False, topology=Topology(dp=2))
+    load_checkpoint("run", verify="reading", key_mapping={"a": "b"}, ignore_keys=["optim/*"], timeout=60.0)
+    with Checkpointer("run", memory_cap=2**30) as checkpointer:
+        checkpointer.save("t", {"w": 1}, use_xser=True, partitions={"w": Partition(partition_dim=0)})
+        checkpointer.load("t", strict=False, trust_pickle=True)
+    open_checkpoint("run", storage_options={"anon": True}).keys("model/*")
+"""
+_WRONG = """
+    save_checkpoint("run", 3, overwite=True)
+    save_checkpoint("run", 3, durable="no")
+    load_checkpoint("run", verfy=True)
+    load_checkpoint("run", verify="later")
+    Checkpointer("run", memory_cap="1GB")
+    Checkpointer("run").save("t", use_xsr=True)
+    Checkpointer("run").load("t", prefix=3)
+    open_checkpoint("run", trust=True)
+"""
+_SCRIPT = f"""
+from nxd_ckpt import Checkpointer, Partition, Topology, load_checkpoint, open_checkpoint, save_checkpoint
+
+def right() -> None:{_RIGHT}
+def wrong() -> None:{_WRONG}"""
+
+
+@pytest.mark.parametrize(("kind", "keywords"), KINDS, ids=lambda one: one.__name__)
+def test_keywords_are_the_fields(kind: type[Any], keywords: type[Any]) -> None:
+    """What type checkers are told is what the dataclass takes: the same names, of the same types; each is described."""
+    assert get_type_hints(kind) == get_type_hints(keywords)
+    assert frozenset() == getattr(keywords, "__required_keys__")  # noqa: B009
+    assert [] == [name for name, doc in docs_of(kind).items() if not doc]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: one.__qualname__)
+def test_signatures_show_every_keyword(function: Callable[..., Any]) -> None:
+    """Those that type checkers accept, each of them described under Args of the docstring, in the same order."""
+    written = inspect.unwrap(function)
+    keywords = get_args(get_type_hints(written, include_extras=True)["options"])[0]
+    own = [name for name in inspect.signature(written, follow_wrapped=False).parameters if name != "options"]
+    shown = list(inspect.signature(function).parameters)
+    assert {*own, *get_type_hints(keywords)} == set(shown)
+
+    arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    assert [name for name in shown if name != "self"] == re.findall(r"^    (\w+): ", arguments, re.MULTILINE)
+
+
+def test_a_misspelt_keyword_is_refused(tmp_path: Path) -> None:
+    """With the one that may have been meant, before anything is touched."""
+    with pytest.raises(TypeError, match=r"^save_checkpoint\(\) .* 'overwite' \(did you mean 'overwrite'\?\)$"):
+        save_checkpoint(tmp_path / "run", "t", {}, overwite=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^Checkpointer\(\) .* 'timout' \(did you mean 'timeout'\?\)$"):
+        Checkpointer(tmp_path / "run", timout=60)  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match=r"'verfy' \(did you mean 'verify'\?\); the options are strict, "):
+        Checkpointer(tmp_path / "run").load("t", verfy=False)  # type: ignore[call-arg]
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_class_come_before_those_of_its_bases() -> None:
+    """What is special about a tool is what its help begins with."""
+    names = names_of(CopyOptions)
+    assert ["hard_links", "num_workers", "timeout", "overwrite"] == names[:4]
+
+
+def test_type_checkers_know_the_keywords(tmp_path: Path) -> None:
+    """Of a user's script mypy --strict accepts what is right, and finds a misspelt keyword and a wrong type."""
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
+    places = ["--config-file", str(settings), "--cache-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mypy", "--strict", *places, str(script)]
+    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    found = [int(line) for line in re.findall(r"^\S+train.py:(\d+): error: ", outcome.stdout, re.MULTILINE)]
+    wrong = [number for number, line in enumerate(_SCRIPT.splitlines(), 1) if line and f"\n{line}\n" in _WRONG]
+    assert wrong == found, outcome.stdout + outcome.stderr
