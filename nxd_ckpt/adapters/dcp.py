@@ -237,7 +237,9 @@ class _Delivery:
     def take(self, item: ReadItem, leaf: Assembly | torch.Tensor) -> None:
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(leaf.shape):
-            raise InvalidArgument(f"{item.storage_index.fqn}: {tuple(leaf.shape)} asked for as {tuple(target.shape)}")
+            raise InvalidArgument(
+                f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but {tuple(target.shape)} was asked for"
+            )
         if isinstance(leaf, Assembly):
             leaf = replace(leaf, dtype=dtype_name(target.dtype))
         if isinstance(leaf, Assembly) and target.device.type == "cpu" and target.is_contiguous():

@@ -117,7 +117,7 @@ class LoraAdapter(ModuleModel):
             other = [key for key in _SCALING if key in saved and saved[key] != getattr(self._config, key, saved[key])]
             for key in other:
                 logger.warning(
-                    "the adapters were saved with %s=%s, the live LoraConfig has %s: they will act otherwise",
+                    "the adapters were saved with %s=%s, the live LoraConfig has %s: they will have another effect",
                     key, saved[key], getattr(self._config, key),
                 )  # fmt: skip
 

@@ -202,8 +202,8 @@ class ModuleModel(ModelAdapter):
         self._is_stage = callable(local)
         if self._is_stage and not getattr(model, "partitioned", True):
             raise InvalidArgument(
-                f"{type(model).__name__} is not partitioned yet, so what this stage holds is not known: call its "
-                "partition(), or run a first step where it partitions itself, before saving or loading"
+                f"{type(model).__name__} is not partitioned yet, so it is not known what this stage holds: before "
+                "saving or loading call its partition(), or run a first step, in which it partitions itself"
             )
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
         live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
@@ -247,7 +247,9 @@ class ModuleModel(ModelAdapter):
             except AttributeError as error:
                 raise UnsupportedState(f"model/{name}: {error}; extra state needs its module by that name") from error
         elif isinstance(self._live[name], torch.Tensor) and _overlaps_itself(self._live[name]):
-            raise UnsupportedState(f"model/{name} is expanded: several elements are one; load a contiguous() one")
+            raise UnsupportedState(
+                f"model/{name} is expanded (several elements share memory); load into a contiguous() copy"
+            )
         elif id(self._live[name]) not in self._held:
             raise UnsupportedState(
                 f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
@@ -337,17 +339,17 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
     if not isinstance(live, torch.Tensor):
         return
     if not is_tensor(saved):
-        raise DtypeMismatch(f"model/{name}: saved as {type(saved).__name__}, live a tensor of {live.dtype}")
+        raise DtypeMismatch(f"model/{name}: saved as {type(saved).__name__}, the live one is {live.dtype}")
     (saved_dtype, saved_shape), (dtype, shape) = form_of(saved), form_of(live)
     if saved_shape != shape:
         raise ShapeMismatch(
-            f"model/{name}: saved with shape {saved_shape}, live it has {shape}; "
+            f"model/{name}: saved with shape {saved_shape}, the live one has {shape}; "
             "build the model as it was saved, on the same tp, pp and ep or with resharding"
         )
     if saved_dtype != dtype:
         raise DtypeMismatch(
-            f"model/{name}: saved as {saved_dtype}, live it is {dtype}; cast the model (model.to(torch.{saved_dtype})) "
-            "before loading: values are never cast silently"
+            f"model/{name}: saved as {saved_dtype}, the live one is {dtype}; cast the model before loading "
+            f"(model.to(torch.{saved_dtype})): values are never cast silently"
         )
 
 

@@ -137,12 +137,12 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
         wanted = of_key if 0 < len(shape) == slot.key.dim() else shape
     if shape != wanted:
         raise ShapeMismatch(
-            f"optim/{slot.name}/{entry}: saved with shape {shape}, live it has {wanted}; the checkpoint was saved for "
-            "another data- or tensor-parallel size, or for other param_groups"
+            f"optim/{slot.name}/{entry}: saved with shape {shape}, the live one has {wanted}; the checkpoint was saved "
+            "for another data- or tensor-parallel size, or for other param_groups"
         )
     if dtype != wanted_dtype:
         raise DtypeMismatch(
-            f"optim/{slot.name}/{entry}: saved as {dtype}, live it is {wanted_dtype}; "
+            f"optim/{slot.name}/{entry}: saved as {dtype}, the live one is {wanted_dtype}; "
             "build the optimizer with the dtype that was saved: values are never cast silently"
         )
 

@@ -67,7 +67,7 @@ def random_state() -> tuple[int, int]:
         _draw(device)
     raise UnsupportedState(
         f"the XLA device made more than {_DRAWS} random tensors in one step, or its generator was set in the middle of "
-        "one: mark the step (torch_xla.sync()) before capturing random state"
+        "a step: mark the step (torch_xla.sync()) before capturing random state"
     )
 
 

@@ -97,13 +97,13 @@ class Zero1Optimizer:
     def validate_part(self, saved: Mapping[str, Any]) -> None:
         indices = check_groups(self._optimizer.param_groups, saved["param_groups"])
         if indices != list(range(len(self.slots))):
-            raise OptimizerMismatch(f"optimizer: indices of parameters must count up from 0, found {indices[:8]}")
+            raise OptimizerMismatch(f"optimizer: indices of its parameters must count up from 0, found {indices[:8]}")
         slots = dict(enumerate(self.slots))
         for index, shape in saved.get("shape_info", {}).items():
             if index in slots and tuple(shape) != tuple(slots[index].parameter.shape):
                 raise ShapeMismatch(
-                    f"optim/{slots[index].name}: saved for a parameter of shape {tuple(shape)}, live it has "
-                    f"{tuple(slots[index].parameter.shape)}; is the order of parameters, or tp, another?"
+                    f"optim/{slots[index].name}: saved for a parameter of shape {tuple(shape)}, the live one has "
+                    f"{tuple(slots[index].parameter.shape)}; did the order of parameters, or tp, change?"
                 )
         check_state(slots, saved["base_state"], self._optimizer.base_optimizer.state)
         for index, weights in saved.get(MASTERS, {}).items():

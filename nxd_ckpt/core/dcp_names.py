@@ -141,7 +141,8 @@ def groups_of(
     wrong = [name for name in {**listed, **dict.fromkeys(parameters)} if listed[name] != 1]
     if wrong:
         raise KeyMismatch(
-            f"the optimizer has {', '.join(wrong[:5])} in none of its param groups, or in several; expected each in one"
+            f"the optimizer has these parameters in no param group, or in several: {', '.join(wrong[:5])}; each "
+            "must be in one"
         )
     return groups
 
@@ -163,7 +164,7 @@ def nested(entries: Iterable[tuple[Path, Any]]) -> Any:
             if not isinstance(node, _Node):
                 raise KeyMismatch(f"{'.'.join(map(str, path))}: {key!r} is both a value and a dict")
         if path[-1] in node:
-            raise KeyMismatch(f"{'.'.join(map(str, path))} is there twice")
+            raise KeyMismatch(f"{'.'.join(map(str, path))} appears twice")
         node[path[-1]] = value
     return _settled(root)
 

@@ -61,13 +61,12 @@ class Heads:
         if min(self.heads, self.kv_heads, self.head_dim, self.copies) < 1:
             raise InvalidArgument(f"heads, kv_heads, head_dim and kv_size_multiplier must be at least 1, found {self}")
         if self.kv_heads * self.copies > HEADS:
-            raise InvalidArgument(f"{self.kv_heads} key-value heads, {self.copies} times each: at most {HEADS}")
+            raise InvalidArgument(f"{self.kv_heads} key-value heads, {self.copies} times each; at most {HEADS}")
         if self.hardware not in HARDWARE:
             raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {self.hardware!r}")
         if self._kept > self.heads and self.hardware == "trn2":
             raise InvalidArgument(
-                "padded query heads (pad_attn_heads) have no order on trn2: NxD's own converter cannot take the "
-                "padding out again there"
+                "pad_attn_heads is not supported for trn2, where NxD's own converter cannot take the padding out again"
             )
         if self._kept % (self.kv_heads * self.copies) or self.heads % (self.kv_heads * max(self._block, 1)):
             padded = "" if self._kept == self.heads else f", padded to {self.padded},"

@@ -88,7 +88,7 @@ def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, m
     for name, shape in zip(rule.names(match.numbers, sizes), laid_out, strict=True):
         other = [size for at, size in enumerate(shape) if at != dim]
         if len(shape) != len(first) or other != [size for at, size in enumerate(first) if at != dim]:
-            raise ShapeMismatch(f"{name} has shape {shape} and does not fit beside one of {first} in {match.name}")
+            raise ShapeMismatch(f"{name} has shape {shape}, which does not fit beside {first} in {match.name}")
     if dim is not None:
         lengths = [
             sizes.attention().length(member.heads) if member.heads else shape[dim]
@@ -125,7 +125,7 @@ def _check_dimensions(match: Match, shape: tuple[int, ...]) -> None:
     rule = match.rule
     least = max(0 if rule.dim is None else rule.dim + 1, 2 * rule.transposed + (rule.stacked is not None))
     if len(shape) < least:
-        raise ShapeMismatch(f"{match.name} has shape {shape}, expected at least {least} dimensions by its rule")
+        raise ShapeMismatch(f"{match.name} has shape {shape}, but its rule needs at least {least} dimensions")
 
 
 def _stack(match: Match, shape: tuple[int, ...], sizes: Sizes) -> Iterator[tuple[int | None, Numbers]]:
@@ -136,7 +136,7 @@ def _stack(match: Match, shape: tuple[int, ...], sizes: Sizes) -> Iterator[tuple
         return
     expected = sizes.find(stacked)
     if expected not in (None, shape[0]):
-        raise ShapeMismatch(f"{match.name} has shape {shape}, expected {expected} in front: config.json says so many")
+        raise ShapeMismatch(f"{match.name} has shape {shape}, but config.json says that its first size is {expected}")
     for index in range(shape[0]):
         yield index, {**match.numbers, stacked: index}
 
@@ -155,7 +155,7 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
     if rest or left < 0:
         names = ", ".join(member.name.text for member in rule.members)
         raise ShapeMismatch(
-            f"{match.name}: {shape[rule.dim]} elements along dimension {rule.dim} cannot be those of {names}: "
+            f"{match.name}: {shape[rule.dim]} elements along dimension {rule.dim} do not fit {names}: "
             f"{_in_words(sizes)}. Is this the model's config.json, and the kv_size_multiplier that it was trained with?"
         )
     return [share if length is None else length for length in known]

@@ -115,4 +115,4 @@ def check_form(shape: Any, itemsize: int, what: str) -> tuple[int, ...]:
 def check_count(found: int, limit: int, what: str) -> None:
     """Raise MalformedFile where ``found`` is above the limit; ``what`` is counted."""
     if found > limit:
-        raise MalformedFile(f"{what}: at most {limit} are read, found {found}")
+        raise MalformedFile(f"{what}: at most {limit} are allowed, found {found}")

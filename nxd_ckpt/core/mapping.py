@@ -32,7 +32,7 @@ Numbers = Mapping[str, int]
 def _readable(count: int, what: str) -> int:
     """``count``, if a model can have so many tensors. Raises InvalidArgument."""
     if count > MODEL_TENSORS:
-        raise InvalidArgument(f"config.json tells of {count} tensors with {what}; at most {MODEL_TENSORS} are read")
+        raise InvalidArgument(f"config.json describes {count} tensors with {what}; at most {MODEL_TENSORS} are allowed")
     return count
 
 

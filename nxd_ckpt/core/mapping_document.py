@@ -48,7 +48,7 @@ def _rule(document: Any, where: str) -> Rule:
     heads = _strings(reader.take("heads", (str, list), []), f"{where}: heads") or (None,) * len(names)
     rows = reader.take("rows", str, None)
     if len(heads) != len(names):
-        raise InvalidArgument(f"{where}: heads must say one thing for each of {len(names)} tensors, found {heads}")
+        raise InvalidArgument(f"{where}: heads must have one entry for each of {len(names)} tensors, found {heads}")
     rule = Rule(
         nxd,
         tuple(Member(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
@@ -74,11 +74,11 @@ def _check_rule(rule: Rule, where: str) -> None:
         if member.rows is not None and member.rows not in CONFIG_KEYS:
             raise InvalidArgument(f"{where}: rows must be one of {[*CONFIG_KEYS]}, found {member.rows!r}")
     if rule.dim is not None and rule.dim < (rule.stacked is not None):
-        raise InvalidArgument(f"{where}: dim must be a dimension of the tensor, the stacked one excepted")
+        raise InvalidArgument(f"{where}: dim must be a dimension of the tensor, and not the stacked one")
     if rule.dim is None and (len(rule.members) > 1 or rule.members[0].heads or rule.members[0].rows):
-        raise InvalidArgument(f"{where}: several tensors, heads and rows need dim, along which they lie")
+        raise InvalidArgument(f"{where}: several tensors, heads and rows need dim, the dimension along which they lie")
     if len(rule.members) > 1 and any(member.rows for member in rule.members):
-        raise InvalidArgument(f"{where}: rows is for a tensor that is alone")
+        raise InvalidArgument(f"{where}: rows is only for a rule with a single tensor")
     expected = {*rule.nxd.placeholders, *([] if rule.stacked is None else [rule.stacked])}
     for member in rule.members:
         if set(member.name.placeholders) != expected:
@@ -117,7 +117,7 @@ class _Fields:
             return default
         value = self._left.pop(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise InvalidArgument(f"{self._where}: {name!r} is {value!r}, of another type than expected")
+            raise InvalidArgument(f"{self._where}: {name!r} is {value!r}, which has the wrong type")
         return value
 
     def done(self) -> None:

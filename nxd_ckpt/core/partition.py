@@ -117,8 +117,8 @@ class Partition:
         instead = (self.partition_stride, self.num_partitions, self.rank_ordering) != (1, 1, None)
         if self.fused and (instead or self.partition_dim is None):
             raise InvalidArgument(
-                "partition: fused needs partition_dim, and says for each section what partition_stride, "
-                "num_partitions and rank_ordering say for the whole: leave those out"
+                "partition: fused needs partition_dim. Each section has its own partition_stride, num_partitions and "
+                "rank_ordering: leave those out"
             )
 
     @property
@@ -147,7 +147,7 @@ class Partition:
             fused = tuple(Section(size, count, _as_tuple(order)) for size, count, order in fields.get("fused", ()))
             return Partition(**{**fields, "rank_ordering": _as_tuple(fields.get("rank_ordering")), "fused": fused})
         except (TypeError, ValueError) as error:
-            raise MalformedFile(f"partition {fields!r} is none that this version knows: {error}") from error
+            raise MalformedFile(f"partition {fields!r} is not one that this version knows: {error}") from error
 
     def global_shape(self, local_shape: Iterable[int], ep: int) -> tuple[int, ...]:
         """The shape of the whole parameter, from the shape that every rank holds."""

@@ -40,7 +40,9 @@ def plan_parameter(
     saved, live = _experts_on_both(saved, saved_cut, live, live_cut)
     if _cut_alike(saved, saved_cut, live, live_cut):
         if saved.shape != live.shape:
-            raise ShapeMismatch(f"{name}: saved with shape {saved.shape}, live it has {live.shape}; another model?")
+            raise ShapeMismatch(
+                f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; is it the same model?"
+            )
         whole = Box.whole(live.shape)
         wanted = _shard([Piece(whole, whole)], live.shape, live_cut.shards, at.shard)
         cut = Cut(shards=saved_cut.shards)
@@ -52,8 +54,8 @@ def plan_parameter(
     pieces = live.partition.pieces(live.shape, at.tp_rank, live_cut.tp, ep_rank)
     if pieces is None:
         raise TopologyMismatch(
-            f"{name}: live it has shape {live.shape} and is cut as {live.partition} over {live_cut.tp} tensor-parallel "
-            f"ranks, which cannot be; {_PASS}"
+            f"{name}: the live parameter has shape {live.shape}, which cannot be cut as {live.partition} over "
+            f"{live_cut.tp} tensor-parallel ranks; {_PASS}"
         )
     wanted = _shard(pieces, live.shape, live_cut.shards, at.shard)
     return _reads(name, wanted, saved.partition, saved.shape, saved_cut, at)
@@ -70,8 +72,8 @@ def check_partitions(
         held = parameters.get(name)
         if held and partition.known and partition.strips(held.shape, topology.tp, topology.ep_rank) is None:
             raise InvalidArgument(
-                f"partitions= says that {name} is cut as {partition}, which {topology.tp} tensor-parallel ranks that "
-                f"each hold shape {held.shape} cannot be; give the cut of the whole parameter"
+                f"partitions= says that {name} is cut as {partition}, but then {topology.tp} tensor-parallel ranks "
+                f"cannot each hold shape {held.shape}; pass the cut of the whole parameter"
             )
 
 
@@ -207,15 +209,15 @@ def _check_wholes(name: str, saved: ParameterSpec, saved_cut: Cut, live: Paramet
     if saved.partition.expert != live.partition.expert:
         kinds = ("an ordinary parameter", "an expert's")
         raise TopologyMismatch(
-            f"{name}: saved as {kinds[saved.partition.expert]}, live it is {kinds[live.partition.expert]} (attribute "
-            f"expert_model_parallel); {_PASS}"
+            f"{name}: saved as {kinds[saved.partition.expert]}, the live one is {kinds[live.partition.expert]} "
+            f"(attribute expert_model_parallel); {_PASS}"
         )
     wholes = [_whole(spec, cut) for spec, cut in ((saved, saved_cut), (live, live_cut))]
     if wholes[0] != wholes[1]:
         raise ShapeMismatch(
             f"{name}: the whole tensor was saved with shape {wholes[0]} (each rank {saved.shape}, "
-            f"{_words(saved_cut)}), live it has {wholes[1]} (each rank {live.shape}, {_words(live_cut)}). If it is the "
-            f"same model, {_PASS}"
+            f"{_words(saved_cut)}), the live one has {wholes[1]} (each rank {live.shape}, {_words(live_cut)}). If "
+            f"it is the same model, {_PASS}"
         )
 
 
@@ -242,8 +244,8 @@ def _reads(
         found = holders(partition, shape, want.box, cut, near)
         if found is None:
             raise TopologyMismatch(
-                f"{name}: saved with shape {shape} and cut as {partition} over {cut.tp} tensor-parallel ranks, which "
-                "cannot be; pass partitions= with how the live parameter is cut"
+                f"{name}: saved with shape {shape}, which cannot be cut as {partition} over {cut.tp} tensor-parallel "
+                "ranks; pass partitions= with how the live parameter is cut"
             )
         held.update(dict.fromkeys(found))
     return plan_reads(wanted, list(held), name)

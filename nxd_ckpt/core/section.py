@@ -69,6 +69,6 @@ def check_order(num_partitions: int, rank_ordering: tuple[int, ...] | None) -> N
         check_count("each of rank_ordering", rank, 0)
     if {rank % num_partitions for rank in rank_ordering} != set(range(num_partitions)):
         raise InvalidArgument(
-            f"partition: rank_ordering must give one partition for each tensor-parallel rank, and each of the "
+            "partition: rank_ordering must give each tensor-parallel rank one partition, and each of the "
             f"{num_partitions} to some rank; found {rank_ordering}"
         )

@@ -61,7 +61,7 @@ class Sizes:
         value = self.find(name)
         if value is None:
             keys = " or ".join(self.keys.get(name) or CONFIG_KEYS.get(name, (name,)))
-            raise InvalidArgument(f"config.json does not say {keys}, which the mapping needs; pass the model's own")
+            raise InvalidArgument(f"config.json does not say {keys}, which the mapping needs; pass that of this model")
         return value
 
     def attention(self) -> Heads:

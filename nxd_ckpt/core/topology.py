@@ -82,7 +82,7 @@ class Topology:
             other = {name: value for name, value in given.items() if getattr(coordinates, name) != value}
             if other:
                 raise InvalidArgument(
-                    f"Topology: rank {rank} is at {coordinates}, which contradicts {other}; pass either"
+                    f"Topology: rank {rank} is at {coordinates}, which contradicts {other}; pass one of the two"
                 )
         set_(self, "coordinates", coordinates)
 

@@ -101,7 +101,7 @@ class DcpDirectory:
     @reading
     def scheduler(self) -> Any:
         if not self._scheduler:
-            raise PartNotFound(f"{self._held.where} holds nothing under {SCHEDULER!r}")
+            raise PartNotFound(f"{self._held.where} has nothing under {SCHEDULER!r}")
         return self._nested(self._scheduler)[SCHEDULER]
 
     @reading

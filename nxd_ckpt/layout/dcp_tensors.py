@@ -25,7 +25,7 @@ class DcpTensors:
         self.where = files.where("").rstrip("/")
         if not files.has(METADATA):
             raise CheckpointNotFound(
-                f"{self.where} is no directory of torch DCP: it has no {METADATA}, which is written last; found "
+                f"{self.where} is not a torch DCP directory: it has no {METADATA}, which is written last; found "
                 f"{sorted(files.names())[:5]}"
             )
         self._metadata = read_metadata(files, "")
@@ -67,7 +67,7 @@ class DcpTensors:
         lost = sorted(self._metadata.described - entries.keys() - empty)
         if lost or not self._metadata.described.issuperset(entries):
             names = lost or sorted(entries.keys() - self._metadata.described)
-            what = "says of no file that it holds" if lost else "says in which file lies, but not what is"
+            what = "names no file that holds" if lost else "names a file for, but does not describe,"
             raise MalformedFile(f"{self.where}/{METADATA} {what} {', '.join(names[:5])}: damaged, or of two saves")
 
     def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
@@ -75,7 +75,7 @@ class DcpTensors:
         boxes = [self._box(name, form, chunk) for chunk in chunks]
         if not are_all_of(whole, boxes):
             raise MalformedFile(
-                f"{self.where}/{METADATA}: the chunks of {name} must be all of its shape {form.shape}, each element "
+                f"{self.where}/{METADATA}: the chunks of {name} must cover its shape {form.shape}, each element "
                 f"once; found {', '.join(map(str, boxes[:5]))}"
             )
         stubs = [self._stub(name, form, box, chunk) for box, chunk in zip(boxes, chunks, strict=True)]
@@ -89,7 +89,7 @@ class DcpTensors:
         size = form.sizes.get(offsets, ())
         if not len(offsets) == len(size) == len(form.shape):
             raise MalformedFile(
-                f"{self.where}/{METADATA}: the chunk of {name} at {list(offsets)} is none of a tensor of {form.shape}"
+                f"{self.where}/{METADATA}: the chunk of {name} at {list(offsets)} does not fit a tensor of {form.shape}"
             )
         return Box(offsets, size)
 

@@ -26,7 +26,7 @@ def spanned(files: Iterable[ParsedName]) -> ParsedName:
         pp=max((name.pp for name in names), default=0) + 1,
     )
     if prod(extent or 1 for extent in size) > RANKS:
-        raise MalformedFile(f"the files' names would be those of {size} ranks; at most {RANKS} are believed")
+        raise MalformedFile(f"the files' names are those of {size} ranks; at most {RANKS} are allowed")
     return size
 
 

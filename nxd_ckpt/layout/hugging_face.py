@@ -85,10 +85,10 @@ class HuggingFaceDirectory:
         """The file of each tensor, by the index."""
         places = self._document(INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise MalformedFile(f"{self.files.where(INDEX)}: weight_map must say the file of each tensor")
+            raise MalformedFile(f"{self.files.where(INDEX)}: weight_map must name the file of each tensor")
         for file in sorted(set(places.values())):
             if "/" in file or not file.endswith(_SUFFIX):
-                raise MalformedFile(f"{self.files.where(INDEX)}: {file!r} is no safetensors file of this directory")
+                raise MalformedFile(f"{self.files.where(INDEX)}: {file!r} is not a safetensors file of this directory")
             if not self.files.has(file):
                 count = list(places.values()).count(file)
                 raise PartNotFound(
@@ -105,7 +105,7 @@ class HuggingFaceDirectory:
             return dict.fromkeys(self._read(found[0]), found[0])
         if found:
             shown = ", ".join(found[:_SHOWN])
-            raise PartNotFound(f"{self.files.where(INDEX)} is missing, which says what belongs to the model of {shown}")
+            raise PartNotFound(f"{self.files.where(INDEX)} is missing, which says what in {shown} is the model's")
         if any(self.files.has(name) for name in _PICKLES):
             raise UnsupportedState(
                 f"{self.where} holds its weights as pickles (pytorch_model.bin), which can run code when read; save "
@@ -120,8 +120,8 @@ class HuggingFaceDirectory:
             if listed != set(tensors):
                 shown = ", ".join(sorted(listed ^ set(tensors))[:_SHOWN])
                 raise MalformedFile(
-                    f"{self.files.where(file)} holds other tensors than {INDEX} says ({shown}); the directory mixes "
-                    "files of two models, or of two versions of one"
+                    f"{self.files.where(file)} does not hold the tensors that {INDEX} says ({shown}); the directory "
+                    "mixes files of two models, or of two versions of one"
                 )
             self._shards[file] = tensors
         return self._shards[file]

@@ -61,8 +61,8 @@ def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> Mod
             return mapping
     if model_type is None:
         raise InvalidArgument(
-            "nothing says which model this is. The model's config.json does: pass it, or a Hugging Face directory with "
-            "one, as config= (exports and imports), or pass mapping=, a mapping file or the name of a shipped one"
+            "it is not known which model this is. Pass its config.json, or a Hugging Face directory with one, as "
+            "config= (exports and imports); or pass mapping=, a mapping file or the name of a shipped one"
         )
     known = sorted(name for mapping in shipped.values() for name in mapping.model_types)
     raise InvalidArgument(

@@ -156,7 +156,7 @@ class NxdTag:
         if kind is not None:
             raise MalformedFile(
                 f"{self.files.where(names.SCHEDULER)} holds the state of {kind}, not of a scheduler: files were "
-                "exchanged; restore it, or load without scheduler="
+                "swapped; restore it, or load without scheduler="
             )
         return self._filled(names.SCHEDULER, found)
 
@@ -176,7 +176,7 @@ class NxdTag:
             kind = "the model" if of_model else "an optimizer"
             raise MalformedFile(
                 f"{self.files.where(names.USER_CONTENT)} holds the state of {kind}: "
-                "files were exchanged; restore it, or pass trust_pickle=True if that is what the user saved"
+                "files were swapped; restore it, or pass trust_pickle=True if that is what the user saved"
             )
 
     def _filled(self, file: str, tree: Any) -> Any:
@@ -203,7 +203,7 @@ class NxdTag:
         if dp % ep:
             raise MalformedFile(
                 f"{self.files.key(names.OPTIMIZER_DIR)}: files of {dp} data-parallel ranks, but the model's "
-                f"are of {ep} expert-parallel ranks, which must divide them; files are missing or of two saves"
+                f"are of {ep} expert-parallel ranks, which must divide them; files are missing, or of two saves"
             )
         return Topology(dp=dp, tp=tp, pp=pp, ep=ep)
 

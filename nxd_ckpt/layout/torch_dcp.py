@@ -77,7 +77,7 @@ def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
     except UnsafePickle as error:
         raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
     except EOFError as error:
-        raise MalformedFile(f"{where}: not the metadata of torch DCP: it breaks off") from error
+        raise MalformedFile(f"{where}: not the metadata of torch DCP: it ends too early") from error
     except MalformedFile as error:
         if str(error).startswith(where):
             raise
@@ -91,7 +91,7 @@ def _metadata(root: Any, directory: str, files: TagFiles) -> DcpMetadata:
         relative, start, nbytes = (info.fields[key] for key in ("relative_path", "offset", "length"))
         file = _inside(directory, _name(relative))
         if "/" in relative or not files.has(file):
-            raise MalformedFile(f"{shown(name)} lies in {shown(relative)}, which is not there")
+            raise MalformedFile(f"{shown(name)} should be in {shown(relative)}, which is not there")
         if info.fields.get("transform_descriptors"):
             raise MalformedFile(
                 f"{shown(name)} was written through {shown(info.fields['transform_descriptors'])}; only uncompressed "
@@ -126,7 +126,7 @@ def _keys(path: Any) -> tuple[Any, ...]:
 def _form(fields: Mapping[str, Any], name: str) -> WholeForm:
     dtype = fields["properties"].fields["dtype"]
     if not isinstance(dtype, torch.dtype):
-        raise MalformedFile(f"{name} is of dtype {shown(dtype)}")
+        raise MalformedFile(f"{name}: expected a dtype, found {shown(dtype)}")
     chunks = [chunk.fields for chunk in fields["chunks"]]
     sizes = {check_sizes(chunk["offsets"], name): check_form(chunk["sizes"], 1, name) for chunk in chunks}
     return WholeForm(dtype_name(dtype), check_form(fields["size"], dtype.itemsize, name), sizes)

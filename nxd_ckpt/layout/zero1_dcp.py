@@ -239,8 +239,8 @@ def _matched(
     last = _greedy(list(shapes.items())[::-1], sorted(shape_info.items(), reverse=True))
     if first is None or last != first:
         raise OptimizerMismatch(
-            f"{where}: {len(shapes)} parameters with state, {len(shape_info)} in all; which is which cannot "
-            "be told from their shapes and order; pass the names by index as param_names"
+            f"{where}: {len(shapes)} parameters with state, {len(shape_info)} in all; their shapes and order "
+            "do not tell which is which; pass the names by index as param_names"
         )
     return first
 

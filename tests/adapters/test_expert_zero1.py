@@ -114,7 +114,7 @@ def test_expert_shapes_are_checked():
     _step(optimizer)
     saved = copied(optimizer.state_dict())
     saved["base_state"][3]["exp_avg"] = torch.zeros(1, 2, 2)
-    with pytest.raises(ShapeMismatch, match=r"optim/experts/exp_avg: saved with shape \(1, 2, 2\), live it has \(2"):
+    with pytest.raises(ShapeMismatch, match=r"exp_avg: saved with shape \(1, 2, 2\), the live one has \(2"):
         _adapter(net, optimizer).validate(saved)
 
 

@@ -170,9 +170,9 @@ def test_one_name_of_a_tied_parameter_is_enough():
 @pytest.mark.parametrize(
     ("saved", "error", "words"),
     [
-        (torch.zeros(3, 2), ShapeMismatch, "model/w: saved with shape (3, 2), live it has (2, 3)"),
-        (torch.zeros(2, 3).half(), DtypeMismatch, "model/w: saved as float16, live it is float32"),
-        ({"w": 1}, DtypeMismatch, "model/w: saved as dict, live a tensor of torch.float32"),
+        (torch.zeros(3, 2), ShapeMismatch, "model/w: saved with shape (3, 2), the live one has (2, 3)"),
+        (torch.zeros(2, 3).half(), DtypeMismatch, "model/w: saved as float16, the live one is float32"),
+        ({"w": 1}, DtypeMismatch, "model/w: saved as dict, the live one is torch.float32"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(saved, error, words):

@@ -196,8 +196,8 @@ def _as_zero1(tree):
     ("change", "error", "words"),
     [
         (_without_group, OptimizerMismatch, "optimizer: the checkpoint has parameters per param group [2], the live"),
-        (_with_shape, ShapeMismatch, "optim/1.weight/exp_avg: saved with shape (3, 4), live it has (2, 4)"),
-        (_with_dtype, DtypeMismatch, "optim/1.weight/exp_avg: saved as bfloat16, live it is float32"),
+        (_with_shape, ShapeMismatch, "optim/1.weight/exp_avg: saved with shape (3, 4), the live one has (2, 4)"),
+        (_with_dtype, DtypeMismatch, "optim/1.weight/exp_avg: saved as bfloat16, the live one is float32"),
         (_with_unknown_index, OptimizerMismatch, "optimizer: the checkpoint has state for parameter 9, but no"),
         (_as_zero1, OptimizerMismatch, "optimizer: the checkpoint holds a ZeRO-1 state (state, param_groups, base"),
     ],
@@ -221,7 +221,7 @@ def test_a_fresh_optimizer_refuses_other_shapes_too():
     net = _model()
     optimizer = _optimizer(net)
     tree = {"state": {1: {"exp_avg": torch.zeros(4, 4)}}, "param_groups": optimizer.state_dict()["param_groups"]}
-    with pytest.raises(ShapeMismatch, match=r"optim/#1/exp_avg: saved with shape \(4, 4\), live it has \(2, 4\)"):
+    with pytest.raises(ShapeMismatch, match=r"optim/#1/exp_avg: saved with shape \(4, 4\), the live one has \(2, 4\)"):
         open_optimizer(optimizer).validate(tree)
 
 

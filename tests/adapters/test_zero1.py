@@ -192,9 +192,9 @@ def _one_parameter_less(tree):
     ("change", "error", "words"),
     [
         (_as_plain, OptimizerMismatch, "optimizer: the checkpoint holds a plain optimizer's state (state, param_gr"),
-        (_from_dp4, ShapeMismatch, "optim/0.weight/exp_avg: saved with shape (2, 3), live it has (3, 3)"),
-        (_another_order, ShapeMismatch, "optim/0.weight: saved for a parameter of shape (2, 5), live it has (5, 3)"),
-        (_bfloat16_masters, DtypeMismatch, "optim/0.weight/master_weights: saved as bfloat16, live it is float32"),
+        (_from_dp4, ShapeMismatch, "optim/0.weight/exp_avg: saved with shape (2, 3), the live one has (3, 3)"),
+        (_another_order, ShapeMismatch, "optim/0.weight: saved for a parameter of shape (2, 5), the live one"),
+        (_bfloat16_masters, DtypeMismatch, "optim/0.weight/master_weights: saved as bfloat16, the live one is float32"),
         (_of_experts, OptimizerMismatch, "optimizer: the checkpoint's ZeRO-1 state was saved with expert parall"),
         (_one_parameter_less, OptimizerMismatch, "optimizer: the checkpoint has parameters per param group [2, 1]"),
     ],

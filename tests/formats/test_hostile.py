@@ -245,8 +245,8 @@ def zip_end(count: int, nbytes: int, offset: int) -> bytes:
 @pytest.mark.parametrize(
     ("count", "nbytes", "what"),
     [
-        (10**6, 46 * 10**6, "records: at most 300000 are read, found 1000000"),
-        (10, 10**12, "bytes of its directory: at most 153600000 are read, found 1000000000000"),
+        (10**6, 46 * 10**6, "records: at most 300000 are allowed, found 1000000"),
+        (10, 10**12, "bytes of its directory: at most 153600000 are allowed, found 1000000000000"),
     ],
     ids=["records", "bytes"],
 )
@@ -267,7 +267,7 @@ def test_a_pickle_is_bounded_before_it_is_read(monkeypatch: pytest.MonkeyPatch) 
     """A record of the pickle that is as large as a disk is refused by its size."""
     monkeypatch.setattr(limits, "PICKLE_NBYTES", 100)
     data = torch_file(b"\x80\x02" + b"N0" * 100 + b"N.")
-    with pytest.raises(MalformedFile, match=r"bytes of its record 'archive/data.pkl': at most 100 are read"):
+    with pytest.raises(MalformedFile, match=r"bytes of its record 'archive/data.pkl': at most 100 are allowed"):
         read_tree(pread_of(data), len(data), "file.pt")
 
 

@@ -173,15 +173,15 @@ def _index(document: object) -> Callable[[Path], None]:
     [
         (_lose_a_shard, PartNotFound, r"model-00002-of-00003\.safetensors is missing, in which .* \d+ tensors"),
         (_lose_the_index, PartNotFound, r"index\.json is missing"),
-        (_swap_shards, MalformedFile, r"model-00001.* holds other tensors than"),
+        (_swap_shards, MalformedFile, r"model-00001.* does not hold the tensors that"),
         (_cut_a_shard, MalformedFile, r"model-00001.*truncated, or not whole"),
         (_leave_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
         (_leave_sharded_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
         (_leave_nothing, PartNotFound, r"holds no weights"),
         (_index("{"), MalformedFile, r"index\.json: not JSON"),
         (_index([]), MalformedFile, r"expected a JSON object"),
-        (_index({"weight_map": ["a"]}), MalformedFile, r"weight_map must say"),
-        (_index({"weight_map": {"a": "../secret.safetensors"}}), MalformedFile, r"is no safetensors file of this"),
+        (_index({"weight_map": ["a"]}), MalformedFile, r"weight_map must name"),
+        (_index({"weight_map": {"a": "../secret.safetensors"}}), MalformedFile, r"is not a safetensors file of this"),
     ],
 )
 def test_a_directory_that_is_not_whole_is_refused(

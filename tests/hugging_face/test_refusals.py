@@ -55,7 +55,7 @@ def refused(
         (InvalidArgument, "8 query heads cannot be divided", {"kv_size_multiplier": 3}),
         (InvalidArgument, "hardware must be one of trn1, trn2", {"hardware": "inf2"}),
         (InvalidArgument, "9 query heads, padded to 12, cannot be", {"changes": HEADS, "pad_attn_heads": True}),
-        (InvalidArgument, "have no order on trn2", {"changes": HEADS_6, "pad_attn_heads": True, "hardware": "trn2"}),
+        (InvalidArgument, "not supported for trn2", {"changes": HEADS_6, "pad_attn_heads": True, "hardware": "trn2"}),
         (KeyMismatch, "lacks model.layers.2", {"changes": {"num_hidden_layers": 3}}),
         (ShapeMismatch, "should have 100 rows|24 elements", {"changes": {"vocab_size": 100}}),
         (IncompatibleState, "ties lm_head.weight to model.embed_tokens", {"changes": {"tie_word_embeddings": True}}),

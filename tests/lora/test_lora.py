@@ -250,7 +250,7 @@ def test_another_scaling_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     save_checkpoint(tmp_path, "t", lora(1), durable=False)
     with caplog.at_level(logging.WARNING):
         load_checkpoint(tmp_path, "t", lora(2, lora_alpha=16))
-    assert "saved with lora_alpha=8, the live LoraConfig has 16: they will act otherwise" in caplog.text
+    assert "saved with lora_alpha=8, the live LoraConfig has 16: they will have another effect" in caplog.text
 
 
 JOB = Model(heads=4, kv_heads=4, head_dim=2, intermediate=8)
