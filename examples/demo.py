@@ -1,10 +1,11 @@
-"""Train, be killed in the middle of a save, resume: and end with the same model, bit for bit. Then change the sizes.
+"""A training run is killed in the middle of a save, resumes, and ends with the same model, bit for bit; then the sizes
+change.
 
-Runs ``train_llama.py`` four times on this machine, four processes each, in CPU-XLA emulation. Data parallel 2 x tensor
-parallel 2: without interruption; with one process killed while a checkpoint is being written; and once more with the
-same command as the killed run. Data parallel 4 x tensor parallel 1: from a checkpoint of that run. The exit code is 0
+Runs ``train_llama.py`` four times on this machine, in CPU-XLA emulation with four processes: three times on data
+parallel 2 x tensor parallel 2 (without interruption; with one process killed while it writes a checkpoint; and with the
+same command again), then on data parallel 4 x tensor parallel 1, from a checkpoint of the last run. The exit code is 0
 only if the resumed run equals the uninterrupted one in every bit, and the run on other sizes starts from the same
-tensors, bit for bit, and has the same losses but for rounding.
+tensors, bit for bit, and has the same losses up to rounding.
 
 With ``--store s3`` checkpoints go to an S3 server on this machine, which is started for the demo.
 """

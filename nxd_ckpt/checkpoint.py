@@ -1,7 +1,7 @@
 """One tag opened for reading, without a process group: the way people and tools look into a checkpoint.
 
-A tag is seen in two ways: as global tensors by name, put together of what the ranks saved (``keys``, ``metadata``,
-``read``), or as the state dicts of one of its ranks (``model_state``, ``optimizer_state``).
+There are two views of a tag: global tensors by name, put together from what the ranks saved (``keys``, ``metadata``,
+``read``), and the state dicts of one of its ranks (``model_state``, ``optimizer_state``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage
 
 @dataclass(frozen=True)
 class _Given:
-    """What :func:`open_checkpoint` was given, but for the tag. A URL may hold secrets: no repr."""
+    """What :func:`open_checkpoint` was given, except for the tag. A URL may hold secrets: no repr."""
 
     path: str = field(repr=False)
     options: OpenOptions
@@ -52,8 +52,8 @@ class _Given:
 class Checkpoint:
     """A complete tag. Made by :func:`open_checkpoint`; reads on demand and holds no file open.
 
-    It can be pickled, and so sent to other processes, which open the same save; CheckpointNotFound there, if it was
-    replaced or removed since. What it was opened with (``storage_options`` too) is part of the pickle.
+    It can be pickled, and so sent to other processes, which open the same save. They raise CheckpointNotFound if it was
+    replaced or removed since. The pickle holds all that it was opened with, ``storage_options`` included.
     """
 
     def __init__(self, opened: OpenTag, given: _Given) -> None:
@@ -104,11 +104,12 @@ class Checkpoint:
     @cached_property
     @as_checkpoint_errors()
     def metadata(self) -> Mapping[str, GlobalTensor]:
-        """Every tensor of model and optimizer by its name, with dtype, shape, bytes and partition; none is read.
+        """Every tensor of model and optimizer by its name, with dtype, shape, bytes and partition. Reads no tensor.
 
-        "model/embed.weight", "optim/embed.weight/exp_avg"; the master weights of a ZeRO-1 optimizer are
-        "optim/embed.weight/master_weights". Where a tag does not tell whose an entry of its optimizer is (NxD's do
-        not), it is "optim/#3/exp_avg", by its number, of several pipeline stages "optim/#1.3/exp_avg".
+        Names are such as "model/embed.weight" and "optim/embed.weight/exp_avg"; the master weights of a ZeRO-1
+        optimizer are "optim/embed.weight/master_weights". If a tag does not say which parameter an optimizer entry
+        belongs to (NxD's do not), the entry has a number: "optim/#3/exp_avg", or "optim/#1.3/exp_avg" if there are
+        several pipeline stages.
 
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
@@ -117,13 +118,13 @@ class Checkpoint:
             return MappingProxyType(self.whole.tensors)
 
     def keys(self, *patterns: str) -> list[str]:
-        """The names of all tensors, those of :attr:`metadata`; with ``patterns``, as a shell's, of those that match."""
+        """The names in :attr:`metadata`; with ``patterns`` (a shell's), those that match one of them."""
         return [name for name in self.metadata if not patterns or any(fnmatchcase(name, one) for one in patterns)]
 
     @property
     @as_checkpoint_errors()
     def values(self) -> Mapping[str, Any]:
-        """What stands beside the tensors and is none, by such names: steps that are Python numbers, extra state."""
+        """What is not a tensor, by names of the same kind: steps that are Python numbers, extra state."""
         with self._opened.kept():
             return MappingProxyType(self.whole.values)
 
@@ -137,20 +138,20 @@ class Checkpoint:
 
     @as_checkpoint_errors()
     def read(self, name: str, box: Box | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The tensor of that name, whole or what is inside ``box``, on the CPU; its digests are verified.
+        """The tensor of that name, or the part of it inside ``box``, on the CPU. Its digests are verified.
 
-        ``box`` is a slice for each dimension, later ones may be left out. Of files of nxd_ckpt only the box's bytes are
-        read, rounded up to blocks of 4 MiB, each of which has a digest. NxD's have one for a whole tensor: to verify a
-        part of it, all that a rank saved of it is read.
+        ``box`` has a slice for each dimension; later ones may be left out. From files of nxd_ckpt only the bytes of the
+        box are read, rounded up to blocks of 4 MiB, each of which has a digest. NxD's files have one digest for a whole
+        tensor, so everything is read that a rank saved of it.
 
         Raises:
-            KeyMismatch: no such tensor; says which is meant.
+            KeyMismatch: no such tensor; suggests the closest name.
             InvalidArgument: ``box`` does not fit its shape.
-            TopologyMismatch: how it is cut is not known: ``partitions=`` of :func:`open_checkpoint` says it.
-            OptimizerMismatch: nor is whose it is: ``saved_param_names=`` says it.
+            TopologyMismatch: it is not known how it is cut; pass ``partitions=`` to :func:`open_checkpoint`.
+            OptimizerMismatch: it is not known which parameter it belongs to; pass ``saved_param_names=``.
             PartNotFound: no file holds it.
             CorruptCheckpoint: its bytes are not those that were written.
-            TagReplaced: the tag was removed, or saved anew, since it was opened.
+            TagReplaced: the tag was removed, or saved again, since it was opened.
         """
         with self._opened.kept(verified=self.manifest is not None):
             leaf = self.whole.leaf(name)
@@ -212,14 +213,14 @@ class Checkpoint:
 @as_checkpoint_errors()
 @takes(OpenOptions)
 def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]) -> Checkpoint:
-    """Open a tag for reading. Keywords are the fields of :class:`~nxd_ckpt.options.opening.OpenOptions`.
+    """Open a tag for reading. The keywords are the fields of :class:`~nxd_ckpt.options.opening.OpenOptions`.
 
     Args:
         path: a directory or URL.
         tag: one of its tags; None takes the latest complete one.
 
     Raises:
-        CheckpointNotFound: no directory, no complete tag, or not this one.
+        CheckpointNotFound: no directory, no complete tag, or no such tag.
     """
     where = os.fspath(path) if is_url(path) or not os.fspath(path) else os.path.abspath(local_path(path))
     return _Given(where, OpenOptions(**options)).open(tag)
@@ -249,9 +250,9 @@ def get_checkpoint_metadata(
 def load_keys(
     path: StrPath, keys: Iterable[str], tag: Tag | None = None, **options: Unpack[OpenKeywords]
 ) -> Iterator[Any]:
-    """What has these names in a tag, in their order: tensors, on the CPU and verified, or what stands there instead.
+    """What has these names in a tag, in their order: tensors on the CPU, verified, or values that are not tensors.
 
-    One after the other, each read when it is asked for. Needs no process group.
+    Each is read when it is asked for. Needs no process group.
 
     Args:
         path: a directory or URL.
@@ -259,7 +260,7 @@ def load_keys(
         tag: one of its tags; None takes the latest complete one.
 
     Raises:
-        KeyMismatch: there is no such name; says which is meant. Before anything is read.
+        KeyMismatch: there is no such name; suggests the closest one. Raised before anything is read.
         CheckpointError: as :meth:`Checkpoint.read`.
     """
     checkpoint = open_checkpoint(path, tag, **options)
@@ -267,5 +268,5 @@ def load_keys(
     values = checkpoint.values
     for name in names:
         if name not in values and name not in checkpoint.metadata:
-            checkpoint.whole.leaf(name)  # says what is meant
+            checkpoint.whole.leaf(name)  # raises, with the closest name
     return (values[name] if name in values else checkpoint.read(name) for name in names)

@@ -18,8 +18,8 @@ __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """What is no tensor and differs: ``name`` is such as "optim/param_groups/0/lr", "scheduler/last_epoch",
-    "user_content/steps". ABSENT stands for what one of the tags does not have."""
+    """A value, not a tensor, that differs. ``name`` is such as "optim/param_groups/0/lr", "scheduler/last_epoch" or
+    "user_content/steps". ABSENT stands for a value that one of the tags does not have."""
 
     name: str
     a: Any
@@ -28,14 +28,14 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What the tags ``a`` and ``b`` differ in. It is true where they differ, or may.
+    """What the tags ``a`` and ``b`` differ in. True if they differ, or if something could not be compared.
 
     Attributes:
         tensors, values: those that differ.
-        same_tensors: how many do not.
-        same_digests: how many of these were not read, because their recorded digests are equal.
+        same_tensors: the number of tensors that do not differ.
+        same_digests: how many of those were not read, because their recorded digests are equal.
         problems: parts of the tags that could not be compared.
-        nbytes: bytes that were read of ``b``'s tensors.
+        nbytes: bytes that were read of the tensors of ``b``.
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -59,27 +59,27 @@ def diff_checkpoints(
     full: bool = False,
     progress: bool = False,
 ) -> Difference:
-    """What two tags differ in: of nxd_ckpt or NxD, in any place, saved on any sizes.
+    """Compare two tags, of nxd_ckpt or NxD, in any place, saved on any sizes.
 
-    Tensors are put together by name and compared through windows of 64 MiB in all; their digests are verified. NaN in
-    the same place is equal. Tensors of other dtypes are compared as numbers, and differ in any case but with a
-    ``tolerance``. Where it is not known how a tensor is cut, and both tags were saved on the same tp and ep, what their
-    ranks held is compared.
+    Tensors are put together by name, and compared in 64 MiB of memory; their digests are verified. NaN in the same
+    place is equal. Tensors of different dtypes are compared as numbers; without a ``tolerance`` they always differ. If
+    it is not known how a tensor is cut, and both tags were saved on the same tp and ep, then what their ranks held is
+    compared.
 
     Args:
         a, b: opened by :func:`open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` where they do not say.
-        prefix: compare what has a name that begins so, such as "model/" or "optim/*/exp_avg"; a shell's patterns.
-        tolerance: take tensors for the same in which no element differs by more, whatever their dtypes.
+        prefix: compare only names that begin so: a shell's patterns such as "model/" or "optim/*/exp_avg".
+        tolerance: two tensors are equal if no element differs by more, whatever their dtypes.
         full: read also tensors whose recorded digests (CRC-32) are equal.
         progress: show a bar on a terminal.
 
     Raises:
         InvalidArgument: neither tag has such a name; a tolerance below 0.
         CorruptCheckpoint: bytes of a tag are not those that were written.
-        TagReplaced: a tag was removed, or saved anew, since it was opened.
+        TagReplaced: a tag was removed, or saved again, since it was opened.
     """
     if tolerance is not None and not tolerance >= 0:
-        raise InvalidArgument(f"tolerance must be a number from 0 on, found {tolerance!r}")
+        raise InvalidArgument(f"tolerance must be a number, 0 or more, found {tolerance!r}")
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     with a.opened.kept(), b.opened.kept():
         found = _difference(a, b, prefixes, tolerance, full, progress)

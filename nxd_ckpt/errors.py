@@ -26,7 +26,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── StagingTooLarge (MemoryError)            one tensor does not fit under the staging cap
     ├── HostExhausted (MemoryError)              this host has no memory, or no threads, left
     ├── SaveFailed                               this save did not become visible, on any rank
-    │   └── RanksDisagree                        on the tag, or on what is being saved
+    │   └── RanksDisagree                        on the tag, or on what is saved or loaded
     ├── OutcomeUnknown                           rank 0 gave no verdict in time: look at the directory
     └── PeerTimeout                              a rank did not answer in an agreement
 
@@ -141,7 +141,7 @@ class SaveFailed(CheckpointError):
 
 
 class RanksDisagree(SaveFailed):
-    """The ranks did not mean the same save."""
+    """The ranks did not make the same save or load."""
 
 
 class OutcomeUnknown(CheckpointError):

@@ -1,8 +1,8 @@
 """Verifying a whole tag: ours byte for byte against its indexes, NxD's by the digests that its files carry.
 
-What is verified differs. A tag of ours has a digest over every byte of every file, headers and padding included. The
-files of neuronx_distributed are zip archives with a CRC-32 for each record (a tensor's bytes, or the pickle): those
-are compared, and what no digest covers is counted. That no file is missing follows from the references between them.
+A tag of ours has digests of every byte of every file, headers and padding included. The files of neuronx_distributed
+are zip archives with a CRC-32 for each record (a tensor's bytes, or the pickle). Those are compared, and bytes without
+a digest are counted. Missing files are found by the references between files.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ _MARKERS = (names.MARKER, names.DONE)
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read and what is wrong with it. ``problems`` name file, expected and found; empty means verified.
+    """What was read, and what is wrong with it: each of ``problems`` names a file, what was expected, what was found.
 
-    ``nbytes`` counts what was read. Of it, ``verified`` equals a recorded digest, and ``undigested`` is contents
-    (records of zip files, other files) for which none is recorded. The rest is what surrounds records, and damaged
-    files.
-    ``ours`` says that the tag's indexes were the measure.
+    ``nbytes`` counts all bytes that were read: ``verified`` of them match a recorded digest, and ``undigested`` are
+    contents (records of zip files, other files) that have none. The rest lies around records, or in damaged files.
+    ``ours``: the tag was compared with its indexes.
     """
 
     tag: str
@@ -72,15 +71,15 @@ def verify_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> Verification:
-    """Read every file of a tag, by default the latest, and compare what it holds with the digests there are.
+    """Read every file of a tag, by default the latest, and compare it with the recorded digests.
 
-    For a tag of ours these cover all bytes, unlike in a load, which verifies what it reads. For one that
-    neuronx_distributed wrote they are the CRC-32s in its files; files that others refer to must be there too. Extra
-    memory: one chunk of 16 MiB. ``progress`` shows a bar on standard error, if that is a terminal.
+    In a tag of ours they cover all bytes of all files; a load verifies only what it reads. In one that NxD wrote they
+    are the CRC-32s in its files, and files that others refer to must be there. Extra memory: one chunk of 16 MiB.
+    ``progress`` shows a bar on standard error, if that is a terminal.
 
     Raises:
         CheckpointNotFound: no such tag.
-        TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag`` the new latest one is read.
+        TagReplaced: ``tag`` was removed, or saved again, while it was read. Without ``tag`` the new latest one is read.
     """
     storage = open_storage(path, storage_options=storage_options)
     return of_latest(tag is None, lambda: _verify(storage, tag, progress))
@@ -116,7 +115,7 @@ def _at_or_below(files: TagFiles, file: str, is_dir: bool) -> Iterator[str]:
         yield file
         return
     if file.count("/") == _DEEPEST:
-        raise MalformedFile(f"{files.where(file)}: no checkpoint's files lie so deep; does a link lead back?")
+        raise MalformedFile(f"{files.where(file)}: deeper than any file of a checkpoint; does a link lead back?")
     for entry in files.storage.list(files.key(file)):
         yield from _at_or_below(files, f"{file}/{entry.name}", entry.is_dir)
 

@@ -41,7 +41,7 @@ class OptimizerAdapter(Protocol):
         """The optimizer's state dict as NxD has it, with its live tensors. No device work."""
 
     def validate(self, saved: Mapping[str, Any]) -> None:
-        """Verify that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
+        """Check that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
 
         Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
         DtypeMismatch for a tensor that does not fit.

@@ -106,7 +106,7 @@ def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
 
 
 def check_state(slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mapping[torch.Tensor, Any]) -> None:
-    """Verify that :func:`fill_state` can take ``saved``. A parameter without an entry never had a gradient.
+    """Check that :func:`fill_state` can take ``saved``. A parameter without an entry never had a gradient.
 
     Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit.
     """

@@ -23,7 +23,7 @@ Tag: TypeAlias = str | int
 
 
 def validate_tag(tag: object) -> str:
-    """``str(tag)``, verified to be a plain, visible directory name.
+    """``str(tag)``, checked to be a plain, visible directory name.
 
     Raises:
         InvalidTag: empty, absolute, with ``/`` or ``\\``, ``..``, a leading dot, a NUL, half a character (a surrogate

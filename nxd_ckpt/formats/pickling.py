@@ -44,7 +44,7 @@ def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes
         raise UnsafePickle(f"this state cannot be pickled: {error}. Save a state_dict() of it instead") from error
     if file.tell() > limits.PICKLE_NBYTES:
         raise UnsafePickle(
-            f"this state, without its tensors, is a pickle of {file.tell()} bytes, and load reads at most "
+            f"this state, without its tensors, is a pickle of {file.tell()} bytes, and a load reads at most "
             f"{limits.PICKLE_NBYTES}: keep large arrays as tensors"
         )
     return _with_torch_xla_references(file.getvalue()), [

@@ -61,7 +61,7 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
     try:
         check_walk(obj)
     except MalformedFile as error:
-        raise _refused(name, f"is more than load reads: {error}") from None
+        raise _refused(name, f"is more than a load accepts: {error}") from None
     seen: set[int] = set()
 
     def walk(node: Any, path: str) -> None:
@@ -91,7 +91,7 @@ def _check_keys(node: Iterable[Any], path: str) -> None:
         for key in node:
             check_key(key)
     except MalformedFile as error:
-        raise _refused(path, f"has {error}, which is more than load reads") from None
+        raise _refused(path, f"has {error}, which is more than a load accepts") from None
 
 
 def _refused(path: str, why: str) -> UnsafePickle:
@@ -107,7 +107,7 @@ def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
     if kind in _AS_TEXT:
         longest, found = _length(node)
         if found > longest:
-            raise _refused(path, f"is longer than the {longest} characters that load reads of a {kind.__name__}")
+            raise _refused(path, f"is longer than the {longest} characters that a load accepts in a {kind.__name__}")
         return ()
     if kind in (dict, OrderedDict, Counter, defaultdict, set, frozenset):
         _check_keys(node, path)

@@ -157,7 +157,7 @@ def check_key(key: Any) -> None:
 def made(kind: object, args: tuple[Any, ...]) -> Any:
     """What a builtin type that is called with ``args`` makes of them, if such a thing is ever written so."""
     if not isinstance(kind, type) or kind not in BUILTIN_TYPES:
-        raise UnsafePickle(f"its pickle calls {shown(kind)}, which is no function")
+        raise UnsafePickle(f"its pickle calls {shown(kind)}, which is not a function")
     if kind in (set, frozenset) and len(args) == 1:
         [items] = args
         for item in _of(list, items, kind.__name__):

@@ -257,7 +257,7 @@ class _Parts:
         end = offset + 1 + last if nbytes else 0
         if end * size > storage.span.nbytes:
             raise MalformedFile(
-                f"a tensor of shape {shape} and stride {stride} at {offset} ends behind its storage "
+                f"a tensor of shape {shape} and stride {stride} at {offset} ends beyond its storage "
                 f"{storage.span.record} of {storage.span.nbytes} bytes"
             )
         self._left -= nbytes

@@ -132,7 +132,7 @@ class Storage(Protocol):
 def checked_length(nbytes: int, limit: int, where: str) -> int:
     """``nbytes``, if it is at most ``limit``. Raises MalformedFile, naming the file ``where``."""
     if nbytes > limit:
-        raise MalformedFile(f"{where} has {nbytes} bytes, such a file at most {limit}: it is not what its name says")
+        raise MalformedFile(f"{where} has {nbytes} bytes, at most {limit} are expected: it is not what its name says")
     return nbytes
 
 

@@ -107,5 +107,5 @@ class HttpStorage(FsspecStorage):
 
     def _size(self, key: str, info: dict[str, Any]) -> int:
         if info.get("size") is None:
-            raise OSError(f"{self.url}/{key}: the server does not tell how large the file is (Content-Length)")
+            raise OSError(f"{self.url}/{key}: the server does not report the size of the file (Content-Length)")
         return int(info["size"])

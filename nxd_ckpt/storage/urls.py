@@ -93,7 +93,7 @@ def local_path(path: StrPath) -> str:
     text = os.fspath(path)
     if not _scheme(text):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
-            raise InvalidArgument(f"{text!r} was a URL before it became a path, which keeps one slash; pass a string")
+            raise InvalidArgument(f"{text!r} is a URL that lost a slash when it became a path; pass URLs as strings")
         return text
     rest = text.partition("://")[2]
     host, slash, below = rest.partition("/")

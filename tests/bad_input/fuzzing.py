@@ -142,7 +142,7 @@ def main(directory: Path, seed: int, cases: int) -> int:
     checkpoints = sorted(path for path in directory.iterdir() if path.name != "scratch")
     for checkpoint in checkpoints:
         for read in readings(checkpoint, directory / "scratch"):
-            read()  # what is whole is read: else damage would verify nothing
+            read()  # what is whole is read: else damage would prove nothing
     failures = 0
     for case in range(seed, seed + cases):
         rng = random.Random(case)

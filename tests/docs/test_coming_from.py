@@ -1,4 +1,4 @@
-"""docs/coming-from.md is true: every row's code runs, does what the row verifies, and their calls are theirs."""
+"""docs/coming-from.md is true: every row's code runs, does what the row says, and their calls are theirs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Row:
 
     @staticmethod
     def of(system: str, cells: list[str]) -> Row:
-        """Raises ValueError for a row that cannot be run, or whose effect nothing verifies."""
+        """Raises ValueError for a row that cannot be run, or whose effect nothing proves."""
         theirs, ours, difference = cells
         proof = _PROOF.search(difference)
         if proof is None or not _CODE.findall(ours) or _CODE.sub("", ours).replace(_BREAK, "").strip():
@@ -153,7 +153,7 @@ def test_all_tables_are_those_of_systems() -> None:
     ],
 )
 def test_a_row_that_nothing_runs_is_seen(cells: list[str]) -> None:
-    """Words in the place of code, or an effect that nothing verifies."""
+    """Words in the place of code, or an effect that nothing proves."""
     with pytest.raises(ValueError, match="save"):
         Row.of("Other", cells)
 

@@ -149,7 +149,7 @@ def test_secrets_are_not_shown(s3_server: S3Server) -> None:
     options = {**s3_server.options, "token": "not-so-secret"}
     assert "not-so-secret" not in repr(S3Options.of(options, "s3://bucket"))
     with pytest.raises(
-        InvalidArgument, match=r"unknown storage_options \['passwort'\]; there are key, secret"
+        InvalidArgument, match=r"unknown storage_options \['passwort'\]; known are key, secret"
     ) as caught:
         open_storage("s3://bucket", storage_options={**options, "passwort": "not-so-secret"})
     assert "not-so-secret" not in str(caught.value)

@@ -57,7 +57,7 @@ class Alone:
         return False
 
     def store(self, name: str) -> Any:
-        raise CheckpointError(f"a process alone meets nobody in {name!r}")
+        raise CheckpointError(f"a single process has no other ranks to meet in {name!r}")
 
 
 class Words:

@@ -152,8 +152,8 @@ def _refuse_inside_tag(storage: Storage) -> None:
     around = tag_around(storage)
     if around is not None:
         raise InvalidArgument(
-            f"{storage.url} is, or lies inside, the checkpoint {around}: whoever copies or removes that would take "
-            "what is saved here along; pass the directory that holds the tags, or another one"
+            f"{storage.url} is, or lies inside, the checkpoint {around}, so that copying or removing that would "
+            "include what is saved here; pass the directory that holds the tags, or another one"
         )
 
 
@@ -194,7 +194,7 @@ def _can_rename(storage: Storage, run_id: str) -> bool:
 
 
 def _see_probe(session: Session, within: float) -> None:
-    """All ranks: find what rank 0 left, which verifies that the directory is shared, and says how tags are written."""
+    """All ranks: find what rank 0 left, which shows that the directory is shared, and how tags are written."""
     found = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
     if found != session.run_id:
         session.storage.renames = False

@@ -78,7 +78,7 @@ def _gunzipped(file: BinaryIO) -> Iterator[bytes]:
             empty = False
             yield piece
     if empty:
-        raise EOFError("nothing in it")
+        raise EOFError("it is empty")
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:

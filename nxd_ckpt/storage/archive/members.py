@@ -70,7 +70,7 @@ def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
                 if info.isdir() or name == member_list.NAME:
                     continue
                 if name in found:
-                    raise MalformedFile(f"{where}: two members are called {name!r}; no checkpoint was packed so")
+                    raise MalformedFile(f"{where}: two members are called {name!r}, as in no packed checkpoint")
                 if info.offset_data + info.size > size:
                     raise _truncated(where, f"{name} has {info.size} bytes from {info.offset_data} on", size)
                 found[name] = Member(info.offset_data, info.size, float(info.mtime))

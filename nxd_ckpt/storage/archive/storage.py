@@ -194,7 +194,7 @@ class ArchiveStorage:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise OSError(errno.EROFS, "an archive is only read: copy the tag out of it first (nxd-ckpt cp)", self.url)
+        raise OSError(errno.EROFS, "an archive is read-only: copy the tag out of it first (nxd-ckpt cp)", self.url)
 
 
 class _MemberReader(NamedTuple):

@@ -102,7 +102,7 @@ class UnpackedFile:
                 if nbytes > most:
                     raise MalformedFile(
                         f"{self.url} has {size} bytes and holds more than {most}, as no checkpoint does: refused; if "
-                        "it is trusted, decompress it first, and load the .tar"
+                        "you trust it, decompress it first, and load the .tar"
                     )
                 if nbytes > free:
                     raise OSError(

@@ -46,7 +46,7 @@ class S3Options:
         known = S3Options.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise InvalidArgument(f"{url}: unknown storage_options {unknown}; there are {', '.join(known)}")
+            raise InvalidArgument(f"{url}: unknown storage_options {unknown}; known are {', '.join(known)}")
         made = S3Options(**options)
         Limits.of(made.retries, made.max_bytes_per_second, url)
         return made
@@ -115,7 +115,7 @@ class Bucket:
             raise as_os_error(error, f"{self.url}/{key}", self.name) from error
         except RecursionError as error:  # of the library, where every request is redirected to nowhere
             raise OSError(
-                f"{self.url}/{key}: the store redirects without end; check endpoint_url and region"
+                f"{self.url}/{key}: the store redirects endlessly; check endpoint_url and region"
             ) from error
         self._seen = True
         return reply
