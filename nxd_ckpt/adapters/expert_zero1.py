@@ -20,7 +20,7 @@ from nxd_ckpt.adapters.optimizer_state import (
     OF_PARAMETERS,
     Group,
     Keeps,
-    Read,
+    LeafSource,
     Slot,
     describe_path,
     keeps_nothing,
@@ -80,7 +80,7 @@ class ExpertZero1Optimizer:
         self._ordinary.validate_part(ordinary)
         self._experts.validate_part(experts)
 
-    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         ordinary, experts = split(saved)
         self._ordinary.load(ordinary, read, keeps)
         self._experts.load(experts, read, keeps)

@@ -11,7 +11,7 @@ from nxd_ckpt.adapters.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.optimizer_names import parameter_names
-from nxd_ckpt.adapters.optimizer_state import Keeps, Read, keeps_nothing
+from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, keeps_nothing
 from nxd_ckpt.adapters.plain import PlainOptimizer
 from nxd_ckpt.adapters.state import OptimizerForm, State
 from nxd_ckpt.adapters.zero1 import Zero1Optimizer
@@ -47,7 +47,7 @@ class OptimizerAdapter(Protocol):
         DtypeMismatch for a tensor that does not fit.
         """
 
-    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         """Continue from ``saved``, which :meth:`validate` accepted, reading one leaf at a time; after the model's load.
 
         What ``keeps`` says is not in ``saved``, and stays as it is.

@@ -11,7 +11,7 @@ import torch
 
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_names import if_known, parameter_names
-from nxd_ckpt.adapters.optimizer_state import Keeps, Read, Slot, describe_path, keeps_nothing, materialise
+from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import State, StateTensor, state_of
 from nxd_ckpt.adapters.state_names import PARAM_GROUPS, put_back, state_entries
@@ -70,7 +70,7 @@ class DictOptimizer:
                 f"{', '.join(map(str, self._state))}; pass an empty dict to be filled, or the same kind of optimizer"
             )
 
-    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         loaded = restore_types(materialise(saved, read, torch.device("cpu")))
         for path, name in state_entries(self._state, self._names):
             if keeps(name):

@@ -17,7 +17,7 @@ from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.formats.tensors import Path, allocated
 
 
-class Read(Protocol):
+class LeafSource(Protocol):
     """Reads saved leaves: at once, or by the time that the load is over, several at a time."""
 
     def __call__(self, leaf: Any) -> torch.Tensor:
@@ -154,7 +154,7 @@ def entries_of(slots: Iterable[Slot], state: Mapping[Any, Any]) -> Iterator[str]
         yield from map(slot.global_name, state.get(slot.key, ()))
 
 
-def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: Read) -> None:
+def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: LeafSource) -> None:
     """Restore the options (lr, betas, ...) of each list of groups in ``live``, in place, all from ``saved``.
 
     In place, because learning-rate schedulers hold on to the groups. Options that were not saved stay.
@@ -170,7 +170,11 @@ def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read
 
 
 def fill_state(
-    state: dict[Any, Any], slots: Mapping[Any, Slot], saved: Mapping[Any, Any], read: Read, keeps: Keeps = keeps_nothing
+    state: dict[Any, Any],
+    slots: Mapping[Any, Slot],
+    saved: Mapping[Any, Any],
+    read: LeafSource,
+    keeps: Keeps = keeps_nothing,
 ) -> None:
     """Make the optimizer's ``state`` what was saved, one tensor at a time; what was not saved, nor kept, is dropped.
 
@@ -195,7 +199,7 @@ def fill_state(
             state[key] = materialise(value, read, torch.device("cpu"))
 
 
-def overwrite(live: torch.Tensor, leaf: Any, read: Read) -> None:
+def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
     """Make ``live``, in place, what was saved; without memory on the way where it is on the CPU."""
     memory = memory_for(live)
     if memory is None:
@@ -207,7 +211,7 @@ def overwrite(live: torch.Tensor, leaf: Any, read: Read) -> None:
         read.into(leaf, memory)
 
 
-def materialise(tree: Any, read: Read, device: torch.device) -> Any:
+def materialise(tree: Any, read: LeafSource, device: torch.device) -> Any:
     """``tree`` with copied containers and every saved leaf as a tensor on ``device``."""
     if is_tensor(tree):
         return _new(tree, read) if device.type == "cpu" else place(read(tree), device)
@@ -234,7 +238,7 @@ def flat_parameters(groups: Sequence[Group]) -> Iterator[tuple[torch.Tensor, Gro
     return ((parameter, group) for group in groups for parameter in group["params"])
 
 
-def _option(option: str, value: Any, live: Any, read: Read) -> Any:
+def _option(option: str, value: Any, live: Any, read: LeafSource) -> Any:
     if isinstance(live, torch.Tensor):
         # A tensor learning rate is part of compiled steps: it stays the same tensor.
         copy_in(live, _like(read(value) if is_tensor(value) else value, live))
@@ -243,7 +247,7 @@ def _option(option: str, value: Any, live: Any, read: Read) -> Any:
     return tuple(value) if isinstance(value, list) and (option == "betas" or isinstance(live, tuple)) else value
 
 
-def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: Read) -> None:
+def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
     if is_tensor(value) and isinstance(live, torch.Tensor):
         overwrite(live, value, read)
         entries[entry] = live
@@ -253,7 +257,7 @@ def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot
         entries[entry] = materialise(value, read, slot.key.device)
 
 
-def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: Read) -> None:
+def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
     if isinstance(live, torch.Tensor):
         entries[entry] = live
         if is_tensor(value) and form_of(value) == form_of(live):
@@ -270,14 +274,14 @@ def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot,
         _make(entries, entry, value, slot.key.device if on_device else torch.device("cpu"), read)
 
 
-def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, read: Read) -> None:
+def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, read: LeafSource) -> None:
     if device.type == "cpu":
         entries[entry] = _new(leaf, read)
     else:
         read.then(leaf, lambda value: entries.update({entry: place(value, device)}))
 
 
-def _new(leaf: Any, read: Read) -> torch.Tensor:
+def _new(leaf: Any, read: LeafSource) -> torch.Tensor:
     """The leaf as a new CPU tensor, filled by the time that the load is over."""
     dtype, shape = form_of(leaf)
     memory = allocated(shape, dtype)

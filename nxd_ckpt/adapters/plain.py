@@ -11,7 +11,7 @@ import torch
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
-    Read,
+    LeafSource,
     Slot,
     check_groups,
     check_state,
@@ -74,7 +74,7 @@ class PlainOptimizer:
             )
         check_state(self._by_index(saved), saved["state"], self._optimizer.state)
 
-    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
         fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
         for slot in self._slots:

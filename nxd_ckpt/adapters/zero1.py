@@ -18,7 +18,7 @@ import torch
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
-    Read,
+    LeafSource,
     Slot,
     check_form,
     check_groups,
@@ -111,7 +111,7 @@ class Zero1Optimizer:
                 raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")
             check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
 
-    def load(self, saved: Mapping[str, Any], read: Read, keeps: Keeps = keeps_nothing) -> None:
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         optimizer, base = self._optimizer, self._optimizer.base_optimizer
         restore_groups([optimizer.param_groups, base.param_groups], saved["param_groups"], read)
         fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read, keeps)

@@ -35,7 +35,7 @@ class Pair(NamedTuple, Generic[Key]):
     b: Leaf
 
 
-class _Piece(NamedTuple, Generic[Key]):
+class _Placed(NamedTuple, Generic[Key]):
     """A box of a pair, and where in the window it is to lie."""
 
     pair: Pair[Key]
@@ -72,7 +72,7 @@ class SideBySide:
                 reader.finish()
 
     def _fill(
-        self, readers: tuple[LeafReader, LeafReader], pieces: list[_Piece[Key]], arenas: tuple[Arena, Arena]
+        self, readers: tuple[LeafReader, LeafReader], pieces: list[_Placed[Key]], arenas: tuple[Arena, Arena]
     ) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
         memories = [arena.reserve(_WINDOW) for arena in arenas]
         found = []
@@ -85,7 +85,7 @@ class SideBySide:
         return found
 
 
-def _read(reader: LeafReader, leaf: Leaf, piece: _Piece[Key], memory: memoryview) -> torch.Tensor:
+def _read(reader: LeafReader, leaf: Leaf, piece: _Placed[Key], memory: memoryview) -> torch.Tensor:
     """Have the piece read into the memory; what it will be."""
     out = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=piece.box.numel)
     wanted = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
@@ -93,9 +93,9 @@ def _read(reader: LeafReader, leaf: Leaf, piece: _Piece[Key], memory: memoryview
     return out
 
 
-def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Piece[Key]]]:
+def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Placed[Key]]]:
     """The pairs cut into pieces, and these collected into windows."""
-    pieces: list[_Piece[Key]] = []
+    pieces: list[_Placed[Key]] = []
     at = 0
     for pair in pairs:
         size = max(itemsize(pair.a.dtype), itemsize(pair.b.dtype))
@@ -103,7 +103,7 @@ def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Piece[Key]]]:
             if at + box.numel * size > _WINDOW:
                 yield pieces
                 pieces, at = [], 0
-            pieces.append(_Piece(pair, box, at))
+            pieces.append(_Placed(pair, box, at))
             at += -(-box.numel * size // _ALIGNED) * _ALIGNED
     if pieces:
         yield pieces
