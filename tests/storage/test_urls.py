@@ -55,5 +55,5 @@ def test_file_urls_are_directories() -> None:
 def test_a_url_that_was_made_a_path(url: str) -> None:
     """Is refused, with or without options: it would be saved to a local directory of that name."""
     for options in (None, {"retries": 1}):
-        with pytest.raises(InvalidArgument, match="pass a string"):
+        with pytest.raises(InvalidArgument, match="pass URLs as strings"):
             open_storage(Path(url), storage_options=options)
