@@ -64,7 +64,7 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     """Sparse files claim any length: the limit is compared before memory is taken."""
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(MalformedFile, match=f"has {2**40} bytes, such a file at most {DOCUMENT}"):
+    with pytest.raises(MalformedFile, match=f"has {2**40} bytes, at most {DOCUMENT} are"):
         LocalStorage(tmp_path).read("sparse")
 
 
