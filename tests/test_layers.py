@@ -1,4 +1,4 @@
-"""The architecture: imports point down, the core is pure, and torch-xla stays behind the adapters."""
+"""The architecture: imports point down, the core is pure, torch-xla stays behind the adapters, tests share helpers."""
 
 from __future__ import annotations
 
@@ -215,3 +215,15 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
 def test_a_right_import_is_accepted(module: str, source: str) -> None:
     """What the layers allow gives no complaint."""
     assert [] == violations(module, source)
+
+
+def test_what_tests_share_is_in_no_test_module() -> None:
+    """Helpers have modules of their own, so that no test module imports another."""
+    folder = Path(__file__).parent
+    found = [
+        f"{path.relative_to(folder)}:{line} imports {target}"
+        for path in sorted(folder.rglob("*.py"))
+        for target, line, _ in _imports(ast.parse(path.read_text(), str(path)), "tests", is_package=True)
+        if target.startswith("tests.") and ".test_" in target
+    ]
+    assert [] == found

@@ -20,7 +20,7 @@ from nxd_ckpt import (
     save_checkpoint,
 )
 from tests.bad_input.live import Job, Net, files_below, jobs, topologies
-from tests.bad_input.test_saving import TAGS
+from tests.bad_input.refused import TAGS
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from tests.bad_input.live import Net, files_below, jobs
-from tests.bad_input.test_saving import Settings
+from tests.bad_input.refused import Settings
 from tests.rigs.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -14,14 +14,9 @@ import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology, errors, load_checkpoint, save_checkpoint
 from tests.bad_input.live import files_below, jobs
+from tests.bad_input.refused import TAGS, Settings
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-TAGS = ["", "/abs", "a/b", "..", "../up", ".hidden", "a\\b", "nul\0", "x" * 256, True, 1.5]
-
-
-class Settings:
-    """A user's class: importable, and no plain data."""
 
 
 def refuse(directory: Path, tag: Any, error: type[Exception], match: str, **arguments: Any) -> None:

@@ -22,6 +22,7 @@ from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, InvalidArgument, 
 from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from tests.damage import flip
 from tests.interop.saving import save_as_every_rank
 from tests.rigs.rank_pool import RankPool
 
@@ -70,14 +71,6 @@ def alone() -> Iterator[None]:
     yield
     assert set() == set(threading.enumerate()) - before
     assert len(os.listdir("/proc/self/fd")) <= files
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        [byte] = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def load(directory: Path, **options: Any) -> dict[str, torch.Tensor]:

@@ -23,26 +23,25 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.verify import verify_checkpoint
 from tests.convert.tags import contents, remains, save_example
+from tests.damage import flip
 from tests.golden.checkpoints import CONFIGURATIONS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import copy_checkpoint, places
+from nxd_ckpt.convert import copy_checkpoint, locations
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
-places.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), killing(*sys.argv[3:]))
+hook = killing(*sys.argv[3:])
+locations.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
 copy_checkpoint(sys.argv[1], sys.argv[2], num_workers=1)
 """
 
 
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def flip_middle(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
 
 
 def shard(tag: Path, rank: int) -> Path:
@@ -108,7 +107,7 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(source), str(output / "copy"), "rename", "*copies*"]
     subprocess.run(command, check=False)
     left = output / ".nxd_ckpt" / "copies" / "copy"
-    flip(shard(left, 0))
+    flip_middle(shard(left, 0))
     (left / "model" / "other").write_bytes(b"of another tag")
 
     assert 1 == copy_checkpoint(source, output / "copy").copied
@@ -118,7 +117,7 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:
     """The file is named, and nothing becomes visible."""
     source = save_example(tmp_path / "input", 2)
-    flip(shard(source, 1))
+    flip_middle(shard(source, 1))
     with pytest.raises(DigestMismatch, match="dp_rank_01"):
         copy_checkpoint(source, tmp_path / "output" / "copy")
     assert not has_checkpoint(tmp_path / "output")
@@ -176,10 +175,10 @@ def test_hard_links_take_no_space(tmp_path: Path) -> None:
     copied = copy_checkpoint(source, tmp_path / "output" / "copy", hard_links=True)
     assert (copied.files, 0) == (copied.linked, copied.copied_nbytes)
     assert shard(source, 0).samefile(shard(tmp_path / "output" / "copy", 0))
-    flip(shard(source, 0))
+    flip_middle(shard(source, 0))
     with pytest.raises(DigestMismatch, match="dp_rank_00"):
         copy_checkpoint(source, tmp_path / "output" / "second", hard_links=True)
-    flip(shard(source, 0))
+    flip_middle(shard(source, 0))
     (source / "manifest.json").unlink()
     shutil.rmtree(source / "index")
     assert 0 == copy_checkpoint(source, tmp_path / "output" / "third", hard_links=True).linked

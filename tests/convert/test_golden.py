@@ -13,7 +13,7 @@ from nxd_ckpt import load_checkpoint, open_checkpoint
 from nxd_ckpt.convert import convert_zero1
 from tests.convert.tags import contents, optimizers, plainly, unsharded
 from tests.elastic.golden import GoldenModel
-from tests.elastic.test_golden import Live, check
+from tests.elastic.golden_live import Live, check
 from tests.elastic.transformer import topology_of
 from tests.golden.checkpoints import saved
 from tests.layout.equality import difference

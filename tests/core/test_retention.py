@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.retention import tags_to_remove, validate_num_kept
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import InvalidArgument
-from tests.core.test_tags import TAGS
+from tests.core.tag_infos import TAGS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -8,13 +8,9 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, next_order_time, validate_tag
 from nxd_ckpt.errors import InvalidTag
+from tests.core.tag_infos import TAGS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-NAMES = st.text("abc_0123456789", min_size=1, max_size=8)
-TAGS = st.lists(
-    st.builds(TagInfo, NAMES, st.floats(0, 4e9), st.booleans(), st.booleans()), unique_by=lambda info: info.tag
-)
 
 
 @pytest.mark.parametrize("tag", ["step_300", "3", "epoch=2,loss=0.1", "ä", "a b", "[1]", "x" * 255])

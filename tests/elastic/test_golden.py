@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from nxd_ckpt import Topology, errors, load_checkpoint
-from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
 from tests.elastic.golden import TAG, GoldenModel
-from tests.elastic.ranks import Pipeline, entries_of, fresh, load_rank, save_job
+from tests.elastic.golden_live import Live, check
+from tests.elastic.ranks import fresh, load_rank, save_job
 from tests.elastic.transformer import layout_of, topology_of, weights_of
 from tests.elastic.whole import expected
-from tests.golden.checkpoints import groups_like, module_like, saved
+from tests.golden.checkpoints import saved
 from tests.layout.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -42,57 +40,6 @@ BY_NAME = [
     *[("g_dp2_tp2_nozero1_xser", sizes) for sizes in ("pp2", "tp2pp2")],
     *[("i_dp4_ep2_zero1_pt", sizes) for sizes in ("dp1", "dp2", "dp3ep3", "tp2")],
 ]
-
-
-class Live:
-    """A rank of another job, on plain torch, with nothing of the checkpoint in it."""
-
-    def __init__(self, golden: GoldenModel, at: Topology) -> None:
-        self.wanted, self.at, self.zero1 = golden.held_on(at), at, golden.zero1
-        self.stage = module_like(self.wanted)
-        self.model: Any = Pipeline(self.stage) if at.pp > 1 else self.stage
-        groups = groups_like(self.wanted, self.stage)
-        settings: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.5)}
-        masters = golden.saved.config["master_in_ckpt"]
-        dp_groups, expert_dp_groups = ([at.replicas(at.coordinates, expert=expert)] for expert in (False, True))
-        if not golden.zero1:
-            self.optimizer: Any = torch.optim.AdamW(groups, **settings)
-        elif at.ep == 1:
-            self.optimizer = ShardedOptimizer(groups, at.rank, dp_groups, save_master_weights=masters, **settings)
-        else:
-            self.optimizer = ExpertShardedOptimizer(
-                groups, at.rank, dp_groups, expert_dp_groups, save_master_weights=masters, **settings
-            )
-
-    def load(self, golden: GoldenModel, **options: Any) -> None:
-        load_checkpoint(golden.saved.directory, TAG, self.model, self.optimizer, topology=self.at, **options)
-
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter; ``master`` is what a ZeRO-1 optimizer steps on."""
-        named = dict(self.stage.named_parameters(remove_duplicate=False))
-        found = {}
-        for name, _, key, state, _ in entries_of(self.optimizer, named):
-            found[name] = {**state.get(key, {}), **({"master": key.detach()} if self.zero1 else {})}
-        return found
-
-    def options(self) -> dict[str, list[dict[str, Any]]]:
-        named = dict(self.stage.named_parameters(remove_duplicate=False))
-        return {
-            name: [{option: group[option] for option in ("lr", "weight_decay", "betas")} for group in groups]
-            for name, _, _, _, groups in entries_of(self.optimizer, named)
-        }
-
-
-def check(golden: GoldenModel, live: Live) -> None:
-    """Model, moments, steps, what is stepped on, and options are this rank's part of what was held."""
-    assert None is difference(live.wanted["model"], dict(live.stage.state_dict()))
-    found = live.entries()
-    for name, wanted in live.wanted["entries"].items():
-        unsaved = {"master": found[name].get("master")} if live.zero1 and "master" not in wanted else {}
-        assert None is difference({**wanted, **unsaved}, found[name], name)
-    wanted_options = golden.options()
-    for name, options in live.options().items():
-        assert [wanted_options[name]] * len(options) == options
 
 
 @pytest.mark.parametrize(("name", "sizes"), BY_POSITION)

@@ -12,6 +12,7 @@ import torch
 from nxd_ckpt import Checkpointer, Partition, Topology, errors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.damage import flip
 from tests.elastic import scenarios
 from tests.elastic.ranks import fresh, load_rank, save_job
 from tests.elastic.whole import Layout, Weight, expected
@@ -54,15 +55,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("kept")
     save_job(directory, WEIGHTS, layout(0, dp=2, tp=2))
     return directory
-
-
-def flip(file: Path, offset: int) -> None:
-    """Change one bit, counted from the end of the file if the offset is negative."""
-    with file.open("r+b") as opened:
-        opened.seek(offset, 0 if offset >= 0 else 2)
-        [byte] = opened.read(1)
-        opened.seek(-1, 1)
-        opened.write(bytes([byte ^ 4]))
 
 
 @pytest.fixture

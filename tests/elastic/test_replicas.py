@@ -18,8 +18,8 @@ from nxd_ckpt import Checkpointer, Partition, Topology, close_checkpointers, sav
 from nxd_ckpt.formats.tensors import byte_view, iter_tensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.damage import flip
 from tests.elastic.ranks import fresh, save_job
-from tests.elastic.test_reading import flip
 from tests.elastic.whole import Layout, Weight, expected
 from tests.layout.equality import difference
 from tests.rigs.rank_pool import RankPool, WorkerDied

@@ -14,7 +14,7 @@ import nxd_ckpt
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch
 from tests.adapters.doubles import ShardedOptimizer
-from tests.filters.test_load import Named
+from tests.filters.named import Named
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,7 +13,7 @@ import pytest
 import nxd_ckpt
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch
-from tests.filters.test_load import Named, averages, stepped
+from tests.filters.named import Named, averages, stepped
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

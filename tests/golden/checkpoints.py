@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt import Topology
+from tests.adapters.doubles import ShardedOptimizer
 
 CONFIGURATIONS = [
     "a_dp2_zero1_pt",
@@ -107,3 +108,15 @@ def _owner(root: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
             root.add_module(part, torch.nn.Module())
         root = root.get_submodule(part)
     return root, leaf
+
+
+def sharded(golden_one: Saved, rank: int, held: dict[str, Any], model: torch.nn.Module) -> ShardedOptimizer:
+    """A ZeRO-1 optimizer as the rank had it, with other options than the saved ones."""
+    return ShardedOptimizer(
+        groups_like(held, model),
+        rank,
+        golden_one.config["dp_groups"],
+        save_master_weights=golden_one.config["master_in_ckpt"],
+        lr=0.5,
+        betas=(0.5, 0.5),
+    )

@@ -11,8 +11,8 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import PartNotFound
-from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
-from tests.golden.checkpoints import Saved, groups_like, module_like, saved
+from tests.adapters.doubles import ExpertShardedOptimizer
+from tests.golden.checkpoints import groups_like, module_like, saved, sharded
 from tests.layout.equality import difference
 
 pytestmark = pytest.mark.plain
@@ -27,18 +27,6 @@ SHARDED = [
 ]
 LOST = ["frozen_scale", "pos_scale", "tokens_seen"]
 """Tensors of f_... that no file holds."""
-
-
-def sharded(golden_one: Saved, rank: int, held: dict[str, Any], model: torch.nn.Module) -> ShardedOptimizer:
-    """A ZeRO-1 optimizer as the rank had it, with other options than the saved ones."""
-    return ShardedOptimizer(
-        groups_like(held, model),
-        rank,
-        golden_one.config["dp_groups"],
-        save_master_weights=golden_one.config["master_in_ckpt"],
-        lr=0.5,
-        betas=(0.5, 0.5),
-    )
 
 
 def options_differ(held: list[dict[str, Any]], live: list[dict[str, Any]]) -> str | None:

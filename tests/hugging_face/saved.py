@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology
+from nxd_ckpt.layout.hugging_face import INDEX
 from nxd_ckpt.layout.names import rank_file
-from tests.hugging_face.reference import Job, State
+from tests.hugging_face.reference import Job, Model, State
 from tests.interop.saving import save_as_every_rank
 
 
@@ -91,3 +92,19 @@ def differences(expected: State, found: State) -> list[str]:
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def write_model(path: Path, model: Model, shards: int = 1) -> State:
+    """A directory as save_pretrained makes it; what it holds."""
+    state = model.state()
+    write_config(path, model.config)
+    if shards == 1:
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        return state
+    files = [f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for number in range(shards)]
+    places = {name: files[number % shards] for number, name in enumerate(state)}
+    for file in files:
+        held = {name: state[name] for name, place in places.items() if place == file}
+        save_file(held, path / file, metadata={"format": "pt"})
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return state

@@ -22,26 +22,10 @@ from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.jobs import jobs
-from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import write_config
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import write_config, write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-def write_model(path: Path, model: Model, shards: int = 1) -> State:
-    """A directory as save_pretrained makes it; what it holds."""
-    state = model.state()
-    write_config(path, model.config)
-    if shards == 1:
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-        return state
-    files = [f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for number in range(shards)]
-    places = {name: files[number % shards] for number, name in enumerate(state)}
-    for file in files:
-        held = {name: state[name] for name, place in places.items() if place == file}
-        save_file(held, path / file, metadata={"format": "pt"})
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return state
 
 
 def opened(path: Path) -> HuggingFaceDirectory:

@@ -9,60 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Partition, load_checkpoint
+from nxd_ckpt import load_checkpoint
 from tests.adapters.doubles import ExpertShardedOptimizer
-from tests.golden.checkpoints import Saved, groups_like, module_like, saved
-from tests.golden.test_live import sharded
+from tests.golden.checkpoints import groups_like, module_like, saved, sharded
 from tests.interop.files import names_below, torch_files, unpickled
+from tests.interop.saved_again import REFERENCES, save_again
 from tests.interop.saving import save_as_every_rank
 from tests.layout.equality import difference
 
 pytestmark = pytest.mark.plain
 
 WHOLE_TENSORS = ["a_dp2_zero1_pt", "e_dp2_tp2_bf16_master_pt", "i_dp4_ep2_zero1_pt", "s_tp2_stride2_nozero1_pt"]
-REFERENCES = [
-    "b_dp2_zero1_xser",
-    "c_dp2_tp2_zero1_xser",
-    "d_dp4_zero1_xser",
-    "g_dp2_tp2_nozero1_xser",
-    "h_tp2_pp2_zero1_xser",
-    "i_dp2_tp2_ep2_nozero1_xser",
-]
 LEFT_OUT = "f_dp2_tp2_bf16_master_avoid_lp_xser"
-PARTS = ("model", "optimizer", "scheduler", "user_content")
-
-
-def save_again(golden_one: Saved, directory: Path, **options: Any) -> Path:
-    """Save what every rank held, as dicts; the tag's directory."""
-
-    def what(rank: int) -> dict[str, Any]:
-        held = golden_one.held("step_3", rank)
-        return {**{part: held[part] for part in PARTS}, **how_it_is_cut(held)}
-
-    use_xser = golden_one.config["use_xser"]
-    save_as_every_rank(directory, "step_3", golden_one.topologies, what, use_xser=use_xser, **options)
-    return directory / "step_3"
-
-
-def how_it_is_cut(held: dict[str, Any]) -> dict[str, Any]:
-    """What dicts do not tell: the optimizer's names, and NxD's attributes of the model's parameters."""
-    cut = {
-        about["name"]: Partition(
-            about["partition_dim"],
-            about["partition_stride"] or 1,
-            about["num_partitions"] or 1,
-            expert=about["expert_model_parallel"],
-        )
-        for about in held["params"]
-    }
-    names = held["optimizer_param_names"]
-    if "ep_param_group_offset" in held["optimizer"]:  # NxD: the groups once without experts, once with experts only
-        names = [
-            [name for name in group if cut[name].expert is experts] for experts in (False, True) for group in names
-        ]
-    return {"partitions": cut, "param_names": names}
-
-
 def contents_differ(theirs: Path, ours: Path) -> list[str]:
     """Where files of the same name in two tags hold something else."""
     found = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.checkpoints import saved
-from tests.interop.test_files import REFERENCES, save_again
+from tests.interop.saved_again import REFERENCES, save_again
 from tests.layout.equality import difference
 
 pytestmark = pytest.mark.xla

@@ -111,3 +111,11 @@ def _run(
     connection.send_bytes(pickle.dumps(outcome))
     if port is not None and rank == 0:
         time.sleep(40)  # the group's store lives here, and others may still have an answer to fetch
+
+
+def outcome_of(call: Callable[[], Any]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None

@@ -13,22 +13,12 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.storage import HookedStorage
+from tests.protocol.hooks import Gate
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-class Gate:
-    """A hook that holds every write of a data file until it is opened."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-
-    def __call__(self, operation: Operation) -> None:
-        if operation.name == "create" and not self.open.wait(30):
-            raise TimeoutError("the test never opened the gate")
 
 
 def saves_and_sleeps(rank: int, path: Path) -> None:

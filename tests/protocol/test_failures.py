@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.staging import Stager, Wave
 from nxd_ckpt.testing.storage import Operation, failing, killing
-from tests.protocol.job import Died, Job
+from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -45,14 +45,6 @@ COMMIT = [
     ("rename", "*-2 -> second"),
     ("sync_dir", ""),
 ]
-
-
-def outcome_of(call: Callable[[], Any]) -> BaseException | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 def three_saves(

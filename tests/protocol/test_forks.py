@@ -16,9 +16,9 @@ from nxd_ckpt import Checkpointer, Topology, api, close_checkpointers, finalize_
 from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
+from tests.protocol.hooks import Gate
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
-from tests.protocol.test_async import Gate
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

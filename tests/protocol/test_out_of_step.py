@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
-from tests.protocol.job import Job
+from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
-from tests.protocol.test_failures import outcome_of
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

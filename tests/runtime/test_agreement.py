@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,27 +11,9 @@ import torch.distributed as dist
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
+from tests.runtime.ranks import on_ranks
 
 pytestmark = pytest.mark.plain
-
-
-def on_ranks(world_size: int, call: Callable[[Agreement], Any], timeout: float = 10.0) -> list[Any]:
-    """``call`` on each rank, a thread here; its result or the exception that it raised."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    outcomes: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = call(StoreAgreement(store, rank, world_size, timeout))
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def test_gather_and_broadcast() -> None:

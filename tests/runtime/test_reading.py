@@ -25,7 +25,7 @@ from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.tag.verification import Entries
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from tests.formats.test_assembly import Files, cases, index
+from tests.formats.assemblies import Files, cases, index
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

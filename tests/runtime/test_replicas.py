@@ -20,7 +20,7 @@ from nxd_ckpt.formats.tensors import Assembly, Part, StorageSpan, TensorStub
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.runtime.tag.reading import Leaf
-from tests.runtime.test_agreement import on_ranks
+from tests.runtime.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -10,25 +10,15 @@ import torch
 
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.formats.tensors import torch_dtype
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
 from tests.cli.checkpoints import CUTS, save_examples, whole
 from tests.convert.tags import unsharded
 from tests.golden.checkpoints import saved
+from tests.runtime.whole_tensors import read
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-def read(opened: OpenTag, tag: WholeTag, name: str) -> torch.Tensor:
-    told, leaf = tag.tensors[name], tag.leaf(name)
-    assert (told.shape, told.dtype) == (leaf.shape, leaf.dtype)
-    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
-    with opened.reader() as reader:
-        reader.read_into(leaf, out, name, compare=True, verified=False)
-        reader.finish()
-    return out
 
 
 def test_every_cut_is_undone(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from tests.convert.tags import contents, save_example
 from tests.golden.checkpoints import saved
 from tests.layout.equality import difference
 from tests.rigs.rank_pool import RankPool
-from tests.runtime.test_whole_tag import read
+from tests.runtime.whole_tensors import read
 from tests.torch_dcp import ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

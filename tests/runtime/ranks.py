@@ -1,0 +1,30 @@
+"""Ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from nxd_ckpt.runtime.coordination.agreement import Agreement, StoreAgreement
+
+
+def on_ranks(world_size: int, call: Callable[[Agreement], Any], timeout: float = 600.0) -> list[Any]:
+    """``call`` on each rank, a thread here; its result or the exception that it raised."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    outcomes: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = call(StoreAgreement(store, rank, world_size, timeout))
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes

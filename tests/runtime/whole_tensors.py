@@ -1,0 +1,19 @@
+"""Whole tensors read from a tag."""
+
+from __future__ import annotations
+
+import torch
+
+from nxd_ckpt.formats.tensors import torch_dtype
+from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
+
+
+def read(opened: OpenTag, tag: WholeTag, name: str) -> torch.Tensor:
+    told, leaf = tag.tensors[name], tag.leaf(name)
+    assert (told.shape, told.dtype) == (leaf.shape, leaf.dtype)
+    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+    with opened.reader() as reader:
+        reader.read_into(leaf, out, name, compare=True, verified=False)
+        reader.finish()
+    return out
