@@ -1,8 +1,8 @@
 """NxD's LoRA models: a frozen base, whose wrapped layers are called ".base_layer", and adapters.
 
 ``LoraModel.state_dict()`` is not called: it gathers adapters over tensor-parallel ranks on the device, merges weights
-and writes a file, by the options of its configuration. Which tensors a save keeps is told by the same options here;
-each rank keeps its own part of them. ``docs/decisions/017-lora.md`` says more.
+and writes a file, by the options of its configuration. The same options say which tensors a save keeps; each rank keeps
+its own part of them. ``docs/decisions/017-lora.md`` says more.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ModelAdapter:
         return state
 
     def kept(self) -> dict[str, str]:
-        """What a save keeps: by the name that it gets, the live name."""
+        """What a save keeps: saved names, each with its live name."""
         return {name: name for name in self._live}
 
     def notes(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ModelAdapter:
         return {}
 
     def partitions(self, tp: int) -> dict[str, Partition]:
-        """How parameters are cut whose own attributes tell it wrong, by name."""
+        """How parameters are cut, by name, if their own attributes say it wrongly."""
         return {}
 
     def base_names(self) -> dict[str, str]:
@@ -297,7 +297,7 @@ def _state_with_identity(model: Any) -> dict[str, Any]:
 
 
 def _own(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, tied ones by all of theirs where the model tells."""
+    """Parameters and buffers by name; tied ones by all of their names, if the model tells them."""
     if not hasattr(model, "named_parameters"):
         return {}
     try:
@@ -326,7 +326,7 @@ def _is_extra_state(name: str) -> bool:
 
 
 def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For every name whose memory has several: the first of them."""
+    """For every name whose memory has several names: the first of them."""
     memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
     times = Counter(memory.values())
     first: dict[Hashable, str] = {}

@@ -35,7 +35,7 @@ class OptimizerAdapter(Protocol):
         """
 
     def entries(self) -> Iterable[str]:
-        """The global names of the state that it has by now."""
+        """The global names of the state that it has so far."""
 
     def capture(self) -> State:
         """The optimizer's state dict as NxD has it, with its live tensors. No device work."""
@@ -61,9 +61,9 @@ class OptimizerAdapter(Protocol):
         """The live parameters, by name, that :meth:`load` takes copies of, where ``saved`` has none."""
 
     def follow(self, keeps: Keeps) -> None:
-        """The model was loaded without the optimizer: take anew what are copies of its weights (ZeRO-1's shards).
+        """The model was loaded without the optimizer: copy its weights again into ZeRO-1's shards.
 
-        Else the next step would put the old weights back.
+        Otherwise the next step would put the old weights back.
         """
 
 

@@ -48,7 +48,7 @@ class DictOptimizer:
         self._first_expert = _parameters_before(groups, state.get("ep_param_group_offset", len(groups)))
 
     def know_names(self, names: Sequence[str]) -> None:
-        """Take the parameters' names, by index, from elsewhere if the dict does not tell them."""
+        """Use these names of the parameters, by index, if the dict does not have them."""
         if self.parameter_names is None:
             self._names = list(names)
 

@@ -34,7 +34,7 @@ class LeafSource(Protocol):
 
 
 Keeps = Callable[[str], bool]
-"""Whether what has this global name ("optim/up.weight/exp_avg", "optim/state/...") is to stay as it is live."""
+"""Whether what has this global name ("optim/up.weight/exp_avg", "optim/state/...") keeps its live value."""
 
 
 def keeps_nothing(name: str) -> bool:

@@ -51,7 +51,7 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
 
 
 def traits_of(tensor: torch.Tensor) -> Hashable:
-    """What there is to know of a tensor but for its values: of equal ones, all that a save notes down is equal."""
+    """Everything about a tensor except its values. If these are equal, so is all that a save records of two tensors."""
     attributes = vars(tensor)
     # As text: a list could be changed in place.
     partition = str([attributes.get(name) for name in _ATTRIBUTES]) if attributes else None
@@ -83,7 +83,7 @@ def materialize(tensor: torch.Tensor) -> None:
 
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
-    """Raise UnsupportedState for tensors whose values this process does not simply hold."""
+    """Raise UnsupportedState for tensors that are more than plain memory of this process."""
     if tensor.layout is torch.strided and type(tensor) in _PLAIN and not tensor.is_meta and not torch_xla.is_spmd():
         return
     kind = type(tensor).__name__

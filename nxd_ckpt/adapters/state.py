@@ -40,9 +40,9 @@ class State:
     """One part of a checkpoint as this rank holds it.
 
     ``tree`` is what NxD's state dict is, with live types; its containers are copies, its tensors the live ones (any
-    device). ``describe`` tells about every tensor of it, see :attr:`tensors`: only when asked, because that takes
-    longer than to copy a small one, and of the next save all of it is mostly known. ``grounds`` is all that
-    ``describe`` goes by besides the tree: where tree and grounds are alike, so is what it tells.
+    device). ``describe`` describes every tensor of it, see :attr:`tensors`: only on demand, because that takes longer
+    than copying a small one, and is mostly known already at the next save. ``grounds`` is all that ``describe`` depends
+    on besides the tree: where tree and grounds are alike, so is what it tells.
     """
 
     tree: dict[str, Any]

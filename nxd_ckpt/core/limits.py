@@ -1,9 +1,8 @@
 """How much a file may ask for. What asks for more is refused, before the memory or the time is spent.
 
-A file that nobody vouches for can name any number: a tensor of 2**40 elements in 4 bytes, a thousand million ranks, a
-value that takes all memory to build. So each budget is far above what a real checkpoint needs (a model of 400B
-parameters, 10,000 ranks, 100,000 tensors in one file) and far below what would harm the host. docs/format.md lists
-them. Pure.
+An untrusted file can name any number: a tensor of 2**40 elements in 4 bytes, a thousand million ranks, a value that
+takes all memory to build. So each budget is far above what a real checkpoint needs (a model of 400B parameters, 10,000
+ranks, 100,000 tensors in one file) and far below what would harm the host. docs/format.md lists them. Pure.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DCP_OBJECTS = 300_000_000
 """The same of the metadata of a torch DCP directory, which has about twenty for each chunk of a tensor."""
 
 TREE_DEPTH = 100
-"""Containers inside of each other."""
+"""Containers inside each other."""
 
 TREE_VALUES = 50_000_000
 """Values of one tree, those of a container that occurs twice counted twice."""

@@ -187,7 +187,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "versions": document.plain(dict(manifest.versions)),
         }
     )
-    # It vouches for the indexes, and nothing for it: so it carries a digest of the bytes that come before this field.
+    # It verifies the indexes, and nothing else verifies it: so it carries a digest of the bytes before this field.
     unsealed = text[:-1].encode()
     return unsealed + _seal(unsealed)
 

@@ -127,8 +127,8 @@ _TORCH_XLA_REFERENCE = b"ctorch_xla.utils.serialization\nTensorReference\n"
 def _with_torch_xla_references(pickled: bytes) -> bytes:
     """``pickled`` with our TensorReference renamed to torch-xla's, which need not be installed.
 
-    The class is named once, at the first reference, and remembered; so the search ends at the first tensor
-    of a reference file. It goes by opcodes, since user data may hold the same text.
+    The class is named once, at the first reference, and remembered; so the search ends at the first tensor of a
+    reference file. It looks at opcodes, because user data may hold the same text.
     """
     if TensorReference.__module__.encode() not in pickled:
         return pickled

@@ -155,7 +155,7 @@ def check_key(key: Any) -> None:
 
 
 def made(kind: object, args: tuple[Any, ...]) -> Any:
-    """What a builtin type that is called with ``args`` makes of them, if such a thing is ever written so."""
+    """What a builtin type makes of ``args``, if pickles ever write it with such arguments."""
     if not isinstance(kind, type) or kind not in BUILTIN_TYPES:
         raise UnsafePickle(f"its pickle calls {shown(kind)}, which is not a function")
     if kind in (set, frozenset) and len(args) == 1:

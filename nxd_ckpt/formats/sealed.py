@@ -1,4 +1,4 @@
-"""What a pickle gets in place of functions and classes: objects that it can call, and cannot change."""
+"""What a pickle gets in place of functions and classes: objects that it can call but not change."""
 
 from __future__ import annotations
 

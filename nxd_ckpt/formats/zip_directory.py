@@ -1,4 +1,4 @@
-"""Reading the directory of a zip file that nobody vouches for, in few reads."""
+"""Reading the directory of an untrusted zip file, in few reads."""
 
 from __future__ import annotations
 

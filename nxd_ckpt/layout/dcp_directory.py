@@ -1,7 +1,7 @@
 """A torch DCP directory with a model and an optimizer in it, as a tag that a single rank saved.
 
-``torch.distributed.checkpoint.save`` writes such, and so does OLMo-core's ``save_model_and_optim_state``. What is of
-neither model nor optimizer is user content, but for the part under "scheduler".
+``torch.distributed.checkpoint.save`` writes such directories, and so does OLMo-core's ``save_model_and_optim_state``.
+What belongs neither to the model nor to the optimizer is user content, except for what is under "scheduler".
 """
 
 from __future__ import annotations

@@ -137,10 +137,10 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
 
 
 def is_whole_without_marks(storage: Storage, tag: str) -> bool:
-    """Whether no save has left a mark on this directory, and it has the files of all ranks that their names tell of.
+    """Whether no save has left a marker in this directory, and it has the files of all ranks that the names imply.
 
-    NxD's converter writes such: ``model/`` alone. NxD and we begin a save with a mark. Not listed, as no one knows when
-    it was finished; whoever names it may load it.
+    NxD's converter writes such directories, with only ``model/``; NxD and we begin a save with a marker. They are not
+    listed, because nothing shows when they were finished, but load if they are named.
     """
     found = {entry.name for entry in storage.list(tag)} if tag and storage.is_dir(tag) else set()
     marked = found & {MARKER, DONE, MANIFEST, INDEX_DIR}

@@ -37,7 +37,7 @@ class IndexHints(Protocol):
     """What is known of files before they are opened."""
 
     def tensor(self, file: str) -> TensorStub | None:
-        """What an xser tensor's file holds; None if it is to be opened for that."""
+        """What an xser tensor's file holds; None if the file must be opened to find out."""
 
     def begins(self, file: str) -> Sequence[int]:
         """Offsets in the file at which tensors begin, ascending, as far as known."""
@@ -178,7 +178,7 @@ class TagFiles:
         return map_tensors(tree, follow, TensorReference)
 
     def marked_experts(self, file: str) -> set[str] | None:
-        """The names at the top of the tree whose tensors are marked as experts'; None where nothing is marked or not.
+        """The names at the top of the tree whose tensors are marked as experts'; None if the files mark nothing.
 
         Raises as :meth:`tree`.
         """

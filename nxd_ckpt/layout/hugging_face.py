@@ -66,7 +66,7 @@ class HuggingFaceDirectory:
         return sorted(self._places)
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
-        """Where a tensor's bytes lie; ``tied`` says under which name files hold one that they leave out.
+        """Where a tensor's bytes lie; ``tied`` maps tensors that files leave out to those that they are tied to.
 
         Raises:
             KeyMismatch: there is none of that name, nor the one that it is tied to.

@@ -13,7 +13,7 @@ from nxd_ckpt.storage.base import Storage
 class ModelFile(HuggingFaceDirectory):
     """The ``file`` of ``storage``, whose name ends in .safetensors unless torch.save wrote it.
 
-    Of a pickle plain data is read, no more: ``model_key`` is where the state dict is, if it is not all there is.
+    From a pickle only plain data is read. ``model_key`` is the key of the state dict, if the file holds more than that.
 
     Raises:
         MalformedFile: it is neither.

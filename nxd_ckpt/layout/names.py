@@ -103,9 +103,9 @@ def tensors_dir(key: str) -> str:
 
 
 def tensors_dirs(files: Iterable[str]) -> list[str]:
-    """xser: the directories that belong to those of ``files`` that refer to tensors, as their info files tell.
+    """xser: the directories of those ``files`` that refer to tensors; their info files show which do.
 
-    NxD makes each, also one that stays empty, and takes a checkpoint that has any for one in xser files.
+    NxD makes each, even if it stays empty, and takes a checkpoint that has one for xser.
     """
     return [tensors_dir(file.removesuffix(_INFO)) for file in files if file.endswith(_INFO)]
 

@@ -10,7 +10,7 @@ from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.storage.base import Reader
 
 _KEPT = 64
-"""Open files that nobody reads from just then, at most: with xser there is one for each tensor."""
+"""How many idle files stay open at most: with xser there is one for each tensor."""
 
 
 class OpenFiles:

@@ -1,8 +1,8 @@
 """Reading one tag: from coordinates to trees whose tensors are still on disk.
 
-:func:`open_tag` finds out which layout a tag has. Tags of ours are plain NxD tags with an index beside the
-files, so that the same reader serves both; what a foreign tag does not say (its sizes, its parts) is worked
-out from file names and, where those do not tell, from the structure of one file.
+:func:`open_tag` finds out which layout a tag has. Tags of ours are plain NxD tags with an index beside the files, so
+that the same reader serves both; what a foreign tag does not say (its sizes, its parts) is worked out from file names,
+or else from the structure of one file.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TagLayout(Protocol):
     files: TagFiles
 
     def topology(self) -> Topology:
-        """The sizes, with the standard order of ranks where the files do not tell. Without ZeRO-1 nothing
-        tells dp: it is ``ep``, the least that it can be."""
+        """The sizes, with the standard order of ranks where the files do not tell. Without ZeRO-1 nothing shows dp; it
+        is taken to be ``ep``, the least that it can be."""
 
     def parts(self) -> Parts:
         """What the tag holds."""
@@ -52,7 +52,7 @@ class TagLayout(Protocol):
         """
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        """The parameter behind each optimizer index, where the files tell (``use_zero1_dcp``), else None."""
+        """The parameter behind each optimizer index, if the files have names (``use_zero1_dcp``), else None."""
 
     def scheduler(self) -> Any:
         """The scheduler's state dict, tensors included."""
@@ -162,7 +162,7 @@ class NxdTag:
 
     @reading
     def user_content(self) -> Any:
-        if names.INDEX_DIR in self.files.names():  # it vouches for what is in the file
+        if names.INDEX_DIR in self.files.names():  # it verifies what is in the file
             return self.files.object(names.USER_CONTENT)
         found = self.files.tree(names.USER_CONTENT)
         self._refuse_exchanged(found)

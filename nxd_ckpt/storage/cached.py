@@ -73,14 +73,15 @@ class CachedStorage:
             ThreadPoolExecutor(_DOWNLOADS, "nxd_ckpt-fetch") as files,
         ):
             download = _Download(self.inner, self.folder, pieces, progress)
-            # First those that nobody is at; then the rest, by which time most of them are there.
+            # First those that no other process is fetching; then the rest, most of which are there by then.
             busy = deque(key for key, done in zip(wanted, files.map(download.attempt, wanted), strict=True) if not done)
             deque(files.map(download.bring, busy), 0)
         self._fetched.update(wanted)
         return sum(download.sizes)
 
     def discard(self) -> None:
-        """Remove the copies that this process reads: they are not what they should be. The next one downloads anew."""
+        """Remove the copies that this process reads, because they are damaged. The next process downloads them
+        again."""
         for key in self._fetched:
             self._copies.remove(key)
         self._fetched.clear()
@@ -167,7 +168,7 @@ class _Download:
         self.sizes: deque[int] = deque()  # of what was downloaded; appended to by several threads
 
     def attempt(self, key: str) -> bool:
-        """Bring the file unless another process is at it; whether it is there."""
+        """Fetch the file unless another process is doing so; whether it is there."""
         try:
             self._bring(key, wait=False)
         except BlockingIOError:
@@ -175,7 +176,7 @@ class _Download:
         return True
 
     def bring(self, key: str) -> None:
-        """Bring the file, or wait for who is at it; if that one dies, this process takes over."""
+        """Fetch the file, or wait for the process that does; if that one dies, this process takes over."""
         self._bring(key, wait=True)
 
     def _bring(self, key: str, *, wait: bool) -> None:

@@ -1,7 +1,7 @@
-"""What a web server shows of a directory, by fsspec's ``http``: to be read, not written to.
+"""A directory on a web server, by fsspec's ``http``: read-only.
 
-The names in a directory are the links of its index page. Times and versions are those that the server tells with each
-file; one that tells no times is no obstacle where the tags' manifests do.
+The names in a directory are the links of its index page. Times and versions are those that the server reports for each
+file. If it reports no times, tags with a manifest can still be ordered.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HttpStorage(FsspecStorage):
         raise OSError(errno.EROFS, "http is read-only here: write to a directory or a store", f"{self.url}/{key}")
 
     def _info(self, key: str) -> dict[str, Any]:
-        """What the server tells of a file. Raises FileNotFoundError for a directory."""
+        """What the server reports of a file. Raises FileNotFoundError for a directory."""
         with self.doing(key):
             try:
                 info: dict[str, Any] = self.fs.info(self.path(key))

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class RetryingStorage:
-    """Repeats every operation that may be done twice, ``retries`` times at most, later each time and with jitter.
+    """Repeats every operation that may be done twice, at most ``retries`` times, with growing pauses and jitter.
 
-    Not repeated are :meth:`link_new`, :meth:`exchange` and what a writer does: whether the first try arrived cannot be
-    told. Their errors come through.
+    :meth:`link_new`, :meth:`exchange` and writes are not repeated, because nothing shows whether the first try arrived:
+    their errors are raised.
     """
 
     def __init__(self, inner: Storage, retries: int = 5, sleep: Callable[[float], None] = time.sleep) -> None:

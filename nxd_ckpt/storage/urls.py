@@ -81,7 +81,7 @@ def is_url(path: StrPath) -> bool:
 
 
 def options_for(path: StrPath, options: StorageOptions | None) -> StorageOptions | None:
-    """What this one of several places is opened with that options were given for: a local path has none."""
+    """The options for this one of several places, given the options for all of them: a local path has none."""
     return options if is_url(path) else None
 
 

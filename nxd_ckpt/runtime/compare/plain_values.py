@@ -1,4 +1,4 @@
-"""What a tag holds beside its tensors, as values by name: steps that are numbers, options, scheduler, user content."""
+"""What a tag holds besides tensors, as values by name: steps that are numbers, options, scheduler, user content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
-"""In place of a value that is not there."""
+"""Stands for a value that is not there."""
 
 
 def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """Whether two leaves are the same; NaN is equal to NaN, a number to the same one of another type."""
+    """Whether two leaves are equal; NaN equals NaN, and a number the same number of another type."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -52,7 +52,7 @@ def equal_values(a: Any, b: Any) -> bool:
         return not tally.differing
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
-    if hasattr(a, "__array__") or hasattr(b, "__array__"):  # NumPy's know no single truth
+    if hasattr(a, "__array__") or hasattr(b, "__array__"):  # a NumPy array has no single truth value
         return type(a) is type(b) and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     return bool(a == b) or (a != a and b != b)
 

@@ -1,6 +1,6 @@
 """Two tags read side by side, in windows: the same elements of both, verified, in memory that does not grow.
 
-Each tag has its reader and that its threads, and while a window is looked at the next one is read.
+Each tag has a reader with its own threads. While one window is compared, the next one is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 
 
 class Pair(NamedTuple, Generic[Key]):
-    """Tensors of equal shape, one of each tag; what the caller calls them, and what errors do."""
+    """Two tensors of equal shape, one from each tag, with the caller's key for them and their name in errors."""
 
     key: Key
     name: str
@@ -36,7 +36,7 @@ class Pair(NamedTuple, Generic[Key]):
 
 
 class _Placed(NamedTuple, Generic[Key]):
-    """A box of a pair, and where in the window it is to lie."""
+    """A box of a pair, and its place in the window."""
 
     pair: Pair[Key]
     box: Box
@@ -86,7 +86,7 @@ class SideBySide:
 
 
 def _read(reader: LeafReader, leaf: Leaf, piece: _Placed[Key], memory: memoryview) -> torch.Tensor:
-    """Have the piece read into the memory; what it will be."""
+    """Start reading the piece into the memory, and return the tensor that it will be."""
     out = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=piece.box.numel)
     wanted = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
     reader.read_into(wanted, out.view(piece.box.size), piece.pair.name, compare=True, verified=False)
@@ -110,9 +110,10 @@ def _windows(pairs: Iterable[Pair[Key]]) -> Iterator[list[_Placed[Key]]]:
 
 
 def _boxes(pair: Pair[Key], limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements that cover the tensors: what has its bytes together in a file of one tag."""
+    """Boxes of at most ``limit`` elements that cover the tensors. The bytes of a box lie together in a file of one
+    tag."""
     whole = Box.whole(pair.a.shape)
-    if whole.numel <= limit:  # no longer than it takes: a whole tensor is read and verified at once
+    if whole.numel <= limit:  # it fits: a whole tensor is read and verified at once
         yield from [whole] * bool(whole.numel)
         return
     targets = min(([part.target for part in Assembly.of(leaf).parts] for leaf in (pair.a, pair.b)), key=len)

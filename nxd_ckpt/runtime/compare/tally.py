@@ -7,16 +7,16 @@ from math import inf, isfinite, isinf, sqrt
 import torch
 
 _CHUNK = 2**16
-"""Elements that are compared at once: they stay in the processor's cache, as float64 too."""
+"""Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
 _SAFE = 2.0**-80
-"""A float32 sum of squares from here on has lost nothing that counts to squares too small for float32."""
+"""From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
 
 
 class Tally:
-    """What is known of ``a`` and ``b`` so far. NaN in the same place is equal; in one of both, it is counted alone.
+    """What is known of ``a`` and ``b`` so far. NaN in the same place is equal; NaN in only one is counted separately.
 
     Attributes:
-        differing: elements that are not equal, as numbers, those that are NaN on one side only included.
+        differing: elements that are not equal as numbers, including those that are NaN on one side only.
         nans: the latter.
         max_difference: the largest ``|a - b|`` of the others; to float32's precision where neither has more.
     """
@@ -44,7 +44,7 @@ class Tally:
                 self._compare(one, other)
 
     def _compare_singles(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Compare the usual numbers, at half the cost of float64; False where one is infinite, NaN, or too precise."""
+        """Compare ordinary numbers, at half the cost of float64; False if one is infinite, NaN, or too precise."""
         if not (_fits_single(a.dtype) and _fits_single(b.dtype)):
             return False
         x, y = a.to(torch.float32), b.to(torch.float32)

@@ -19,7 +19,7 @@ from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
 T = TypeVar("T")
 
 _SLICE = 1.0
-"""Seconds of a wait for another rank's word, after which is asked whether it can still come."""
+"""Seconds of a wait for another rank's word, after which it is checked whether the word can still come."""
 
 
 class Agreement(Protocol):
@@ -35,7 +35,7 @@ class Agreement(Protocol):
         """Rank 0's value, on every rank."""
 
     def is_gone(self, rank: int) -> bool:
-        """Whether that rank's process is known to have ended. False is no proof that it lives."""
+        """Whether that rank's process is known to have ended. False does not mean that it lives."""
 
     def store(self, name: str) -> Any:
         """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
@@ -63,9 +63,9 @@ class Alone:
 class Words:
     """The words (JSON) that ranks leave for each other in a c10d store: TCPStore, FileStore, HashStore, PrefixStore.
 
-    A wait is over when the word is there; when ``timeout`` seconds went by without a sign of who is to leave it; or as
-    soon as that rank is known to be ``gone``, or the store itself is. While rank 0 waits for others it gives signs of
-    life: who waits for its word meanwhile is not to give up before it has.
+    A wait ends when the word is there, after ``timeout`` seconds without a sign of the rank that should leave it, or as
+    soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits for others it gives signs of
+    life, so that those who wait for its word do not give up before it does.
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], bool] = lambda rank: False) -> None:
@@ -73,7 +73,7 @@ class Words:
         self._signed = -math.inf
 
     def leave(self, key: str, word: Any) -> None:
-        """Leave a word for who looks for ``key``."""
+        """Leave a word under ``key``."""
         with self._reaching():
             self.store.set(key, json.dumps(word))
 
@@ -90,7 +90,7 @@ class Words:
         began = since = time.monotonic()
         sign = self._sign_of(rank)
         while not self._comes(key, began):
-            if self._gone(rank) and not self.has(key):  # the last thing that it did may have been to leave it
+            if self._gone(rank) and not self.has(key):  # leaving the word may have been the last thing that it did
                 raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
             if sign != (sign := self._sign_of(rank)):
                 since = time.monotonic()
@@ -176,7 +176,7 @@ class StoreAgreement:
         try:
             return [value, *(self._words.take(self._key(rank), rank) for rank in range(1, self.world_size))]
         except PeerTimeout as error:
-            with suppress(PeerTimeout):  # who came waits for rank 0's word now
+            with suppress(PeerTimeout):  # the ranks that came wait for rank 0's word now
                 self._round += 1
                 self._words.leave(self._key(0), {"error": errors.to_wire(error)})
             raise
@@ -211,7 +211,7 @@ def answer_of(word: dict[str, Any]) -> Any:
 def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
     """Run ``step`` on every rank; if it raised on any, raise on all.
 
-    A rank raises its own error where it has one, else that of the first rank that failed, as the same class. If any
+    A rank raises its own error if it has one, otherwise that of the first rank that failed, as the same class. If any
     raised TagReplaced, all do.
     """
     own: Exception | None = None
@@ -221,7 +221,7 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
         own = error
     words = agreement.gather(None if own is None else errors.to_wire(own))
     failures = [[rank, *word] for rank, word in enumerate(words or ()) if word]
-    # Where a tag was replaced, all ranks hear of that: it explains what others met in it.
+    # If a tag was replaced, all ranks raise that: it explains the errors that others met in it.
     replaced = [failure for failure in failures if failure[1] == TagReplaced.__name__]
     failed = agreement.broadcast(next(iter(replaced + failures), None))
     if own is not None and (isinstance(own, TagReplaced) or failed[1] != TagReplaced.__name__):

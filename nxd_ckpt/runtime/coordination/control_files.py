@@ -1,7 +1,6 @@
-"""The job's own small files: read as what they should be, or set aside.
+"""The job's own small files.
 
-What is damaged there must never keep anybody from a directory: it is moved out of the way under another name, with a
-warning that says so.
+A damaged one must never keep anybody from using a directory: it is renamed out of the way, with a warning.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from nxd_ckpt.storage.base import Storage
 logger = logging.getLogger("nxd_ckpt")
 
 _NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.ELOOP}
-"""What making a directory is answered with where something else stands, or a link."""
+"""Errors of making a directory where something else, or a link, is in its place."""
 
 
 def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
-    """The fields of a small document, or None where there is none. Raises MalformedFile for anything else."""
+    """The fields of a small document, or None if there is none. Raises MalformedFile for anything else."""
     try:
         data = storage.read(key, NOTE)
     except FileNotFoundError:
@@ -33,9 +32,9 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
 
 
 def set_aside(storage: Storage, key: str, why: object) -> None:
-    """Give what stands under ``key`` another name, with a warning; in a store, which renames nothing, remove it.
+    """Rename what lies under ``key``, with a warning; remove it in a store, which renames nothing.
 
-    Fine where it is gone. Raises OSError where it cannot be moved.
+    It may be gone already. Raises OSError if it cannot be moved.
     """
     other = f"{key}.damaged-{uuid.uuid4().hex[:8]}"
     try:
@@ -50,7 +49,7 @@ def set_aside(storage: Storage, key: str, why: object) -> None:
 
 
 def make_places(storage: Storage) -> None:
-    """The directories that a job works in. What stands in place of one, a link too, is set aside."""
+    """Make the directories that a job works in. Anything else in place of one, a link too, is set aside."""
     for folder in (HIDDEN, STAGING, VOTES, TRASH, RUNS, PROBES):
         try:
             storage.make_dir(folder)

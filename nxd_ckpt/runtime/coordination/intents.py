@@ -1,10 +1,10 @@
-"""Intents: what is about to happen to a tag where nothing can be renamed, noted before it happens.
+"""Intents: notes of what is about to happen to a tag, for storages that rename nothing.
 
-Without renames a tag is filled, and emptied, one key after the other. So a small file names the tag first, and goes
-last: in ``staging`` for a save, in ``trash`` for a removal. Whoever finds the intent of somebody who is gone asks for
-the tag's ``done``. Where it is, the tag is complete: the save was committed, or nothing was taken away yet. Where it is
-not, all that lies there is remains, which go. The same file of a file system is a directory of what is not a tag yet,
-or no more; :func:`clear` ends either.
+Without renames a tag is filled, and emptied, one key after the other. So a small file names the tag before that begins,
+and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. Whoever finds the intent of a
+dead job looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had
+not begun. If it is not, everything in the tag is removed. On a file system there is a directory under the same name,
+with what is not a tag yet, or no longer; :func:`clear` removes either.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def declare(storage: Storage, key: str, tag: str) -> None:
 
 
 def saves_of(storage: Storage, tag: str) -> list[str]:
-    """The attempts whose saves of ``tag`` are under way, or ended without having been cleared."""
+    """The attempts whose saves of ``tag`` are under way, or ended without being cleared."""
     found = [entry.name for entry in storage.list(STAGING) if not entry.is_dir]
     return [attempt for attempt in found if _tag(storage, f"{STAGING}/{attempt}") == tag]
 
 
 def clear(storage: Storage, key: str) -> None:
-    """End what an intent announced, or remove a directory. Nobody may be at work there any more. Safe to repeat."""
+    """Finish what an intent announced, or remove a directory. Nobody may be working there any more. Safe to repeat."""
     tag = _tag(storage, key) if storage.is_file(key) else None
     if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
         storage.remove(tag)
@@ -43,7 +43,7 @@ def clear(storage: Storage, key: str) -> None:
 
 
 def _tag(storage: Storage, key: str) -> str | None:
-    """The tag that an intent names; None for one that is gone, or damaged: it was written whole, and names nothing."""
+    """The tag that an intent names; None if the intent is gone, or damaged."""
     try:
         fields = read_note(storage, key)
         return None if fields is None else validate_tag(fields["tag"])

@@ -28,7 +28,7 @@ from nxd_ckpt.storage.base import Storage
 logger = logging.getLogger("nxd_ckpt")
 
 _EXCHANGE_TAKES = 1.0
-"""Seconds for which a mounted store may show no lease while its heartbeat replaces it."""
+"""Seconds for which a mounted store may show no lease while the heartbeat replaces it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Lease:
     born: str
     beat: int = 0
     known: bool = True
-    """False for a damaged lease: whose it was cannot be told, and it does not beat."""
+    """False for a damaged lease: its holder is not known, and it does not beat."""
 
     @staticmethod
     def of_this_process(run_id: str) -> Lease:
@@ -60,7 +60,7 @@ class Lease:
 
 
 def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
-    """Take the lease, from a dead holder too.
+    """Take the lease, also from a dead holder.
 
     Args:
         patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
@@ -74,7 +74,7 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
         return _acquired(storage, mine, patience)
     except DirectoryInUse:
         raise
-    except BaseException:  # an interrupt too: nobody would give back what may have been taken
+    except BaseException:  # an interrupt too: otherwise nobody would give back what may have been taken
         with suppress(OSError):
             release(storage, mine)
         raise
@@ -124,9 +124,9 @@ def release(storage: Storage, lease: Lease) -> None:
 def require(storage: Storage, mine: Lease) -> None:
     """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
 
-    That job may have given it back since. A staging directory tells: it was swept. Where tags are written in place,
-    nothing would: there a lease that is gone is lost. One that is damaged is as good as gone, until the next heartbeat
-    writes it anew.
+    That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
+    tags are written in place nothing would show it, so a lease that is gone counts as lost. A damaged lease counts as
+    gone until the next heartbeat writes it again.
     """
     holder = _known(storage)
     if holder is None and not storage.renames:

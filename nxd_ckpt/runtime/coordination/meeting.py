@@ -55,8 +55,7 @@ def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | N
 class Venue:
     """Where this process meets the other ranks: their process group's ``store``.
 
-    Threads take turns. Which of them comes first is no affair of the other ranks': if they come in another order there,
-    what each is about to do tells.
+    Threads take turns. If threads come in another order on another rank, what each is about to do shows it.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -93,7 +92,7 @@ class Venue:
     def _hub(self) -> Address | None:
         try:
             self._peers = self._peers or Hub()
-        except OSError as error:  # a host that allows no listening: who is gone shows after the timeout
+        except OSError as error:  # a host that allows no listening: dead ranks are noticed after the timeout
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
         return self._peers.address() if isinstance(self._peers, Hub) else None
 
@@ -134,7 +133,7 @@ def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> i
 
 def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None:
     for rank, number in asked.items():
-        with suppress(PeerTimeout):  # the store is gone, and its ranks notice by themselves
+        with suppress(PeerTimeout):  # the store is gone, which the other ranks notice by themselves
             words.leave(f"answer/{rank}/{number}", answer)
 
 
@@ -178,7 +177,7 @@ def _ask(words: Words, rank: int, call: str) -> tuple[int, Address | None]:
     answer = f"answer/{rank}/{number}"
     try:
         word = words.take(answer, 0)
-    except BaseException as error:  # an interrupt too: rank 0 must not answer who is not there any more
+    except BaseException as error:  # an interrupt too: rank 0 must not answer a rank that has left
         if words.add(f"claim/{rank}/{number}", 1) == 1 or not isinstance(error, PeerTimeout):  # now it is withdrawn
             raise
         word = words.take(answer, 0)  # rank 0 has just come

@@ -1,9 +1,9 @@
-"""Which ranks of the job are gone: their connections tell.
+"""Which ranks of the job are gone, by their connections.
 
-Every other rank keeps one connection to rank 0, over which nothing is sent once it stands. When a process ends, however
-it does, its system closes the connection, and the other end learns of it at once. A process that is stopped or has no
-time to run keeps it, so that nobody is taken for dead who is not. A host that loses its power is silent, and counts as
-lost after the timeout, as before. So does a rank that could not be connected.
+Every other rank keeps one connection to rank 0, over which nothing is sent once it stands. When a process ends, in
+whatever way, its system closes the connection, and the other end learns of it at once. A process that is stopped, or
+gets no time to run, keeps its connection, so that it is not taken for dead. A host that loses its power is silent, and
+counts as lost after the timeout; so does a rank that could not be connected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Hub:
         return {"hosts": _own_hosts(), "port": self._listener.getsockname()[1], "token": self._token}
 
     def is_gone(self, rank: int) -> bool:
-        """Whether that rank was connected, and ended."""
+        """Whether that rank was connected and has ended."""
         return rank in self._gone
 
     def leave(self) -> None:

@@ -47,8 +47,8 @@ class Worker:
 class Helpers(Executor):
     """Daemon threads that run tasks side by side.
 
-    All are started at once, and run until they are shut down: an exiting interpreter, which may still have a save to
-    finish, starts no new ones, and those of concurrent.futures it stops first.
+    All are started at once and run until they are shut down. An exiting interpreter, which may still have a save to
+    finish, starts no threads, and stops those of concurrent.futures first.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -92,13 +92,13 @@ def _complete(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 class SaveProgress:
-    """How far a save is, as those tell who do it; its caller sees it as a :class:`PendingSave`.
+    """How far a save is. The code that does the save sets it; the caller sees it as a :class:`PendingSave`.
 
     Attributes:
         staged: the snapshot is complete.
         voted: this rank has done its part: its own bytes are durable, or it failed.
         decided: the tag is visible, or the save failed.
-        reported: its failure was raised, or is not to be.
+        reported: its failure was raised, or need not be.
     """
 
     def __init__(self, tag: str) -> None:
@@ -112,7 +112,7 @@ class SaveProgress:
 
     @property
     def unreported(self) -> bool:
-        """Whether it failed, and nobody was told yet."""
+        """Whether it failed, and the failure was not raised yet."""
         return self.error is not None and not self.reported
 
     def settle(self, error: BaseException | None) -> None:

@@ -116,7 +116,7 @@ _StateT = TypeVar("_StateT", bound=State)
 
 
 def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _StateT:
-    """The state with the partitions of the parameters that its tensors belong to, where they are given."""
+    """The state with the given partitions, put on the tensors of the parameters that they name."""
 
     def repartitioned(about: StateTensor) -> StateTensor:
         partition = partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"

@@ -1,8 +1,8 @@
-"""Rank 0's part of a save: judge the votes, complete the tag, make it visible, keep only so many.
+"""Rank 0's part of a save: judge the votes, complete the tag, make it visible, apply retention.
 
-The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the
-manifest is durable before the publication makes the tag visible (see runtime.save.publication); that is durable before
-the verdict tells anyone.
+The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the manifest
+is durable before the publication makes the tag visible (see runtime.save.publication); that is durable before the
+verdict is written.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
 
 
 def clean_up(session: Session, counter: int) -> None:
-    """Remove what this run's attempts left that no rank can still be writing to.
+    """Remove what this run's attempts left behind, as far as no rank can still be writing to it.
 
     That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
 
@@ -106,7 +106,7 @@ def clean_up(session: Session, counter: int) -> None:
         if (everyone_is_past and int(number) < counter) or voting.all_voted(storage, entry.name, world_size):
             _clear(storage, staging_dir(entry.name))
     if everyone_is_past:
-        # Not those of ``counter`` itself: the other ranks read its verdict yet.
+        # Not those of ``counter`` itself: the other ranks may still have to read its verdict.
         for entry in storage.list(VOTES):
             run, _, number = entry.name.rpartition("-")
             if run == run_id and number.isdigit() and int(number) < counter:
@@ -129,7 +129,7 @@ def _leaders(topology: Topology) -> list[Coordinates]:
 def _parameters(
     storage: Storage, folder: str, topology: Topology, own: Mapping[str, ParameterSpec] | None
 ) -> dict[str, ParameterSpec]:
-    """Every parameter. What rank 0 has just written itself it need not read."""
+    """Every parameter. Rank 0 need not read what it has just written itself."""
     found: dict[str, ParameterSpec] = {}
     for at in _leaders(topology):
         mine = at == topology.coordinates_of(0)
@@ -178,7 +178,7 @@ def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
 
 
 def _retain(storage: Storage, request: Commit) -> None:
-    """Rename the tags that are too many out of sight. Never fails the save: the new tag is already safe."""
+    """Rename surplus tags out of sight. Never fails the save: the new tag is already safe."""
     if request.num_kept_ckpts is None:
         return
     try:

@@ -1,8 +1,10 @@
 """How many ranks of a host write at the same time: file-lock slots.
 
-The kernel frees a lock when its holder dies, so a killed rank never blocks the others; one that lives, but is stuck,
-is waited for as long as the save's timeout says. The lock files live in the host's temporary directory: slots are per
-host, not per checkpoint.
+
+
+The kernel frees a lock when its holder dies, so a killed rank never blocks the others. A holder that is alive but stuck
+is waited for until the save's timeout. The lock files live in the host's temporary directory: slots are per host, not
+per checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterat
 
     Gives a function to be called now and then while the holder makes progress.
 
-    Raises TimeoutError after ``timeout`` seconds in which no holder made any, and none changed.
+    Raises TimeoutError after ``timeout`` seconds in which no holder made progress and no slot changed hands.
     """
     if num_workers is None:
         yield lambda: None

@@ -25,7 +25,8 @@ logger = logging.getLogger("nxd_ckpt")
 def leave_out(state: SaveState, ignoring: Ignoring, topology: Topology) -> SaveState:
     """``state`` without what is left out; copies containers, no tensor.
 
-    A glob that matches nothing is no error: too much is saved, and nothing lost. Rank 0 warns, if it knows all names.
+    A glob that matches nothing is not an error: too much is saved, and nothing is lost. Rank 0 warns, if it knows all
+    names.
 
     Raises:
         InvalidArgument, KeyMismatch: what a function returned is no list of names that it was given.

@@ -80,7 +80,7 @@ class SaveState:
         )
 
     def needs_all_weights(self, master_weights: bool) -> str | None:
-        """Why no weights of the model can be left out; None where they can."""
+        """Why no weights of the model can be left out; None if they can."""
         if not self.use_xser:
             return "without use_xser=True NxD loads every weight from the model's files"
         if not master_weights:
@@ -110,7 +110,7 @@ class SavePlan:
         return self.shared + self.objects
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
-        """What every rank must believe of this save: a vote's ``plan``. What only one rank writes is not in it."""
+        """What all ranks must agree on for this save: a vote's ``plan``. What only one rank writes is not in it."""
         everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
         parts = {name: value for name, value in asdict(self.parts).items() if name in everywhere}
         chosen = {"ignore_keys": list(self.left_out)} if self.left_out else {}

@@ -25,7 +25,7 @@ def yield_disk_to_others() -> None:
 def yield_processor_to_others() -> None:
     """Lower the calling thread's priority for the processor.
 
-    Not for one that runs Python for long: it would hold the interpreter while it is not running itself.
+    Not for a thread that runs Python for long: preempted, it would still hold the interpreter.
     """
     if platform.system() == "Linux":
         with contextlib.suppress(OSError):

@@ -29,13 +29,14 @@ logger = logging.getLogger("nxd_ckpt")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _IN_PLACE = ".in_place"
-"""Ends the name of rank 0's probe where tags are written in place (see runtime.save.publication): all must know."""
+"""Ends the name of rank 0's probe if tags are written in place (see runtime.save.publication), so that all ranks
+know."""
 
 _SEEN_WITHIN = 30.0
 """Seconds that a shared file system may take to show a new file to another host (NFS attribute caches: up to 30)."""
 
 _CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
-"""What mounted object stores answer to renaming a directory. (EMFILE: gcsfuse, if files are in it.)"""
+"""Errors of mounted object stores when a directory is renamed. (EMFILE: gcsfuse, if files are in it.)"""
 
 _PATIENCE = 6
 """Heartbeats that may be missing before a holder on another host counts as dead."""
@@ -54,7 +55,8 @@ class Session:
     counter: int = 0
     """The number of the last attempt."""
     lost_votes: dict[str, Vote] = field(default_factory=dict)
-    """This rank's votes that could not be cast, by attempt: until they are, it may be writing for all that is known."""
+    """This rank's votes that could not be cast yet, by attempt. Until then, the others must assume that it is
+    writing."""
     is_gone: Callable[[int], bool] = lambda rank: False
     """Whether that rank's process is known to have ended."""
     leaves_at: float = math.inf
@@ -108,7 +110,7 @@ def open_session(
             _open_with_group(session, agreement, run_id)
             session.is_gone = agreement.is_gone
     except BaseException:
-        session.close()  # the others must not find a directory that is in use by nobody
+        session.close()  # the others must not find a directory that nobody holds
         raise
     return session
 
@@ -120,7 +122,7 @@ def _open_with_group(session: Session, agreement: Agreement, run_id: str | None)
         return session.run_id
 
     session.run_id = decided_by_rank0(agreement, claim)
-    # Shorter than the others' patience, so that they hear of it from the rank that looks in vain.
+    # Shorter than the others' timeout, so that the rank which looks in vain reports it to them.
     within = min(_SEEN_WITHIN, session.timeout / 2)
     on_all(agreement, lambda: _see_probe(session, within))
 
@@ -201,7 +203,7 @@ def _see_probe(session: Session, within: float) -> None:
 
 
 def _must_be_writable(session: Session) -> None:
-    """Raise what the storage says where this rank may not write: it need not wait for rank 0 to hear of that."""
+    """Raise the storage's error if this rank may not write, without waiting for rank 0."""
     key = f"{PROBES}/{session.run_id}-rank_{session.topology.rank}"
     try:
         session.storage.write(key, b"1")
@@ -212,7 +214,7 @@ def _must_be_writable(session: Session) -> None:
 
 
 def _must_be_live(session: Session) -> None:
-    """Raise unless rank 0 of this very run holds the directory: its mark may be that of an earlier launch."""
+    """Raise unless rank 0 of this very run holds the directory: the mark that was found may be of an earlier launch."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
     deadline = time.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
     first = None
@@ -251,9 +253,10 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
 
 
 def _sweep(storage: Storage, spared: str | None) -> None:
-    """Remove what dead jobs left behind. We hold the lease, so every run here but ``spared`` is dead.
+    """Remove what dead jobs left behind.
 
-    What they had begun to do to tags in place is ended, see runtime.intents.
+    We hold the lease, so every other run here, except ``spared``, is dead. What they had begun to do to tags in place
+    is finished, see coordination.intents.
     """
     for folder in (STAGING, VOTES, PROBES, TRASH):
         for entry in storage.list(folder):

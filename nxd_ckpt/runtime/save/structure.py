@@ -1,4 +1,4 @@
-"""What two state trees have to have in common for one plan to serve both: all but the values in them."""
+"""What two state trees must have in common for one plan to serve both: everything except their values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
-"""Types of what cannot change after it was looked at."""
+"""Types whose values cannot change."""
 
 _KEYS = frozenset({int, bool, str, bytes, type(None)})
-"""Types of keys that are equal only if they are the same, given their types: 0.0 and -0.0 are not."""
+"""Types of keys for which equal means identical, unlike 0.0 and -0.0."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Structure:
 
 
 def structure_of(tree: Any) -> Structure | None:
-    """None for a tree that holds what could change unseen, or one container in two places."""
+    """None if the tree holds something that could change unseen, or one container in two places."""
     walk = _Walk()
     try:
         walk.visit(tree)

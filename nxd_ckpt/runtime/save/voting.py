@@ -23,10 +23,10 @@ from nxd_ckpt.storage.base import Storage
 ResultT = TypeVar("ResultT")
 
 _PAUSES = (0.1, 0.5, 2.0)
-"""Seconds between tries of what must not fail for an error that passes."""
+"""Seconds between tries of what must not fail because of a transient error."""
 
 _LAST_WORDS = 3.0
-"""Seconds after the end of a process in which a shared file system may yet show what it wrote."""
+"""Seconds after the end of a process in which a shared file system may still show what it wrote."""
 
 
 def open_vote(storage: Storage, attempt: str, tag: str) -> None:
@@ -38,7 +38,7 @@ def open_vote(storage: Storage, attempt: str, tag: str) -> None:
 def await_opening(
     storage: Storage, attempt: str, tag: str, timeout: float, leaving: Callable[[], bool]
 ) -> Verdict | None:
-    """Return None once rank 0 opened the vote, or its verdict where that came first: it refused, or a rank failed.
+    """Return None once rank 0 opened the vote; or its verdict, if that came first because it refused or a rank failed.
 
     Raises:
         RanksDisagree: rank 0 opened it for another tag.
@@ -64,7 +64,7 @@ def await_opening(
 
 
 def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
-    """Whether no rank writes for the attempt any more: each is done with it, or failed."""
+    """Whether no rank writes for the attempt any more: each has finished or failed."""
     return _votes(_listed(storage, votes_dir(attempt))) == world_size
 
 
@@ -76,10 +76,10 @@ def await_votes(
     waiting_in: str,
     leaving: Callable[[], bool],
 ) -> bool:
-    """Wait until all ranks voted on an attempt, whatever they said. Rank 0 only.
+    """Wait until all ranks have voted on an attempt, whatever they voted. Rank 0 only.
 
-    Tells them meanwhile that it is at the attempt ``waiting_in``. False ``timeout`` seconds after the last progress of
-    any rank, or when this rank is ``leaving`` the job.
+    Meanwhile it shows them that it is working on the attempt ``waiting_in``. False ``timeout`` seconds after the last
+    progress of any rank, or when this rank is ``leaving`` the job.
     """
     patience, backoff, sign = _Patience(timeout), _Backoff(storage), _Sign(storage, waiting_in, timeout)
     while True:
@@ -99,7 +99,7 @@ def cast(storage: Storage, attempt: str, vote: Vote) -> None:
 
 
 def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
-    """Tell the others that this rank is still at it; ``amount`` is any number that changes."""
+    """Show the others that this rank makes progress; ``amount`` is any number that changes."""
     key = rank_file(attempt, rank, "progress") if rank > 0 else alive_file(attempt)
     storage.write(key, str(amount).encode())
 
@@ -115,7 +115,7 @@ def collect(
 ) -> list[Vote]:
     """The votes of all ranks from ``first`` on, by rank. Rank 0 only.
 
-    Tells the other ranks meanwhile that rank 0 is at it: they wait as long as it does, and no longer.
+    Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does, and no longer.
 
     Raises:
         SaveFailed: at once when a vote is an error; a few seconds after a rank that has not voted was known to be
@@ -148,7 +148,7 @@ def collect(
 
 
 def announce(storage: Storage, attempt: str, verdict: Verdict, *, awaited: bool = True) -> None:
-    """Publish rank 0's decision; where it is ``awaited`` by other ranks, with some more tries."""
+    """Publish rank 0's decision; with more tries if other ranks wait for it (``awaited``)."""
 
     def write() -> None:
         storage.write(verdict_file(attempt), votes.dump(verdict))
@@ -160,11 +160,11 @@ def announce(storage: Storage, attempt: str, verdict: Verdict, *, awaited: bool 
 def await_verdict(
     storage: Storage, attempt: str, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False
 ) -> Verdict:
-    """Rank 0's decision, as the other ranks learn it. What that costs does not depend on how many ranks there are.
+    """Rank 0's decision, as the other ranks learn it. The cost does not depend on the number of ranks.
 
     Raises:
-        OutcomeUnknown: rank 0 is known to be ``gone``, or gave no sign of being at this save for ``timeout`` seconds.
-            That its process lives is none: it may be elsewhere.
+        OutcomeUnknown: rank 0 is known to be ``gone``, or showed no sign of working on this save for ``timeout``
+            seconds. That its process lives is no such sign: it may be doing something else.
     """
     key = verdict_file(attempt)
     if _first_of([key], storage, attempt, timeout, gone=gone) is None:
@@ -203,9 +203,9 @@ def _first_of(
     leaving: Callable[[], bool] = lambda: False,
     gone: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """The first of ``keys``, all in the verdict's directory, that is there; None once patience with rank 0 is over.
+    """The first of ``keys``, all in the verdict's directory, that exists; None once rank 0 has timed out.
 
-    A storage that cannot be read for a moment shows nothing new.
+    While a storage cannot be read, it counts as unchanged.
     """
     patience, backoff, last_words = _Patience(timeout), _Backoff(storage), _LastWords()
     listed: set[str] = set()
@@ -228,7 +228,8 @@ def _first_of(
 
 
 class _Sign:
-    """Rank 0's sign to the others that it is at an attempt, given anew every tenth of the timeout, up to 5 seconds."""
+    """Rank 0's sign to the others that it is working on an attempt, renewed every tenth of the timeout, at least every
+    5 seconds."""
 
     def __init__(self, storage: Storage, attempt: str, timeout: float) -> None:
         self._storage, self._attempt, self._interval = storage, attempt, min(timeout / 10, 5.0)
@@ -243,13 +244,13 @@ class _Sign:
 
 
 class _LastWords:
-    """A few seconds in which to find what a process wrote just before it ended: file systems show it later."""
+    """A few seconds of grace after a process ended: file systems may show what it wrote last only later."""
 
     def __init__(self) -> None:
         self._since = math.inf
 
     def are_over(self, gone: Collection[int]) -> bool:
-        """Whether ranks are ``gone``, and were for long enough."""
+        """Whether ranks are ``gone``, and the grace is over."""
         if not gone:
             self._since = math.inf
             return False
@@ -260,8 +261,9 @@ class _LastWords:
 class _Patience:
     """A timeout in seconds that counts from the last sign of progress, not from the start.
 
-    ``count`` is a cheap sign of progress; ``look_closer`` gives dearer ones, asked every two seconds or more seldom: it
-    is to take a twentieth of the time at most, but is asked four times in the timeout, and at its end.
+    ``count`` is a cheap sign of progress. ``look_closer`` gives more expensive ones: it is called every two seconds or
+    less often, so that it takes at most a twentieth of the time, but at least four times within the timeout, and at its
+    end.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -287,9 +289,9 @@ class _Patience:
 class _Backoff:
     """Pauses of a 25th of the time waited so far, 2 ms to a quarter of a second; up to 2 s where looking takes long.
 
-    So what was waited for is seen soon after it came, next to how long it took. Listing thousands of votes takes long:
-    a rank that did nothing else would slow down the training beside it. An object store counts, and charges, every
-    look of every rank: there pauses grow up to 2 s too.
+    So what is waited for is seen soon after it comes, compared with how long it took. Listing thousands of votes takes
+    long: a rank that did nothing else would slow down the training beside it. An object store charges for every look of
+    every rank, so pauses grow up to 2 s there too.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -313,7 +315,7 @@ class _Backoff:
 
 
 def _retried(act: Callable[[], ResultT]) -> ResultT:
-    """What nobody can do in the place of this rank: tried again where a storage fails for a moment."""
+    """For what only this rank can do: it is tried again if the storage fails for a moment."""
     for pause in _PAUSES:
         try:
             return act()
@@ -335,13 +337,13 @@ def _name(key: str) -> str:
 
 
 def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
-    """What ``ranks`` last said of their progress, as far as the votes directory's listing ``names`` shows it."""
+    """The progress that ``ranks`` reported last, as far as the listing ``names`` of the votes directory shows it."""
     keys = [rank_file(attempt, rank, "progress") for rank in ranks]
     return {_name(key): _said(storage, key) for key in keys if _name(key) in names}
 
 
 def _said(storage: Storage, key: str) -> bytes:
-    """What a file of progress says; a damaged one nothing."""
+    """What a progress file says; nothing if it is damaged."""
     try:
         return storage.read(key, NOTE)
     except MalformedFile:

@@ -17,7 +17,7 @@ SUFFIXES: Mapping[str, str] = {".tar.zst": ZSTD, ".tar.gz": GZIP, ".tgz": GZIP}
 """How a file is compressed, by the end of its name."""
 
 _ZSTD_PIECE = 2 * 2**10
-"""Bytes that zstandard is given at once: its format makes 128 KiB of 4 bytes, and no more than these become memory."""
+"""Bytes that zstandard gets at once: in its format 4 bytes can expand to 128 KiB, so this bounds the memory."""
 _ZSTD_WINDOW = 128 * 2**20
 """Bytes that decompressing may look back on; ``zstd --ultra --long=31`` asks for more, and for that much memory."""
 _GZIP_PIECE = 2**20

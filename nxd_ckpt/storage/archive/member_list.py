@@ -1,4 +1,5 @@
-"""The list of members that a packed archive begins with: nobody has to go from header to header, a request each.
+"""The list of members that a packed archive begins with, so that readers need not go from header to header, one request
+each.
 
 It is the archive's first member, :data:`NAME`: ``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}``
 in order. An offset is that of the member's bytes, from the end of the list's own member on. Between the bytes of one
@@ -45,7 +46,7 @@ def dump(members: Iterable[tuple[str, int, int, float]]) -> bytes:
 def load(data: bytes, begin: int, size: int) -> dict[str, Member]:
     """The members that a list names, of an archive of ``size`` bytes whose list's own member ends at ``begin``.
 
-    Raises ValueError where it is not such a list, or not of this archive.
+    Raises ValueError if it is not such a list, or not of this archive.
     """
     found: dict[str, Member] = {}
     end = begin

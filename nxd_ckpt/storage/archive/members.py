@@ -1,4 +1,4 @@
-"""What a tar archive holds, and where: by the list that it begins with, where that fits, else header by header.
+"""What a tar archive holds, and where: from the list that it begins with, if that fits, else header by header.
 
 Nothing in an archive is trusted: one with links, devices, sparse files, two members of a name, or names that lead out
 of it is refused as a whole, and so is one that does not end as archives do.
@@ -33,9 +33,9 @@ def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
 
 
 def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, Member]:
-    """The members as the archive's list has them; none where there is no list that fits.
+    """The members as in the archive's list; none if there is no list that fits.
 
-    The end is looked at: a list that was packed again with other files is not of this archive.
+    The archive's end is checked: a list that was packed again with other files does not belong to this archive.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -80,7 +80,7 @@ def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
     except (ValueError, OverflowError, RecursionError) as error:  # numbers, or headers of headers
         raise MalformedFile(f"{where}: not a tar archive after {last or 'its beginning'}: {error}") from error
     file.seek(end)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes what it cannot read for the end
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats what it cannot read as the end
         raise _truncated(where, f"{last} is followed by neither a member nor the archive's end", size)
     _refuse_files_as_folders(found, where)
     return found

@@ -41,7 +41,7 @@ _PIECE = 8 * 2**20
 _AT_ONCE = 8
 """Pieces that are read ahead of the decompression, at most."""
 _TAIL = 2**10
-"""Bytes of its end by which an archive is told from another one: checksums of all that it holds are there."""
+"""Bytes at the end of an archive by which it is recognised: checksums of all that it holds are there."""
 
 
 class UnpackedFile:

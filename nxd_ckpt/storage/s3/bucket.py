@@ -16,7 +16,7 @@ from nxd_ckpt.storage.throttle import Limits, Throttle, shared_throttle
 logger = logging.getLogger("nxd_ckpt")
 
 TOKEN = "nxd-ckpt-writer"
-"""Metadata of every object: who wrote it. It tells a lost reply from a key that somebody else took."""
+"""Metadata of every object: who wrote it. It distinguishes a lost reply from a key that somebody else took."""
 
 _CONNECTIONS = 32
 

@@ -1,7 +1,7 @@
 """Files on their way into a bucket: in parts, several at a time, straight from the memory that was handed over.
 
 A part goes when all of its bytes are known. At most :data:`IN_FLIGHT` of them are on their way in the whole process;
-who writes more than that waits.
+further writes wait.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Lanes:
                 task()
             finally:
                 self._free.release()
-            del task  # it looks into memory that is to be used again
+            del task  # it holds a view of memory that will be used again
 
 
 _lanes: list[_Lanes] = []
