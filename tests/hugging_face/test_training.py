@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 TOLERANCE = 1e-5
 
 
-SOAK = ("llama-mha", "mistral")
+SOAK = ("llama-mha", "mistral", "gpt-neox")
 """What the others cover between them, and the tests of loads and exports."""
 
 

@@ -48,7 +48,7 @@ def test_a_fused_weight_is_recorded_section_by_section() -> None:
 )
 def test_a_cut_that_does_not_fit_is_refused(partition: Partition) -> None:
     """At the save, where it can be corrected, not at the load on another topology."""
-    with pytest.raises(InvalidArgument, match=r"partitions= says that weight is cut as .* shape \(6, 3\) cannot be"):
+    with pytest.raises(InvalidArgument, match=r"weight is cut as .* but then .* cannot each hold shape \(6, 3\)"):
         pieces(Topology(tp=2), weight=partition)
 
 

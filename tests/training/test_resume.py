@@ -20,10 +20,11 @@ XSER = (("use_xser", True),)
 ASYNC = (("async_save", True),)
 
 
-def setup(name: str, **fields: Any) -> Any:
+def setup(name: str, soak: bool = False, **fields: Any) -> Any:
+    """A run; those whose options others cover between them are left to ``make soak``."""
     sizes = {part[:2]: int(part[2:]) for part in name.split("_")}
     identifier = name + "".join(f"-{key}={value}" for key, value in fields.items())
-    return pytest.param(Setup(tuple(sizes.items()), **fields), id=identifier)
+    return pytest.param(Setup(tuple(sizes.items()), **fields), id=identifier, marks=[pytest.mark.soak] if soak else [])
 
 
 @pytest.mark.parametrize(
@@ -31,16 +32,16 @@ def setup(name: str, **fields: Any) -> Any:
     [
         setup("dp4"),
         setup("dp4", options=XSER + ASYNC, unused=True),
-        setup("dp2_tp2", dtype="bfloat16", options=ASYNC),
-        setup("dp2_tp2", dtype="bfloat16", options=XSER),
+        setup("dp2_tp2", dtype="bfloat16", options=ASYNC, soak=True),
+        setup("dp2_tp2", dtype="bfloat16", options=XSER, soak=True),
         setup("dp2_tp2", master_weights=False, options=XSER + ASYNC, zero_grad_first=True),
         setup("dp2_pp2", options=(*ASYNC, ("use_zero1_dcp", True)), dropout=0.5),
         setup("tp4", dtype="bfloat16", options=XSER + ASYNC, dropout=0.25),
         setup("tp4", zero1=False, options=XSER),
-        setup("dp4_ep2", options=ASYNC),
+        setup("dp4_ep2", options=ASYNC, soak=True),
         setup("dp4_ep2", dtype="bfloat16", options=XSER, zero_grad_first=True),
         setup("dp2_tp2_ep2", zero1=False, options=XSER + ASYNC),
-        setup("dp2_tp2_ep2", zero1=False, unused=True),
+        setup("dp2_tp2_ep2", zero1=False, unused=True, soak=True),
         setup("dp2_tp2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
         setup("dp4_ep2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
     ],
