@@ -24,7 +24,7 @@ from nxd_ckpt.errors import UnsupportedState
 logger = logging.getLogger("nxd_ckpt")
 
 _SCALING = ("lora_rank", "lora_alpha", "use_rslora")
-"""What adapters are multiplied by."""
+"""The options that say what adapters are multiplied by."""
 
 
 def is_lora(model: Any) -> bool:
@@ -54,8 +54,8 @@ class LoraAdapter(ModuleModel):
         return {CONFIG: self._settings}
 
     def partitions(self, tp: int) -> dict[str, Partition]:
-        """An adapter's B gives what its base layer gives, rank by rank, and so is cut as that is; its attributes know
-        nothing of a stride."""
+        """The output of an adapter's B is added to that of its base layer on each rank, so it is cut in the same way;
+        its own attributes have no stride."""
         found = {}
         for name, base in self._bases.items():
             spec = spec_of(base, tp)
@@ -67,7 +67,7 @@ class LoraAdapter(ModuleModel):
         return {name: without_base_layer(name) for name in self._live if BASE_LAYER in name}
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """All, or of a tag without the base what is trained."""
+        """All names, or, for a tag without the base, those of what is trained."""
         return self._live if any(name in self._live and name not in self._trained for name in saved) else self._trained
 
     def validate(
@@ -112,7 +112,7 @@ class LoraAdapter(ModuleModel):
         return {key: list(value) if isinstance(value, set) else value for key, value in settings.items()}
 
     def _compare(self, saved: Any) -> None:
-        """Warn where the saved adapters were multiplied by something else than the live ones are."""
+        """Warn if the saved adapters were multiplied by another factor than the live ones are."""
         if isinstance(saved, Mapping):
             other = [key for key in _SCALING if key in saved and saved[key] != getattr(self._config, key, saved[key])]
             for key in other:

@@ -70,7 +70,7 @@ class ModelAdapter:
         return {name: name for name in self._live}
 
     def notes(self) -> dict[str, Any]:
-        """What a save keeps beside, which no load puts anywhere."""
+        """What a save keeps in addition, and a load ignores."""
         return {}
 
     def partitions(self, tp: int) -> dict[str, Partition]:
@@ -78,7 +78,7 @@ class ModelAdapter:
         return {}
 
     def base_names(self) -> dict[str, str]:
-        """Live names that a tag of the model as it was before it was wrapped has under others: those, by the live."""
+        """Live names that have another name in a tag of the model before it was wrapped: that name, by the live one."""
         return {}
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
@@ -132,7 +132,7 @@ class ModelAdapter:
         return names
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """The live names that ``saved`` must have, to be all of such a model."""
+        """The live names that ``saved`` must have to hold the whole model."""
         return self._live
 
     def assign(self, name: str, value: Any) -> None:
@@ -147,11 +147,11 @@ class ModelAdapter:
         return {id(self._live[name]) for name in names}
 
     def on_meta(self) -> dict[int, str]:
-        """What is on the meta device, by id; also what no state dict has, as buffers that a module computes."""
+        """What is on the meta device, by id; also what is in no state dict, such as buffers that a module computes."""
         return {id(tensor): name for name, tensor in self._tensors.items() if tensor.is_meta}
 
     def materialize(self, names: Iterable[str]) -> None:
-        """Give those of ``names`` that are on the meta device memory on the CPU, whose values are arbitrary."""
+        """Give those of ``names`` that are on the meta device memory on the CPU, uninitialised."""
         for name in names:
             if self._tensors[name].is_meta:  # of tied names, at the first
                 materialize(self._tensors[name])
@@ -263,7 +263,7 @@ class DictModel(ModelAdapter):
     def may_hold(self, parameter: torch.Tensor) -> bool:
         if parameter.device.type == "cpu":
             return memory_of(parameter) in self._memory
-        # A state dict's tensors on a device are not known to be the parameters, nor to be others.
+        # It is not known whether tensors on a device in a state dict are the parameters themselves.
         return any((held.device, held.shape) == (parameter.device, parameter.shape) for held in self._tensors.values())
 
     @cached_property
@@ -276,7 +276,8 @@ class DictModel(ModelAdapter):
         return super().validate(saved, strict, ignores) if self._live else list(saved)
 
     def assign(self, name: str, value: Any) -> None:
-        """As for modules, but what has no live tensor is stored as given: the caller hands ``value`` over."""
+        """As for modules, but a value without a live tensor is stored as it is, and belongs to this dict from then
+        on."""
         if isinstance(self._live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
             copy_in(self._live[name], value)
         else:

@@ -25,9 +25,8 @@ from nxd_ckpt.layout.tag import restore_types
 
 
 class DictOptimizer:
-    """See OptimizerAdapter. The kind of a dict shows in its keys, that of an empty or unusual one in ``zero1``.
-
-    Without a model a parameter's shape is known (from ``shape_info``, or its state), its cut over tp is not.
+    """See OptimizerAdapter. The keys of a dict show its kind; for an empty or unusual one ``zero1`` says it. Without a
+    model, a parameter's shape is known (from ``shape_info``, or its state), but not its cut over tp.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class DictOptimizer:
         return ()
 
     def follow(self, keeps: Keeps) -> None:
-        """It is saved as it is, and loaded as it was saved."""
+        """Nothing to do: a dict is loaded as it was saved."""
 
     def _describe(self, path: Path, tensor: torch.Tensor) -> StateTensor:
         owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)

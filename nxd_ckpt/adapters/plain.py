@@ -84,7 +84,7 @@ class PlainOptimizer:
         return ()
 
     def follow(self, keeps: Keeps) -> None:
-        """It holds no copies of weights."""
+        """Nothing to do: it holds no copies of weights."""
 
     def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
         # By position, as torch does: the indices themselves are any numbers.

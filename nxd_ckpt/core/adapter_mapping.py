@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.core.lora import CONFIG, is_adapter, without_base_layer
-from nxd_ckpt.core.mapping import HfTensor, Match, ModelMapping, Pattern, Rule
+from nxd_ckpt.core.mapping import Match, ModelMapping, Pattern, Rule, RuleMember
 from nxd_ckpt.core.sizes import Sizes
 
 PREFIX = "base_model.model."
@@ -83,7 +83,7 @@ def _rules_of(rule: Rule) -> Iterator[Rule]:
             yield whole
             continue
         for member in whole.members:
-            yield replace(whole, members=(HfTensor(member.name),), dim=None)
+            yield replace(whole, members=(RuleMember(member.name),), dim=None)
 
 
 def _renamed(rule: Rule, nxd: str, name: Any) -> Rule:

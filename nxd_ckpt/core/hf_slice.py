@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import HeadRun
-from nxd_ckpt.core.mapping import HfTensor, Match, Numbers, Rule
+from nxd_ckpt.core.mapping import Match, Numbers, Rule, RuleMember
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.sizes import Sizes
@@ -161,7 +161,7 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
     return [share if length is None else length for length in known]
 
 
-def _runs(member: HfTensor, length: int, sizes: Sizes) -> list[HeadRun]:
+def _runs(member: RuleMember, length: int, sizes: Sizes) -> list[HeadRun]:
     """The stretches of a member's elements along the dimension, counted from its own start."""
     if member.heads:
         return sizes.attention().runs(member.heads)

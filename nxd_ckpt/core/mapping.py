@@ -67,7 +67,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class HfTensor:
+class RuleMember:
     """A Hugging Face tensor in an NxD one. Along the rule's dimension it has the elements that ``heads`` says ("query"
     or "kv", in NxD's order of heads), or as many as the size ``rows``, or an equal share of the NxD tensor."""
 
@@ -94,7 +94,7 @@ class Rule:
     """
 
     nxd: Pattern
-    members: tuple[HfTensor, ...]
+    members: tuple[RuleMember, ...]
     dim: int | None = None
     transposed: bool = False
     stacked: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxd_ckpt.core.mapping import HfTensor, ModelMapping, Pattern, Rule
+from nxd_ckpt.core.mapping import ModelMapping, Pattern, Rule, RuleMember
 from nxd_ckpt.core.sizes import CONFIG_KEYS
 from nxd_ckpt.errors import InvalidArgument
 
@@ -51,7 +51,7 @@ def _rule(document: Any, where: str) -> Rule:
         raise InvalidArgument(f"{where}: heads must have one entry for each of {len(names)} tensors, found {heads}")
     rule = Rule(
         nxd,
-        tuple(HfTensor(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
+        tuple(RuleMember(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
         dim=reader.take("dim", int, None),
         transposed=reader.take("transposed", bool, False),
         stacked=reader.take("stacked", str, None),

@@ -32,7 +32,8 @@ SLAB = 4 * 2**20
 """Bytes that are read at once, at most."""
 
 _HOLES = 16
-"""A hole between two runs is read along if it is not longer than a 16th of what is wanted around it: one read less."""
+"""A hole between two runs is read too if it is not longer than a 16th of what is wanted around it: that saves a
+read."""
 
 ReadRanges = Callable[[str, Sequence[tuple[int, memoryview]]], None]
 """(file's key, [(offset, memory), ...]) -> None: fills each memory with the file's bytes from its offset, or raises."""
@@ -65,7 +66,7 @@ def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
 
 
 def as_stored(part: Part, out: torch.Tensor) -> tuple[Part, torch.Tensor]:
-    """Both with their dimensions in the order in which the part's bytes lie in the file, if they do in any."""
+    """Both with their dimensions in the order in which the part's bytes lie in the file, if there is such an order."""
     order = None if part.stub.is_contiguous else part.stub.storage_order
     return (part, out) if order is None else (part.permuted(order), out.permute(order))
 

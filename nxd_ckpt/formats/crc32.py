@@ -18,7 +18,7 @@ _combine: Callable[[int, int, int], int]
 try:
     from isal.isal_zlib import crc32 as _crc32
     from isal.isal_zlib import crc32_combine as _combine
-except ImportError:  # no wheel for this platform: zlib's CRC is five times slower, and as right
+except ImportError:  # no wheel for this platform: zlib's CRC is five times slower, and as correct
     from zlib import crc32 as _crc32
 
     def _combine(crc_a: int, crc_b: int, length_b: int) -> int:

@@ -53,7 +53,7 @@ def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes
 
 
 class _StorageReference:
-    """A record to be: pickled as a persistent id."""
+    """A record of the file that is to be written; pickled as a persistent id."""
 
     __slots__ = ("nbytes", "persistent_id", "tensor")
 

@@ -1,4 +1,4 @@
-"""What counts as plain data: said when saving, so that no file is written that load would refuse."""
+"""What counts as plain data: checked when saving, so that no file is written that a load would refuse."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Safe unpickling of a torch file's ``data.pkl``: data, not code, and no tensor's bytes are read.
 
-Only the globals of :mod:`.inert` and torch's rebuilding of tensors are known here; anything else is refused
+Only the globals of :mod:`.safe_globals` and torch's rebuilding of tensors are known here; anything else is refused
 by name, never imported. ``trust_pickle=True`` lets the rest through to Python's own machinery.
 """
 
@@ -116,7 +116,7 @@ class _StorageClass(Sealed):
 
 
 class _Safe(Machine):
-    """Gets what is inert, and no other global."""
+    """Gets the safe globals, and no others."""
 
     def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(data)
@@ -141,7 +141,7 @@ class _Safe(Machine):
 
 
 class _Trusting(pickle.Unpickler):
-    """Gets whatever there is: for files whose author is trusted."""
+    """Gets any global: for files whose author is trusted."""
 
     def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")

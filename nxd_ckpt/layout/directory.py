@@ -41,11 +41,11 @@ _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
 _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
 _SHOWN = 8
 _COPIED_WITHIN = 1.0
-"""Seconds between a copy of a tag's marker and of its manifest, at most, for the copy to be known as one."""
+"""Seconds that may lie between copying a tag's marker and its manifest for the copy to be recognised as one."""
 
 
 def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
-    """Raise CheckpointNotFound unless ``key``, which is ``what``, is a directory; a file is not called absent."""
+    """Raise CheckpointNotFound unless ``key``, which is ``what``, is a directory. For a file the error says so."""
     if storage.is_dir(key):
         return
     where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
@@ -71,8 +71,8 @@ def _is_tag(storage: Storage) -> bool:
 
 
 def list_tags(storage: Storage) -> list[TagInfo]:
-    """The tags in a directory, complete or not, in order of name; hidden names and other directories are
-    skipped. One that is damaged never hides the others."""
+    """The tags in a directory, complete or not, in order of name; hidden names and other directories are skipped. A
+    damaged one never hides the others."""
     top = storage.list()
     newest = _listed_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
     found = [_inspect(storage, entry.name, newest) for entry in top if entry.is_dir and entry.name[0] != "."]

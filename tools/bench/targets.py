@@ -9,7 +9,7 @@ from tools.bench.results import COLD, SAVE, SLOWDOWN, STALL, WARM, Results, Spre
 
 NXD = "nxd_ckpt"
 ONCE = 'nxd_ckpt, verify="reading"'
-UNPROVED = "nxd_ckpt, verify=False"
+UNVERIFIED = "nxd_ckpt, verify=False"
 TWICE = "nxd_ckpt, verify=True"
 XSER = "nxd_ckpt xser"
 DIRECT = ("floor: O_DIRECT write",)
@@ -123,7 +123,7 @@ def _load(workload: str, floor: float) -> list[Target]:
         Target(scenario, WARM, ONCE, DCP, at_least=6),
         Target(scenario, WARM, ONCE, ("torch.save, mmap=True",), at_least=1),
         Target(scenario, WARM, TWICE, READS),
-        Target(scenario, WARM, ONCE, (UNPROVED,), at_most=1.15),
+        Target(scenario, WARM, ONCE, (UNVERIFIED,), at_most=1.15),
     ]
 
 

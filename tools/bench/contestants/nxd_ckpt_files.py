@@ -11,15 +11,15 @@ from tools.bench.results import LOST, RETURNED, SAVE, SLOWDOWN
 from tools.bench.workloads import State
 from tools.bench.world import World
 
-TWICE, ONCE, UNPROVED = "verify=True", 'verify="reading"', "verify=False"
-VERIFY: dict[str, Any] = {TWICE: True, ONCE: "reading", UNPROVED: False}
+TWICE, ONCE, UNVERIFIED = "verify=True", 'verify="reading"', "verify=False"
+VERIFY: dict[str, Any] = {TWICE: True, ONCE: "reading", UNVERIFIED: False}
 
 
 class NxdCkpt(Contestant):
     """Plain files, or xser files. Digests are always written."""
 
     measures = ASYNCS | LOADS | {SAVE}
-    loads: tuple[str, ...] = (TWICE, ONCE, UNPROVED)
+    loads: tuple[str, ...] = (TWICE, ONCE, UNVERIFIED)
     # Its staging memory is its own after the first save, and what is written goes past the page cache: only the save
     # that is not durable needs memory that nobody has touched.
     fresh = frozenset({RETURNED})
