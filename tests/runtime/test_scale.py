@@ -19,8 +19,9 @@ from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.load.filters import Filter
-from nxd_ckpt.runtime.load.load_context import open_source
+from nxd_ckpt.runtime.load.load_context import load_context
 from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
@@ -149,7 +150,8 @@ def planned(path: Path, topology: Topology, count: int, *, verify: bool = True) 
     def plan(storage: HookedStorage) -> None:
         opened = open_complete_tag(storage, choose_tag(storage, "t"))
         options = LoadOptions(verify=verify, param_names=[list(model_of(count))])
-        open_source(opened, topology, open_model(model_of(count)), {}, options, Filter(options)).trees()
+        context = load_context(opened, topology, open_model(model_of(count)), {}, options, Filter(options))
+        LoadPlanner(context).trees()
 
     return operations(LocalStorage(path), plan)
 
@@ -186,7 +188,8 @@ def test_in_a_store_planning_asks_nothing_for_each_tensor() -> None:
         log: list[Operation] = []
         opened = open_complete_tag(HookedStorage(store, recording(log)), "t")
         options = LoadOptions(verify="reading")
-        open_source(opened, Topology(), open_model(model_of(count)), None, options, Filter(options)).trees()
+        context = load_context(opened, Topology(), open_model(model_of(count)), None, options, Filter(options))
+        LoadPlanner(context).trees()
         counts.append(len(log))
     assert counts[0] == counts[1]
 

@@ -261,7 +261,7 @@ def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
     metadata = pickle.loads((good / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.a"].size = torch.Size([7])
     (partial / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(partial, MalformedFile, "chunks of model.a must be all of its shape")
+    refused(partial, MalformedFile, "the chunks of model.a must cover its shape")
     at = MetadataIndex("model.a", torch.Size([0]))
     for field, match in (("state_dict_metadata", "not what is model.a"), ("storage_data", "of no file")):
         metadata = pickle.loads((good / ".metadata").read_bytes())

@@ -24,8 +24,9 @@ from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index, load_
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.load.filters import Filter
-from nxd_ckpt.runtime.load.load_context import open_source
+from nxd_ckpt.runtime.load.load_context import load_context
 from nxd_ckpt.runtime.load.options import LoadOptions
+from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
@@ -70,7 +71,8 @@ def many_tensors(directory: Path, count: int) -> dict[str, float]:
     clock("index dump", lambda: dump_index(index))
     opened = clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "second")))
     options = LoadOptions()
-    clock("load plan", lambda: open_source(opened, here, open_model(state), None, options, Filter(options)).trees())
+    context = load_context(opened, here, open_model(state), None, options, Filter(options))
+    clock("load plan", LoadPlanner(context).trees)
     return clock.seconds
 
 

@@ -1,57 +1,43 @@
-"""The tag that a load reads, seen from one rank's live objects: which trees of it fit them.
-
-On the sizes that a tag was saved on, its files are the trees. On others, or where the optimizer's parameters are in
-another order, the trees are put together by name (:mod:`nxd_ckpt.runtime.views.reshard_context`).
-"""
+"""What a load goes by: what a tag holds, and what one rank has live. Where they are alike, this rank's files are simply
+what it loads."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS
-from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.renaming import NOT_LIVE
-from nxd_ckpt.core.resharding import check_partitions, rescaled
-from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
-from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.core.resharding import rescaled
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.load.sides import Sides
-from nxd_ckpt.runtime.load.trees import LoadTrees
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
-from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
-from nxd_ckpt.runtime.views.target import Target, TargetModel, TargetOptimizer
+from nxd_ckpt.runtime.views.optimizer_names import OptimizerNames, is_number
+from nxd_ckpt.runtime.views.reshard_context import ReshardContext
+from nxd_ckpt.runtime.views.resharded_state import ReshardedState
+from nxd_ckpt.runtime.views.target import Target, TargetRank
 
-logger = logging.getLogger("nxd_ckpt")
 
-
-def open_source(
+def load_context(
     opened: OpenTag,
     topology: Topology,
     live: ModelAdapter | None,
     optimizer: Any,
     options: LoadOptions,
     filtered: Filter,
-) -> Source:
+) -> LoadContext:
     """The tag ``opened``, of which the rank at ``topology`` loads, and the live objects. Reads no tree yet.
 
     Raises:
         InvalidArgument, UnsupportedState: no objects that could be loaded.
     """
-    # In a store that would be requests for every file: there the indexes' word is taken if bytes are verified at all.
+    # In a store that costs a request for every file: there the indexes' word is taken where bytes are verified at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
     adapter = None
     if optimizer is not None:
@@ -67,247 +53,148 @@ def open_source(
         filtered.know_shards()
     known = {} if live is None else live.partitions(topology.tp)
     options = replace(options, partitions={**known, **(options.partitions or {})})
-    return Source(Sides(opened, topology, live, adapter, options, filtered))
+    return LoadContext(opened, topology, live, adapter, options, filtered)
 
 
-class Source:
-    """One tag for the live objects of one rank."""
+@dataclass
+class LoadContext:
+    """A tag, and the live objects of the rank at ``topology``, which are loaded by ``options``, but for what ``filter``
+    leaves out."""
 
-    def __init__(self, sides: Sides) -> None:
-        self._sides = sides
-        self._opened, self._topology, self._options, self._filter = (
-            sides.opened, sides.topology, sides.options, sides.filter
-        )
-        self._model, self._optimizer = sides.model, sides.optimizer
-        self.is_regrouped = False
-        self._left_alone: frozenset[str] = frozenset()
-
-    def live_names(self) -> list[str] | None:
-        """The parameters and buffers that the live objects hold; None where they take what there is."""
-        return self._sides.held_names()
-
-    def names(self) -> Iterator[str]:
-        """The global names of all that the tag holds of model and optimizer, and of what is live."""
-        held = [] if self._model is None else self._model.names()
-        saved = ReshardedModel(self._sides.context).stages().values() if self._opened.parts.model else ()
-        yield from (f"model/{name}" for names in (held, *saved) for name in names)
-        if self._opened.parts.optimizer is None and self._optimizer is None:
-            return
-        yield PARAM_GROUPS
-        if isinstance(self._optimizer, DictOptimizer):
-            self._optimizer.know_names(self._names_by_index(self._optimizer))
-        live = () if self._optimizer is None else self._optimizer.entries()
-        entries = [*live, *self._saved_entries()]
-        yield from entries
-        known = {entry.rpartition("/")[0] for entry in entries}
-        yield from (path for path in (f"optim/{name}" for name in self._sides.live_names or ()) if path not in known)
-
-    def _saved_entries(self) -> Iterator[str]:
-        if self._opened.parts.optimizer is None or self._filter.covers("optim"):
-            return
-        try:
-            source = self._optimizer_source
-            if isinstance(self._optimizer, DictOptimizer):
-                source = self._optimizer_source_of(by_position=False)
-            yield from source.entries()
-        except OptimizerMismatch:  # which parameters they are is not known; if that matters, the load says so
-            return
-
-    def trees(self) -> LoadTrees:
-        """What to load. Reads trees, and no tensor.
-
-        Raises:
-            IncompatibleState: the tag and the live objects do not fit.
-            PartNotFound: a tensor is in no file.
-        """
-        model, optimizer, filtered = self._model, self._optimizer, self._filter
-        trees = LoadTrees(model, optimizer)
-        if model is not None and not filtered.covers("model"):
-            trees.model_tree = self._model_tree(model)
-            trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
-            trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
-        if optimizer is not None and not filtered.covers("optim"):
-            self._refuse_positions(optimizer)
-            tree = self._optimizer_tree(optimizer)
-            self._refuse_bare_groups(tree, optimizer)
-            trees.optimizer_tree = self._filtered(tree, optimizer)
-            optimizer.validate(trees.optimizer_tree)
-        trees.refuse_strangers()
-        trees.is_regrouped = self.is_regrouped
-        trees.keeps = filtered.keeps(trees.names)
-        return trees
-
-    def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
-        """What a model is called whose names are to be loaded, none of which the tag has."""
-        live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
-        saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
-        if not live:
-            return None
-        return f"{self._opened.where} holds {listed(saved, live)}; the model has {listed(live, saved)}"
-
-    def _refuse_bare_groups(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> None:
-        """Raise OptimizerMismatch for param groups whose options were left out of the save, unless they are now too."""
-        names = iter(self._names_by_index(optimizer))
-        for number, group in enumerate(tree["param_groups"]):
-            own = [name for _, name in zip(group["params"], names, strict=False)]
-            left_out = self._filter.ignores(PARAM_GROUPS) or all(self._filter.covers(f"optim/{name}") for name in own)
-            if group["params"] and len(group) == 1 and not left_out and not isinstance(optimizer, DictOptimizer):
-                raise OptimizerMismatch(
-                    f"optimizer: {self._opened.where} was saved without the options (lr, ...) of param group {number}; "
-                    f"ignore_keys=[{PARAM_GROUPS!r}] keeps the live ones"
-                )
-
-    def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
-        """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""
-        if isinstance(optimizer, DictOptimizer):  # filled with what the tag has, and as it has it
-            return
-        mapping, live = self._filter.renaming.key_mapping, self._sides.live_names
-        if live is None:
-            held = [] if self._model is None else self._model.names()
-            copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, held))
-            if mapping or copies:
-                why = "where key_mapping= has their state" if mapping else "whose weights are left out"
-                raise OptimizerMismatch(
-                    f"optimizer: the names of its parameters are not known, and so not {why}; pass the live model "
-                    "itself, or param_names="
-                )
-            return
-        exchanges = any(saved in live for name, saved in mapping.items() if name != saved)
-        if exchanges and self._sides.saved_names() is None:
-            raise OptimizerMismatch(
-                f"optimizer: {self._opened.where} does not say which parameters its entries belong to, and their "
-                "positions do not tell where key_mapping= exchanges live names; pass saved_param_names="
-            )
-
-    def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
-        """An optimizer's tree without what is left out."""
-        if not self._filter.is_selective:
-            return tree
-        return without(tree, self._names_by_index(optimizer), self._filter.ignores, self._filter.covers)
-
-    def _names_by_index(self, optimizer: OptimizerAdapter) -> Sequence[str]:
-        """What globs go by: a dict has the names of the tag, if none of its own; live parameters "#0", "#1", ..."""
-        if self._sides.live_names is not None:
-            return self._sides.live_names
-        is_dict = isinstance(optimizer, DictOptimizer)
-        return (is_dict and self._opened.optimizer_names(self._topology.coordinates)) or ()
-
-    def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
-        ignores = self._filter.ignores_model
-        if self._sides.specs:  # else a dict to be filled
-            check_partitions(self._options.partitions or {}, self._sides.specs, self._topology)
-        if self._sides.same_sizes("model") and not self._sides.is_recut:
-            tree = self._opened.model_tree(self._topology.coordinates)
-            tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
-        elif not model.names():  # a dict to be filled
-            target = TargetModel(self._opened, self._target)
-            masters = self._opened.parts.master_weights
-            tree = target.tree(TargetOptimizer(self._opened, self._target, target) if masters else None)
-        else:
-            wanted = [name for name in model.names() if not ignores(name)]
-            specs = {name: self._sides.specs[name] for name in wanted if name in self._sides.specs}
-            tree = ReshardedModel(self._sides.context).tree(specs, wanted, ignores)
-        if not model.names():
-            tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
-        return self._completed(tree)
-
-    def _optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
-        if self._sides.same_sizes("optimizer") and not self._sides.is_recut and not self._sides.is_reordered(optimizer):
-            tree = self._opened.optimizer_tree(self._topology.coordinates, self._sides.live_names)
-            if not self._sides.is_regrouped(optimizer, tree):
-                return tree
-        form = optimizer.form()
-        if form is None:
-            model = TargetModel(self._opened, self._target) if self._opened.parts.model else None
-            return TargetOptimizer(self._opened, self._target, model).tree()
-        plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
-        if plain[0] != plain[1]:
-            kinds = ["plain" if one else "ZeRO-1" for one in plain]
-            raise OptimizerMismatch(
-                f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
-                f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
-            )
-        source, filtered = self._optimizer_source, self._filter
-        tree = source.tree(form, filtered.ignores, filtered.covers)
-        self.is_regrouped = source.group_order(form, filtered.covers) != list(range(len(source.groups())))
-        self._refuse_unused(source.names(), [slot.name for slot in form.slots])
-        return tree
-
-    def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
-        """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""
-        names = self._sides.context.names
-        used = {alias for name in live for alias in names(name)}
-        all_here = self._sides.context.holds_all
-        unused = [name for name in saved if name not in used and (all_here or name in self._sides.specs)]
-        unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
-        if unused:
-            raise OptimizerMismatch(
-                f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
-                "which the live optimizer does not hold; build param_groups as when it was saved (with the same frozen "
-                "parameters)"
-            )
-
-    def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree, with weights that were left out taken from the optimizer's master weights."""
-        missing = [name for name, leaf in tree.items() if isinstance(leaf, MissingTensor)]
-        if not missing:
-            return tree
-        parts, where = self._opened.parts, self._opened.where
-        if parts.lower_precision_weights or not parts.master_weights:
-            raise PartNotFound(
-                f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
-                "tag lost files since it was saved; load another one"
-            )
-        found = {name: leaf for name in missing if (leaf := self._master_weight(name, tree[name])) is not None}
-        lost = [name for name in missing if name not in found]
-        if lost and self._options.strict_names and not self._knows_masters:
-            raise PartNotFound(
-                f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
-                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
-                "master weights can be matched by name; strict=False leaves those tensors as they are"
-            )
-        if lost and self._topology.dp_rank == self._topology.tp_rank == 0:
-            logger.warning(
-                "%s: left as they are, since NxD saved no frozen parameters and buffers beside master weights: %s",
-                where,
-                ", ".join(lost),
-            )
-        self._left_alone = frozenset(lost)
-        return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
-
-    @property
-    def _knows_masters(self) -> bool:
-        """Whether it is known which live names all the master weights belong to: then no others were trained."""
-        known = not any(name.startswith("#") for name in self._optimizer_source.names())
-        return known and self._model is not None and bool(self._model.names())
-
-    def _leaves_alone(self, name: str) -> bool:
-        return name in self._left_alone or self._filter.ignores_model(name)
-
-    def _master_weight(self, name: str, missing: MissingTensor) -> Assembly | None:
-        spec = self._sides.specs.get(name)
-        if missing.dtype is None or (spec is None and missing.shape is None):
-            return None
-        if spec is None:
-            spec = ParameterSpec(missing.dtype, missing.shape or (), Partition(known=False))
-        wanted = ParameterSpec(missing.dtype, spec.shape, spec.partition)
-        return self._optimizer_source.entry(name, MASTER_WEIGHTS, wanted)
+    opened: OpenTag
+    topology: Topology
+    model: ModelAdapter | None
+    optimizer: OptimizerAdapter | None
+    options: LoadOptions
+    filter: Filter
 
     @cached_property
-    def _optimizer_source(self) -> ReshardedOptimizer:
-        return self._optimizer_source_of(by_position=self._optimizer is not None and self._sides.live_names is None)
+    def live_names(self) -> list[str] | None:
+        """The optimizer's parameters, None if unknown."""
+        return _flat(self.options.param_names) or (None if self.optimizer is None else self.optimizer.parameter_names)
 
-    def _optimizer_source_of(self, *, by_position: bool) -> ReshardedOptimizer:
-        return ReshardedOptimizer(
-            self._sides.context,
-            saved_names=self._options.saved_param_names,
-            live_names=self._sides.live_names,
-            by_position=by_position,
+    @cached_property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """The live parameters and buffers; none of a dict that is to be filled."""
+        return {} if self.model is None else self.model.parameters(self.topology.tp)
+
+    @cached_property
+    def state(self) -> ReshardedState:
+        """What the tag holds, cut as the live objects are."""
+        manifest = self.opened.manifest
+        context = ReshardContext(
+            self.opened,
+            self.topology,
+            partitions=self.options.partitions or {},
+            recorded={} if manifest is None else manifest.parameters,
+            aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
+            every_stage=self.is_restaged,
+            experts=self.opened.experts(),
+        )
+        return ReshardedState(context, self.names_as_saved)
+
+    @cached_property
+    def names_as_saved(self) -> OptimizerNames:
+        """What the optimizer's parameters were called."""
+        by_position = self.optimizer is not None and self.live_names is None
+        return OptimizerNames(self.options.saved_param_names, self.live_names, by_position)
+
+    @cached_property
+    def target(self) -> TargetRank:
+        """What a rank of these sizes would have saved, for dicts that are to be filled."""
+        given, sizes = self.options.partitions or {}, (self.topology.tp, self.opened.topology.tp)
+        partitions = {name: rescaled(name, partition, *sizes) for name, partition in given.items()}
+        names, ignores = self.options.saved_param_names, self.filter.ignores_model
+        return TargetRank(
+            self.opened, Target(self.topology, partitions=partitions, saved_names=names, ignores=ignores)
         )
 
-    @property
-    def _target(self) -> Target:
-        given, sizes = self._options.partitions or {}, (self._topology.tp, self._opened.topology.tp)
-        partitions = {name: rescaled(name, partition, *sizes) for name, partition in given.items()}
-        names, ignores = self._options.saved_param_names, self._filter.ignores_model
-        return Target(self._topology, partitions=partitions, saved_names=names, ignores=ignores)
+    def held_names(self) -> list[str] | None:
+        """The parameters and buffers that the live objects hold; None where they take what there is."""
+        held = [] if self.model is None else self.model.names()
+        if (self.model is not None and not held) or (self.optimizer is not None and self.live_names is None):
+            return None
+        return list(dict.fromkeys([*held, *(self.live_names or ())]))
+
+    def saved_names(self) -> list[str] | None:
+        """The optimizer's parameters on this rank's stage (the first where stages are others), as the caller or the tag
+        tells."""
+        saved, live, given = self.opened.topology, self.topology, self.options.saved_param_names
+        stage = live.pp_rank if saved.pp == live.pp else 0
+        if given is not None and len(given) == saved.pp:
+            return _flat(given[stage])
+        return self.opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
+
+    def same_sizes(self, part: str) -> bool:
+        """Whether this rank's files are simply those of its coordinates."""
+        saved, live = self.opened.topology, self.topology
+        sharded = part == "optimizer" and self.opened.parts.optimizer != "plain"
+        # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
+        same_dp = saved.dp == live.dp or not sharded
+        same = (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep)
+        return same and same_dp and not self.is_restaged
+
+    @cached_property
+    def is_restaged(self) -> bool:
+        """Whether there are as many pipeline stages as before, but this one holds what another one held.
+
+        What no stage held is new, and says nothing of the stages.
+        """
+        saved, live = self.opened.topology, self.topology
+        if saved.pp == 1 or saved.pp != live.pp or self.model is None or not self.opened.parts.model:
+            return False
+        near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
+        held = self.opened.model_tree(near).keys()
+        wanted = ({name, *self.model.aliases(name)} for name in self.model.names() if self._is_wanted(name))
+        missing = {name for names in wanted if not held & names for name in names}
+        others = (replace(near, pp_rank=stage) for stage in range(saved.pp) if missing and stage != live.pp_rank)
+        return any(missing & self.opened.model_tree(at).keys() for at in others)
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether the parameter or its state is to be loaded."""
+        left_out = self.filter.ignores_model(name)
+        return not (left_out and (self.optimizer is None or self.filter.covers(f"optim/{name}")))
+
+    @cached_property
+    def is_recut(self) -> bool:
+        """Whether a parameter was saved as cut in one known way, and is cut in another one of the same whole.
+
+        With another whole the attributes of one side are wrong, and this rank's own files are right.
+        """
+        context = self.state.context
+        for name, spec in self.specs.items():
+            recorded, live = context.recorded.get(name), context.live_spec(name, spec)
+            if recorded is None or recorded.partition == live.partition:
+                continue
+            sides = [side for side in (recorded, live) if side.partition.known]
+            wholes = {side.partition.global_shape(side.shape, self.topology.ep) for side in sides}
+            cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
+            if len(cuts) == 2 and len(wholes) == 1:
+                return True
+        return False
+
+    def is_reordered(self, optimizer: OptimizerAdapter) -> bool:
+        """Whether both sides know their parameters' names, and list them in another order."""
+        saved, live = self.saved_names(), optimizer.parameter_names
+        if saved is None or live is None or any(map(is_number, [*saved, *live])):
+            return False
+        aliases = self.state.context.names
+        return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
+
+    def is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
+        """Whether names on both sides could match parameters that are in other param groups than they were."""
+        saved = self.opened.optimizer_names(self.topology.coordinates)
+        if saved is None or optimizer.parameter_names is None:
+            return False
+        try:
+            form = optimizer.form()
+        except OptimizerMismatch:
+            return False
+        # Of another kind: validating it says so.
+        if form is None or (form.kind == "plain") == ("base_state" in tree):
+            return False
+        return [len(group["params"]) for group in tree["param_groups"]] != list(form.groups)
+
+
+def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:
+    return None if param_names is None else [name for group in param_names for name in group]

@@ -23,10 +23,11 @@ from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.load.downloading import download
 from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
-from nxd_ckpt.runtime.load.load_context import open_source
+from nxd_ckpt.runtime.load.load_context import load_context
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.load.parts import demand, own_content, part_names
+from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.load.renamed_tag import RenamedTag
 from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.runtime.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
@@ -72,7 +73,8 @@ class PreparedLoad:
         self._given = {"model": model, "optim": optimizer, "scheduler": scheduler}
         if not self.filtered:
             demand(opened, **self._wanted)
-        self._source = open_source(opened, topology, live, optimizer, options, self.filtered)
+        self._context = load_context(opened, topology, live, optimizer, options, self.filtered)
+        self._planner = LoadPlanner(self._context)
 
     def apply_filter(self) -> Unmatched:
         """Find out what the filter is about; what is about nothing is for all ranks to say."""
@@ -81,11 +83,11 @@ class PreparedLoad:
 
     def _apply_filter(self) -> Unmatched:
         opened, filtered = self._opened, self.filtered
-        live = self._source.live_names()
+        live = self._context.held_names()
         given = {"scheduler": self._given["scheduler"], "rank_content": self._options.rank_content}
         wanted = {part: value is not None for part, value in given.items()}
         parts = part_names(opened, self._topology, filtered, **wanted)
-        names = list(dict.fromkeys([*self._source.names(), *parts]))
+        names = list(dict.fromkeys([*self._planner.names(), *parts]))
         filtered.choose(names)
         demand(opened, **self._wanted)
         saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
@@ -104,8 +106,8 @@ class PreparedLoad:
     def _find(self) -> None:
         opened, options = self._opened, self._options
         self._scheduler = self._wanted["scheduler"]
-        self.filtered.refuse_collisions(self._source.live_names() or ())
-        self._trees = self._source.trees()
+        self.filtered.refuse_collisions(self._context.held_names() or ())
+        self._trees = self._planner.trees()
         if self._scheduler is not None and self._trees.is_regrouped:
             raise OptimizerMismatch(
                 f"optimizer: its param groups are not those of {opened.where} in their order, by which the scheduler "

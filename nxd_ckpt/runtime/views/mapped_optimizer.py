@@ -15,7 +15,7 @@ from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.core.plan import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
@@ -38,8 +38,7 @@ class MappedOptimizer:
     """
 
     def __init__(self, opened: OpenTag, mapped: MappedTag) -> None:
-        self._opened, self._mapped = opened, mapped
-        mapped.entries.require()
+        self._opened, self._mapped, self._saved = opened, mapped, mapped.named_optimizer()
 
     @cached_property
     def tensors(self) -> list[HfTensor]:
@@ -76,7 +75,7 @@ class MappedOptimizer:
                 scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
                 if scalars:
                     state[tensor.name] = values.of(scalars, tensor.name)
-            general = values.of(self._mapped.entries.general(), "state")
+            general = values.of(self._saved.general, "state")
         in_order = [group for _, group in sorted(groups.items(), key=lambda each: each[0][0])]
         document = {"format_version": FORMAT_VERSION, "param_groups": in_order, "state": state}
         return {**document, "general": general} if general else document
@@ -90,7 +89,7 @@ class MappedOptimizer:
             UnsupportedState: an option, or state, that is neither a tensor nor plain.
         """
         taken = {tensor.source.name for tensor in self._mapped.tensors}
-        names = [name for name in self._mapped.entries.names if name not in taken | self._mapped.left_out]
+        names = [name for name in self._saved.slots if name not in taken | self._mapped.left_out]
         if names:
             raise KeyMismatch(
                 f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
@@ -111,9 +110,9 @@ class MappedOptimizer:
         """Of the first rank that holds the parameter; the others must have the same kinds of state."""
         stage, sizes = source.pp_rank, self._opened.topology
         experts = range(sizes.ep if source.match.rule.stacked else 1)
-        places = [Coordinates(stage, ep_rank, tp_rank) for ep_rank, tp_rank in product(experts, range(sizes.tp))]
+        places = [CutIndex(tp_rank, ep_rank) for ep_rank, tp_rank in product(experts, range(sizes.tp))]
         slots = {
-            at: self._mapped.entries.slot(source.name, at, source.dtype, source.local_shape) for at in places
+            Coordinates(stage, place.ep_rank, place.tp_rank): self._mapped.slot(source, place) for place in places
         }
         first, *others = slots.items()
         for at, slot in others:
@@ -126,9 +125,7 @@ class MappedOptimizer:
 
     def _entries(self, source: NxdTensor) -> Mapping[str, Any]:
         slot = self._slots.get(source.name)
-        if slot is None:
-            return {}
-        return slot.entries if slot.master is None else {**slot.entries, MASTER_WEIGHTS: slot.master}
+        return {} if slot is None else slot.state
 
 
 class _PlainValues:
@@ -160,10 +157,7 @@ def _is_scalar(key: str, leaf: Any, source: NxdTensor) -> bool:
 
 
 def _keys(slot: SavedSlot | None) -> set[str] | None:
-    if slot is None:
-        return None
-    held = {str(key) for key, value in slot.entries.items() if value is not None}
-    return held if slot.master is None else {*held, MASTER_WEIGHTS}
+    return None if slot is None else {str(key) for key, value in slot.state.items() if value is not None}
 
 
 def _in_words(slot: SavedSlot | None) -> str:

@@ -11,21 +11,30 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.hf_slice import counterparts, partition_of
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.plan import Cut, CutIndex, holders, plan_reads
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
-from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import (
+    IncompatibleState,
+    KeyMismatch,
+    MalformedFile,
+    OptimizerMismatch,
+    PartNotFound,
+    TopologyMismatch,
+)
+from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, digest_of
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
-from nxd_ckpt.runtime.views.optimizer_entries import OptimizerEntries
+from nxd_ckpt.runtime.views.optimizer_names import is_number
+from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
+from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.runtime.views.resharded_state import ReshardedState, recorded_state
+from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot
 
 _SHOWN = 8
 
@@ -49,13 +58,28 @@ class MappedTag:
         param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
         self._opened, self._mapping, self.sizes = opened, mapping, sizes
-        self._prefers_masters, self.entries = master_weights, OptimizerEntries(opened, param_names)
-        self._trees: dict[Coordinates, dict[str, Any]] = {}
+        self._prefers_masters = master_weights
+        self._first = recorded_state(opened, opened.topology, saved_names=param_names)
+        self._states = {CutIndex(): self._first}
+
+    @cached_property
+    def _model(self) -> ReshardedModel:
+        if not self._opened.parts.model:
+            raise PartNotFound(f"{self._opened.where} was saved without a model")
+        return self._first.model
+
+    def _state(self, place: CutIndex) -> ReshardedState:
+        """What the ranks at this place held, before ZeRO-1."""
+        if place not in self._states:
+            sizes = self._opened.topology
+            here = Topology(sizes.dp, sizes.tp, sizes.pp, sizes.ep, dp_rank=place.ep_rank, tp_rank=place.tp_rank)
+            self._states[place] = self._first.seen_from(here)
+        return self._states[place]
 
     @cached_property
     def unknown(self) -> list[str]:
         """The names in the tag that no rule maps."""
-        return self._mapping.split(self._stages)[1]
+        return self._mapping.split(self._model.stages)[1]
 
     @cached_property
     def tensors(self) -> list[HfTensor]:
@@ -87,7 +111,7 @@ class MappedTag:
             OptimizerMismatch: master weights are wanted, and nothing says whose they are.
         """
         if self._prefers_masters and self._opened.parts.master_weights:
-            self.entries.require()
+            self.named_optimizer()
         if self.unknown:
             self._mapping.matches(self.unknown)
         if self.missing:
@@ -97,6 +121,25 @@ class MappedTag:
             )
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
             self._refuse_unequal_copies(source)
+
+    def named_optimizer(self) -> ReshardedOptimizer:
+        """The optimizer; raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
+        optimizer = self._first.optimizer
+        if self._opened.parts.optimizer is None:
+            raise PartNotFound(f"{self._opened.where} was saved without an optimizer")
+        if any(map(is_number, optimizer.slots)):
+            raise OptimizerMismatch(
+                f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; pass "
+                "param_names=: for each pipeline stage, for each param group (experts' last), the names in order"
+            )
+        return optimizer
+
+    def slot(self, source: NxdTensor, place: CutIndex) -> SavedSlot | None:
+        """What the ranks at this place saved of the optimizer for the tensor; None without.
+
+        Raises IncompatibleState where those that hold its other shards saved more.
+        """
+        return self._state(place).optimizer.slot(source.name, self._spec(source, source.dtype))
 
     def assembly(self, tensor: HfTensor) -> Assembly:
         """What the Hugging Face tensor is made of, row-major as in its file; stacked ones have a 1 in front.
@@ -125,7 +168,7 @@ class MappedTag:
     def _mapped(self) -> dict[str, HfTensor]:
         """All Hugging Face tensors of what rules map, by name."""
         found: dict[str, HfTensor] = {}
-        for match in self._mapping.split(self._stages)[0]:
+        for match in self._mapping.split(self._model.stages)[0]:
             source = self._source(match)
             for one in counterparts(match, source.shape, self.sizes):
                 if one.name in found:
@@ -136,33 +179,17 @@ class MappedTag:
                 found[one.name] = HfTensor(one, source.dtype, source)
         return found
 
-    @cached_property
-    def _stages(self) -> dict[str, int]:
-        """The pipeline stage of each tensor of the model; the first of several."""
-        stages: dict[str, int] = {}
-        for pp_rank in range(self._opened.topology.pp):
-            for name, leaf in self._tree(Coordinates(pp_rank)).items():
-                if name in stages and _digest(leaf) != _digest(self._tree(Coordinates(stages[name]))[name]):
-                    raise TopologyMismatch(
-                        f"{self._opened.where}: pipeline stages {stages[name]} and {pp_rank} saved other values of "
-                        f"{name}; which of them is meant?"
-                    )
-                stages.setdefault(name, pp_rank)
-        return stages
-
     def _source(self, match: Match) -> NxdTensor:
-        pp_rank = self._stages[match.name]
-        leaf = self._tree(Coordinates(pp_rank))[match.name]
-        dtype, shape = form_of(leaf) if is_tensor(leaf) else (None, None)
-        if dtype is None or shape is None:
+        leaf, form = self._model.value(match.name), self._model.form(match.name)
+        if form is None:
             raise MalformedFile(f"{self._opened.where}: {match.name} is {type(leaf).__name__}, expected a tensor")
-        if self._prefers_masters and self._master(match.name, Coordinates(pp_rank), "float32", shape):
-            dtype = "float32"
+        dtype, shape = form
         tp = self._opened.topology.tp
         whole = self._whole(match, shape, tp)
         # A vocabulary that every rank holds all of was never cut.
         partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
-        return NxdTensor(match, pp_rank, dtype, shape, whole, partition)
+        source = NxdTensor(match, self._model.stages[match.name][0], dtype, shape, whole, partition)
+        return replace(source, dtype="float32") if self._preferred(source, CutIndex()) is not None else source
 
     def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
         rule, shape = match.rule, list(local)
@@ -180,7 +207,7 @@ class MappedTag:
         other = self._mapped.get(tied.get(tensor.name, ""))
         if other is None:
             return False
-        digests = [_digest(self._tree(Coordinates(one.source.pp_rank))[one.source.name]) for one in (tensor, other)]
+        digests = [digest_of(self._model.value(one.source.name)) for one in (tensor, other)]
         if digests[0] != digests[1]:
             raise IncompatibleState(
                 f"{self._opened.where}: config.json ties {tensor.name} to {other.name}, but the tag holds different "
@@ -191,32 +218,39 @@ class MappedTag:
     def _leaf(self, tensor: HfTensor, place: CutIndex) -> TensorStub | Assembly:
         """What the rank at ``place`` holds: from its model's file, or from the optimizer's."""
         source, entry = tensor.source, tensor.entry
-        at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
         if entry is None:
-            return self._weight(source, at)
-        found = self.entries.find(source.name, entry, at, tensor.dtype, source.local_shape)
+            return self._weight(source, place)
+        found = self._state(place).optimizer.entry(source.name, entry, self._spec(source, tensor.dtype))
         if found is None:
+            at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
             raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
         return found
 
-    def _weight(self, source: NxdTensor, at: Coordinates) -> TensorStub | Assembly:
-        leaf = self._tree(at).get(source.name)
-        if isinstance(leaf, TensorStub) and leaf.shape != source.local_shape:
+    def _weight(self, source: NxdTensor, place: CutIndex) -> TensorStub | Assembly:
+        leaf = self._model.saved_by(source.pp_rank, place).get(source.name)
+        if isinstance(leaf, (TensorStub, Assembly)) and leaf.shape != source.local_shape:
+            where = f"{leaf.file}: " if isinstance(leaf, TensorStub) else ""
             raise MalformedFile(
-                f"{self._opened.where}/{leaf.file}: {source.name} has shape {leaf.shape}, on the first rank "
+                f"{self._opened.where}/{where}{source.name} has shape {leaf.shape}, on the first rank "
                 f"{source.local_shape}; the tag mixes files of two saves"
             )
-        if isinstance(leaf, TensorStub) and not self._prefers_masters:
-            return leaf
-        found = self._master(source.name, at, source.dtype, source.local_shape)
-        if found is not None:
-            return found
-        if isinstance(leaf, TensorStub):
-            return leaf
-        raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
+        found = self._preferred(source, place)
+        if found is None:
+            found = self._state(place).weight(source.name, leaf)
+        if not isinstance(found, (TensorStub, Assembly)):
+            raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
+        return found
 
-    def _master(self, name: str, at: Coordinates, dtype: str, shape: tuple[int, ...]) -> Assembly | None:
-        return self.entries.find(name, MASTER_WEIGHTS, at, dtype, shape)
+    def _preferred(self, source: NxdTensor, place: CutIndex) -> Assembly | None:
+        """The master weights of a rank, where they are preferred and there are any."""
+        if not self._prefers_masters:
+            return None
+        return self._state(place).master_weight(source.name, self._spec(source, "float32"))
+
+    def _spec(self, source: NxdTensor, dtype: str) -> ParameterSpec:
+        """The tensor as each rank held it, in ``dtype``."""
+        spec = self._first.context.as_recorded(source.name, dtype, source.local_shape)
+        return replace(spec, dtype=dtype)
 
     def _refuse_unequal_copies(self, source: NxdTensor) -> None:
         """Ranks that by the mapping hold the same part of Hugging Face's tensors must have saved the same bytes.
@@ -230,14 +264,14 @@ class MappedTag:
         ]
         first: dict[Any, tuple[int, Any]] = {}
         for tp_rank in range(self._opened.topology.tp):
-            leaf = self._tree(Coordinates(source.pp_rank, 0, tp_rank)).get(source.name)
-            if not isinstance(leaf, TensorStub) or leaf.storage.crc32 is None:
+            found = digest_of(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name))
+            if found is None:
                 return
             held = tuple(self._held(source, members, tp_rank))
             if not held:  # padding
                 continue
-            other, digest = first.setdefault(held, (tp_rank, _digest(leaf)))
-            if digest != _digest(leaf):
+            other, digest = first.setdefault(held, (tp_rank, found))
+            if digest != found:
                 raise TopologyMismatch(
                     f"{self._opened.where}: by the mapping, tensor-parallel ranks {other} and {tp_rank} hold the same "
                     f"of {source.name}, but they saved other values; are kv_size_multiplier="
@@ -255,14 +289,3 @@ class MappedTag:
                 if common is not None:
                     yield piece.local_of(common), name, member.local_of(common)
 
-    def _tree(self, at: Coordinates) -> dict[str, Any]:
-        if at not in self._trees:
-            self._trees[at] = self._opened.model_tree(at)
-        return self._trees[at]
-
-
-def _digest(leaf: Any) -> Any:
-    """Equal for equal tensors; None where files do not tell."""
-    if isinstance(leaf, MissingTensor):
-        return leaf.dtype, leaf.shape
-    return (leaf.dtype, leaf.shape, leaf.storage.crc32) if isinstance(leaf, TensorStub) else None

@@ -15,7 +15,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.plan import Cut, CutIndex, Read
-from nxd_ckpt.core.resharding import derived, plan_parameter
+from nxd_ckpt.core.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
@@ -41,6 +41,10 @@ class ReshardContext:
     experts: Collection[str] | None = None
     _plans: dict[Any, list[Read[CutIndex]]] = field(default_factory=dict, repr=False, compare=False)
 
+    def seen_from(self, live: Topology) -> ReshardContext:
+        """The same for another rank."""
+        return replace(self, live=live, _plans={})
+
     @property
     def saved(self) -> Topology:
         return self.opened.topology
@@ -61,6 +65,11 @@ class ReshardContext:
         saved, live = self.saved, self.live
         ep_rank = live.ep_rank if saved.ep == live.ep else 0
         return Coordinates(pp_rank, ep_rank, live.tp_rank if saved.tp == live.tp else 0)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each data-parallel rank saved shards of the optimizer's state."""
+        return self.opened.parts.optimizer in ("zero1", "zero1_dcp")
 
     @property
     def saved_cut(self) -> Cut:
@@ -109,6 +118,16 @@ class ReshardContext:
         if self.saved.tp == self.live.tp:
             return ParameterSpec(live.dtype, shape, live.partition, live.trainable)
         return derived(name, shape, self.saved_cut, live, self.live_cut)
+
+    def as_recorded(self, name: str, dtype: str, shape: tuple[int, ...], *, expert: bool = False) -> ParameterSpec:
+        """The parameter, of ``shape`` on each saving rank, as this rank holds it if nothing live says how.
+
+        Raises TopologyMismatch where the sizes do not divide it, or how it was cut is not known.
+        """
+        recorded = self.recorded.get(name)
+        if recorded is None:
+            recorded = ParameterSpec(dtype, shape, Partition(expert=expert, known=False))
+        return respecified(name, replace(recorded, shape=shape), self.saved_cut, self.live_cut)
 
     def recorded_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape that the parameter had on each saving rank, if that is recorded."""

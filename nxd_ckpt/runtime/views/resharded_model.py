@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
@@ -10,7 +11,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.plan import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import TopologyMismatch
-from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.views.reshard_context import ReshardContext, assembled
 
@@ -22,13 +23,42 @@ class ReshardedModel:
         self._context = context
         self._trees: dict[Coordinates, dict[str, Any]] = {}
 
-    def stages(self) -> dict[int, list[str]]:
-        """The names that each pipeline stage saved that may matter to this rank."""
-        return {pp_rank: list(self._tree(self._context.near(pp_rank))) for pp_rank in self._context.stages}
+    @cached_property
+    def names(self) -> dict[int, list[str]]:
+        """The names that each pipeline stage saved that may matter to this rank; none of a tag without a model."""
+        stages = self._context.stages if self._context.opened.parts.model else ()
+        return {pp_rank: list(self._reference(pp_rank)) for pp_rank in stages}
 
-    def reference(self, pp_rank: int) -> Mapping[str, Any]:
-        """The tree of a saving rank of that stage."""
-        return self._tree(self._context.near(pp_rank))
+    @cached_property
+    def stages(self) -> dict[str, list[int]]:
+        """The stages that saved each name, in the order of the names."""
+        found: dict[str, list[int]] = {}
+        for pp_rank, names in self.names.items():
+            for name in names:
+                found.setdefault(name, []).append(pp_rank)
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """What a saving rank has under each name, on the first stage that saved it."""
+        return {name: self._reference(stages[0])[name] for name, stages in self.stages.items()}
+
+    def form(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype and shape of what a saving rank has there; None where that is no tensor, or nothing tells them."""
+        value: Any = self.values.get(name)
+        told = is_tensor(value) and None not in (value.dtype, value.shape)
+        return form_of(value) if told else None
+
+    def value(self, name: str) -> Any:
+        """What a saving rank has under this name. Raises TopologyMismatch where stages have other values under it."""
+        stages, held = self.stages[name], self.values[name]
+        trees = [self._reference(pp_rank) for pp_rank in stages] if len(stages) > 1 else []
+        digests = [[digest_of(leaf) for _, leaf in iter_tensors(tree[name])] for tree in trees]
+        if any(one != digests[0] for one in digests):
+            raise TopologyMismatch(
+                f"model/{name}: pipeline stages {stages} saved other values under this name; which of them is meant?"
+            )
+        return held
 
     def tree(
         self,
@@ -48,36 +78,34 @@ class ReshardedModel:
         context = self._context
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
         wanted = {*specs, *extra}
-        tree: dict[str, Any] = {}
-        for pp_rank, names in self.stages().items():
-            for name in names:
-                if ignores(name):
-                    continue
-                if name in tree:
-                    self.refuse_another_of_the_name(name)
-                elif context.holds_all or name in wanted:
-                    tree[name] = self.leaf(name, pp_rank, specs.get(name), wanted=name in wanted)
-        return tree
+        return {
+            name: self.leaf(name, specs.get(name), wanted=name in wanted)
+            for name in self.stages
+            if not ignores(name) and (context.holds_all or name in wanted)
+        }
 
-    def leaf(self, name: str, pp_rank: int, live: ParameterSpec | None, *, wanted: bool = True) -> Any:
-        """What a rank whose tensor is ``live`` (None for what is no tensor) makes of this name on a saved stage.
+    def leaf(self, name: str, live: ParameterSpec | None, *, wanted: bool = True) -> Any:
+        """What a rank whose tensor is ``live`` (None for what is no tensor) makes of this name.
 
         Raises as :meth:`tree`.
         """
-        context = self._context
-        reference = self.reference(pp_rank)[name]
+        context, reference = self._context, self.value(name)
         if isinstance(reference, MissingTensor):
             return reference
         if live is None or not is_tensor(reference):
             if wanted:
-                self._refuse_other_values(name, pp_rank, reference)
+                self._refuse_other_values(name, reference)
             return reference
         dtype, shape = form_of(reference)
-        saved = context.saved_spec(name, live, shape)
+        saved, pp_rank = context.saved_spec(name, live, shape), self.stages[name][0]
         reads = context.reads(f"model/{name}", saved, live)
         self.refuse_unequal_replicas(name, pp_rank, saved)
-        stubs = {read.holder: self._tree(_at(pp_rank, read.holder))[name] for read in reads}
+        stubs = {read.holder: self.saved_by(pp_rank, read.holder)[name] for read in reads}
         return assembled(f"model/{name}", dtype, live.shape, reads, stubs, shape)
+
+    def saved_by(self, pp_rank: int, place: CutIndex) -> Mapping[str, Any]:
+        """The tree of the saving rank whose model file holds what is at ``place`` of a stage."""
+        return self._tree(Coordinates(pp_rank, place.ep_rank, place.tp_rank))
 
     def refuse_unequal_replicas(self, name: str, pp_rank: int, saved: ParameterSpec) -> None:
         """Compare digests of what is taken for equal, or for different, on all ranks of a dimension that changes.
@@ -99,16 +127,16 @@ class ReshardedModel:
 
     def _is_constant(self, name: str, pp_rank: int) -> bool:
         """Whether all elements are the same (a bias that is zero yet): then equal ranks tell nothing, and need not."""
-        leaf = self._tree(_at(pp_rank, CutIndex()))[name]
-        values = self._context.opened.read(leaf).flatten()
+        values = self._context.opened.read(self.saved_by(pp_rank, CutIndex())[name]).flatten()
         return bool((values == values[:1]).all())
 
-    def _refuse_other_values(self, name: str, pp_rank: int, reference: Any) -> None:
+    def _refuse_other_values(self, name: str, reference: Any) -> None:
         """Tensors in extra state, or in a dict of the state dict, say nothing of a cut: only equal ones are taken."""
         saved, live = self._context.saved, self._context.live
         leaves = list(iter_tensors(reference))
         if not leaves or (saved.tp, saved.ep) == (live.tp, live.ep):
             return
+        pp_rank = self.stages[name][0]
         first = self._digests(name, pp_rank, CutIndex())
         for place in (CutIndex(tp_rank, ep_rank) for ep_rank in range(saved.ep) for tp_rank in range(saved.tp)):
             if self._digests(name, pp_rank, place) != first or None in first:
@@ -117,31 +145,15 @@ class ReshardedModel:
                     f"{place.ep_rank}) saved other values than rank 0; load it on the sizes that it was saved on"
                 )
 
-    def refuse_another_of_the_name(self, name: str) -> None:
-        """Of a name on several stages (a tied embedding) one is taken: all must be equal, or TopologyMismatch."""
-        stages = [stage for stage, names in self.stages().items() if name in names]
-        digests = [[_digest(leaf) for _, leaf in iter_tensors(self.reference(stage)[name])] for stage in stages]
-        if any(one != digests[0] for one in digests):
-            raise TopologyMismatch(
-                f"model/{name}: pipeline stages {stages} saved other values under this name; which of them is meant?"
-            )
-
     def _digests(self, name: str, pp_rank: int, place: CutIndex) -> list[Any]:
-        value = self._tree(_at(pp_rank, place)).get(name)
-        return [_digest(leaf) for _, leaf in iter_tensors(value, (TensorStub, MissingTensor))]
+        value = self.saved_by(pp_rank, place).get(name)
+        return [digest_of(leaf) for _, leaf in iter_tensors(value, (TensorStub, Assembly, MissingTensor))]
+
+    def _reference(self, pp_rank: int) -> Mapping[str, Any]:
+        """The tree of a saving rank of that stage."""
+        return self._tree(self._context.near(pp_rank))
 
     def _tree(self, at: Coordinates) -> dict[str, Any]:
-        if at not in self._trees:
+        if at not in self._trees:  # more of them than the tag keeps may be asked for each name
             self._trees[at] = self._context.opened.model_tree(at)
         return self._trees[at]
-
-
-def _at(pp_rank: int, place: CutIndex) -> Coordinates:
-    """The saving rank whose model file holds what is at ``place``."""
-    return Coordinates(pp_rank, place.ep_rank, place.tp_rank)
-
-
-def _digest(leaf: Any) -> tuple[Any, ...] | None:
-    """None where it is not known."""
-    crc = leaf.storage.crc32 if isinstance(leaf, TensorStub) else None
-    return None if crc is None else (leaf.dtype, leaf.shape, crc)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.adapters.expert_zero1 import split
-from nxd_ckpt.adapters.optimizer_state import OF_PARAMETERS
+from nxd_ckpt.adapters.optimizer_state import OF_PARAMETERS, STEP
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
@@ -19,8 +20,8 @@ class SavedSlot:
 
     ``entries`` are its state ("step", "exp_avg", ...: leaves and plain values), empty where it never had a gradient;
     ``master`` its shard of the master weights. ``shape`` is the parameter's on that rank, before ZeRO-1 (None where
-    the optimizer is not ZeRO-1). ``options`` are those of its param group, number ``group``. ``expert`` says that it is
-    in an optimizer of its own, for experts, whose groups are numbered as the other's.
+    nothing tells). ``options`` are those of its param group, number ``group``. ``expert`` says that it is in an
+    optimizer of its own, for experts, whose groups are numbered as the other's.
     """
 
     group: int
@@ -30,13 +31,42 @@ class SavedSlot:
     shape: tuple[int, ...] | None = None
     expert: bool = False
 
-    def leaf(self, key: str) -> Any:
-        """The entry ``key``, or the master weights; None where there is none."""
-        return self.master if key == MASTER_WEIGHTS else self.entries.get(key)
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The entries, master weights among them where there are any."""
+        return self.entries if self.master is None else {**self.entries, MASTER_WEIGHTS: self.master}
+
+    @property
+    def likely_shape(self) -> tuple[int, ...]:
+        """``shape``, where nothing tells it that of the largest entry."""
+        if self.shape is not None:
+            return self.shape
+        shapes = [form_of(leaf)[1] for key, leaf in self.entries.items() if key != STEP and is_tensor(leaf)]
+        return max(shapes, key=len, default=())
 
 
-def slots_by_name(tree: Mapping[str, Any], names: Sequence[str] | None, where: str) -> dict[str, SavedSlot]:
-    """The slots of one rank's tree, in the order of their indices; named "#0", "#1", ... where ``names`` is None.
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What one rank saved of an optimizer.
+
+    ``slots`` are its parameters by name, in the order of their numbers. ``groups`` are the options of each param group,
+    empty ones too; with experts apart, of the ordinary parameters' groups. ``general`` is state that is no parameter's.
+    """
+
+    slots: Mapping[str, SavedSlot]
+    groups: Sequence[Mapping[str, Any]]
+    general: Mapping[str, Any]
+
+
+def saved_optimizer(
+    tree: Mapping[str, Any],
+    names: Sequence[str] | None,
+    prefix: str,
+    shape: Callable[[str], tuple[int, ...] | None],
+    where: str,
+) -> SavedOptimizer:
+    """What is in one rank's ``tree``; without ``names`` a parameter is called by its number behind ``prefix``. The tag
+    tells its ``shape``, by name, where the optimizer does not.
 
     Raises:
         OptimizerMismatch: ``names`` are not as many as the tree has parameters, or the state is not kept by parameter.
@@ -46,19 +76,18 @@ def slots_by_name(tree: Mapping[str, Any], names: Sequence[str] | None, where: s
         slots = _flat(tree)
     except (KeyError, TypeError, AttributeError) as error:
         raise MalformedFile(f"{where}: not the state dict of an optimizer ({type(error).__name__}: {error})") from error
-    names = [f"#{index}" for index in range(len(slots))] if names is None else names
+    names = [f"{prefix}{index}" for index in range(len(slots))] if names is None else names
     if len(names) != len(slots):
         raise OptimizerMismatch(
             f"{where}: the optimizer was saved with {len(slots)} parameters, but {len(names)} names were given; list "
             "those that it was saved with, per param group in order"
         )
-    return dict(zip(names, slots, strict=True))
-
-
-def options_by_group(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options of each param group, empty ones too; with experts apart, of the ordinary parameters' groups."""
-    groups = tree["param_groups"]
-    return [_options(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]]
+    groups, section = tree["param_groups"], tree["base_state"] if "base_state" in tree else tree["state"]
+    return SavedOptimizer(
+        {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},
+        [_options(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
+        {key: value for key, value in section.items() if isinstance(key, str)},
+    )
 
 
 def _flat(tree: Mapping[str, Any]) -> list[SavedSlot]:

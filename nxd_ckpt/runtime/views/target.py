@@ -6,28 +6,25 @@ For tools, and for loading into empty dicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
-from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.adapters.zero1 import MASTERS
-from nxd_ckpt.core.manifest import CRC_BLOCK, ParameterSpec
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.resharding import respecified
 from nxd_ckpt.core.stages import restaged
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
-from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.optimizer_names import is_number
 from nxd_ckpt.runtime.views.reshard_context import ReshardContext
-from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
-from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.runtime.views.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot
 
 _LEAVES = (TensorStub, Assembly)
@@ -69,27 +66,44 @@ def target_state(opened: OpenTag, target: Target) -> SaveState:
         TopologyMismatch: sizes that do not divide a parameter, or a cut that is not known.
         OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
     """
-    parts = opened.parts
-    model = TargetModel(opened, target) if parts.model else None
-    optimizer = None if parts.optimizer is None else TargetOptimizer(opened, target, model)
+    rank, parts = TargetRank(opened, target), opened.parts
+    form = None if parts.optimizer is None else rank.optimizer.form
     return SaveState(
-        model=model.state(optimizer) if model is not None and target.model else None,
-        optimizer=None if optimizer is None else optimizer.state(),
-        optimizer_kind=None if optimizer is None else optimizer.form.kind,
-        optimizer_names=None if optimizer is None else _known(slot.name for slot in optimizer.form.slots),
+        model=rank.model.state() if parts.model and target.model else None,
+        optimizer=None if parts.optimizer is None else rank.optimizer.state(),
+        optimizer_kind=None if form is None else form.kind,
+        optimizer_names=None if form is None else _known(slot.name for slot in form.slots),
         use_xser=parts.use_xser if target.use_xser is None else target.use_xser,
     )
+
+
+class TargetRank:
+    """One rank of the target."""
+
+    def __init__(self, opened: OpenTag, target: Target) -> None:
+        self._target = target
+        self._state = recorded_state(
+            opened, target.topology, partitions=target.partitions, saved_names=target.saved_names
+        )
+        if opened.parts.model:
+            _check_experts(self._state.context)
+
+    @cached_property
+    def model(self) -> TargetModel:
+        return TargetModel(self._state, self._target)
+
+    @cached_property
+    def optimizer(self) -> TargetOptimizer:
+        """Raises OptimizerMismatch where only names could tell whose its entries are, and nobody knows them."""
+        _check_names(self._state.context, self._target)
+        return TargetOptimizer(self._state, self._target, self.model)
 
 
 class TargetModel:
     """The model of one rank of the target."""
 
-    def __init__(self, opened: OpenTag, target: Target) -> None:
-        recorded = recorded_parameters(opened, target.partitions or {})
-        self._target = target
-        self._context = ReshardContext(opened, target.topology, recorded=recorded, every_stage=True)
-        _check_experts(self._context)
-        self._source = ReshardedModel(self._context)
+    def __init__(self, state: ReshardedState, target: Target) -> None:
+        self._state, self._source, self._target = state, state.model, target
 
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:
@@ -97,30 +111,26 @@ class TargetModel:
         given, topology = self._target.stages, self._target.topology
         if given is not None and len(given) != topology.pp:
             raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {topology.pp}")
-        return given or restaged(list(self._source.stages().values()), topology.pp)
+        return given or restaged(list(self._source.names.values()), topology.pp)
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
         """The tensors of this rank, as it holds them."""
-        mine = self._wanted
-        forms: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for pp_rank in self._context.stages:
-            tree = self._source.reference(pp_rank)
-            forms |= {name: form_of(tree[name]) for name in mine if is_tensor(tree.get(name)) and name not in forms}
-        return {name: respecified_here(self._context, name, *forms[name]) for name in mine if name in forms}
+        forms = ((name, self._source.form(name)) for name in self._wanted)
+        return {name: self._state.context.as_recorded(name, *form) for name, form in forms if form is not None}
 
-    def tree(self, optimizer: TargetOptimizer | None) -> dict[str, Any]:
-        """The state dict; weights that were left out come from the master weights of ``optimizer``."""
+    def tree(self) -> dict[str, Any]:
+        """The state dict; weights that were left out come from the optimizer's master weights."""
         mine = self._wanted
         tree = self._source.tree(self.specs, mine, self._target.ignores)
         absent = [name for name in mine if name not in tree]
         if absent:
-            raise PartNotFound(f"{self._context.opened.where}: no stage holds {absent[:5]}, which stages= names")
-        return {name: self._present(name, tree[name], optimizer) for name in mine}
+            raise PartNotFound(f"{self._state.context.opened.where}: no stage holds {absent[:5]}, which stages= names")
+        return {name: self._state.required_weight(name, tree[name]) for name in mine}
 
-    def state(self, optimizer: TargetOptimizer | None) -> ModelState:
+    def state(self) -> ModelState:
         """The same, to be saved."""
-        tree = self.tree(optimizer)
+        tree = self.tree()
         ties = _ties(tree)
         tensors: dict[Path, StateTensor] = {}
         for path, _ in iter_tensors(tree, _LEAVES):
@@ -135,34 +145,20 @@ class TargetModel:
         """The names of this rank's stage that are wanted."""
         return [name for name in self.stages[self._target.topology.pp_rank] if not self._target.ignores(name)]
 
-    def _present(self, name: str, leaf: Any, optimizer: TargetOptimizer | None) -> Any:
-        if not isinstance(leaf, MissingTensor):
-            return leaf
-        found = None if optimizer is None else optimizer.master_weight(name, self.specs[name])
-        if found is None:
-            raise PartNotFound(
-                f"{self._context.opened.where}: no file holds model/{name} ({leaf.file} is missing), and no master "
-                "weights stand for it"
-            )
-        return found
-
 
 class TargetOptimizer:
     """The optimizer of one rank of the target: the saved param groups, each with what is on this rank's stage."""
 
-    def __init__(self, opened: OpenTag, target: Target, model: TargetModel | None) -> None:
-        recorded = recorded_parameters(opened, target.partitions or {})
-        self._opened, self._target, self._model = opened, target, model
-        self._context = ReshardContext(opened, target.topology, recorded=recorded, every_stage=True)
-        self._source = ReshardedOptimizer(self._context, saved_names=self._names_as_saved())
+    def __init__(self, state: ReshardedState, target: Target, model: TargetModel) -> None:
+        self._context, self._source, self._target, self._model = state.context, state.optimizer, target, model
 
     @cached_property
     def form(self) -> OptimizerForm:
         """With ZeRO-1 and expert parallelism, each group is there twice: without its experts, and with them alone."""
-        kind = self._target.optimizer or self._opened.parts.optimizer or "plain"
+        kind = self._target.optimizer or self._context.opened.parts.optimizer or "plain"
         kind = "zero1" if kind == "zero1_dcp" else kind
         slots = self._slots_here()
-        numbers = range(len(self._source.groups()))
+        numbers = range(len(self._source.groups))
         apart = kind != "plain" and self._target.topology.ep > 1
         groups = [
             [name for name, slot in slots.items() if slot.group == number and self._is_expert(name, slot) in kinds]
@@ -186,17 +182,11 @@ class TargetOptimizer:
         tree = self.tree()
         return State(tree, lambda: {path: self._describe(path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)})
 
-    def master_weight(self, name: str, spec: ParameterSpec) -> Assembly | None:
-        """A parameter as its master weights have it, cast to its dtype; None where there are none."""
-        return self._source.entry(name, MASTER_WEIGHTS, spec)
-
     def _slots_here(self) -> dict[str, SavedSlot]:
         """The saved slots of this rank's parameters: in saved order; in the model's where experts come back to it."""
-        found: dict[str, SavedSlot] = {}
-        for slots in self._source.stages().values():
-            found |= {name: slot for name, slot in slots.items() if name in self._mine and name not in found}
-        rejoined = self._opened.topology.ep > 1 and self._target.topology.ep == 1 and self._model is not None
-        if not rejoined or self._model is None:
+        found = {name: slot for name, slot in self._source.slots.items() if name in self._mine}
+        rejoined = self._context.saved.ep > 1 and self._target.topology.ep == 1
+        if not rejoined or not self._context.opened.parts.model:
             return found
         order = [name for name in self._model.stages[self._target.topology.pp_rank] if name in found]
         return {name: found[name] for name in [*order, *found]}
@@ -204,16 +194,15 @@ class TargetOptimizer:
     @cached_property
     def _mine(self) -> set[str]:
         """The parameters on this rank's stage."""
-        stages, topology = list(self._source.stages().values()), self._target.topology
+        stages, topology = list(self._source.stages.values()), self._target.topology
         if self._target.stages is None and len(stages) == topology.pp:
             return set(stages[topology.pp_rank])
-        if self._model is not None:
+        if self._context.opened.parts.model:
             return set(self._model.stages[topology.pp_rank])
         return set(restaged([list(slots) for slots in stages], topology.pp)[topology.pp_rank])
 
     def _slot(self, name: str, saved: SavedSlot, kind: str) -> OptimizerSlot:
-        shape = saved.shape or self._context.recorded_shape(name) or shape_of_entries(saved)
-        spec = respecified_here(self._context, name, "float32", shape, expert=saved.expert)
+        spec = self._context.as_recorded(name, "float32", saved.likely_shape, expert=saved.expert)
         topology = self._target.topology
         if kind != "zero1":
             return OptimizerSlot(name, spec)
@@ -236,26 +225,19 @@ class TargetOptimizer:
             return StateTensor(name, expert=expert)
         return StateTensor(name, slot.spec, slot.shards, slot.shard, expert=expert)
 
-    def _names_as_saved(self) -> Sequence[Sequence[Sequence[str]]] | None:
-        """Names for every saved entry; "#0.1" and so on where nobody knows them, and stages keep them anyway."""
-        saved, live = self._opened.topology, self._target.topology
-        names = self._opened.optimizer_names(Coordinates())
-        known = names is not None and not any(name.startswith("#") for name in names)
-        # Without names there are only places: on the same sizes (but for dp) these do.
-        if self._target.saved_names is not None or known:
-            return self._target.saved_names
-        if (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
-            raise OptimizerMismatch(
-                f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; from "
-                f"{saved.describe()} to {live.describe()} they are needed. Pass "
-                "saved_param_names=: for each pipeline stage that it was saved on, for each param group, the names in "
-                "order"
-            )
-        stages = []
-        for pp_rank in range(saved.pp):
-            groups = self._opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
-            stages.append([[f"#{pp_rank}.{index}" for index in range(sum(len(group["params"]) for group in groups))]])
-        return stages
+
+def _check_names(context: ReshardContext, target: Target) -> None:
+    """Raise OptimizerMismatch without names, unless places do in their stead: on the same sizes, but for dp."""
+    opened, saved, live = context.opened, context.saved, context.live
+    names = opened.optimizer_names(Coordinates())
+    known = target.saved_names is not None or (names is not None and not any(map(is_number, names)))
+    if not known and (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
+        raise OptimizerMismatch(
+            f"{opened.where} does not say which parameters the entries of its optimizer belong to; from "
+            f"{saved.describe()} to {live.describe()} they are needed. Pass "
+            "saved_param_names=: for each pipeline stage that it was saved on, for each param group, the names in "
+            "order"
+        )
 
 
 def _check_experts(context: ReshardContext) -> None:
@@ -269,60 +251,6 @@ def _check_experts(context: ReshardContext) -> None:
     )
 
 
-def respecified_here(
-    context: ReshardContext, name: str, dtype: str, shape: tuple[int, ...], *, expert: bool = False
-) -> ParameterSpec:
-    """A saved parameter, of ``shape`` on each saving rank, as this rank of the target holds it."""
-    recorded = context.recorded.get(name)
-    if recorded is None:
-        recorded = ParameterSpec(dtype, shape, Partition(expert=expert, known=False))
-    return respecified(name, replace(recorded, shape=shape), context.saved_cut, context.live_cut)
-
-
-def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, ParameterSpec]:
-    """How every parameter of the tag was cut, as far as manifest, files and ``partitions`` tell.
-
-    Of a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
-    replicated, the others as cut in an unknown way; and those that are all zero, which tell nothing.
-    """
-    known = {} if opened.manifest is None else opened.manifest.parameters
-    recorded = known or _synthesised(opened)
-    return {
-        name: replace(spec, partition=partitions[name]) if name in partitions else spec
-        for name, spec in recorded.items()
-    }
-
-
-@lru_cache(maxsize=1)  # asked for each rank of a result, and the same for all
-def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
-    sizes = opened.topology
-    found: dict[str, ParameterSpec] = {}
-    for pp_rank in range(sizes.pp if opened.parts.model else 0):
-        first, *others = [
-            opened.model_tree(Coordinates(pp_rank, ep_rank, tp_rank))
-            for ep_rank in range(min(sizes.ep, 2))
-            for tp_rank in range(min(sizes.tp, 2))
-        ]
-        for name, leaf in first.items():
-            if is_tensor(leaf):
-                known = all(_same_bytes(leaf, tree.get(name)) for tree in others)
-                found[name] = ParameterSpec(*form_of(leaf), Partition(known=known))
-    return found
-
-
-def _same_bytes(one: Any, other: Any) -> bool:
-    if not isinstance(one, TensorStub) or not isinstance(other, TensorStub) or one.storage.crc32 is None:
-        return False
-    same = (one.shape, one.storage.crc32) == (other.shape, other.storage.crc32)
-    return same and one.storage.crc32 != _crc32_of_zeros(one.storage.nbytes)
-
-
-def _crc32_of_zeros(nbytes: int) -> int:
-    whole, rest = divmod(nbytes, CRC_BLOCK)
-    crcs = [crc32.crc32(bytes(CRC_BLOCK))] * whole + [crc32.crc32(bytes(rest))] * bool(rest)
-    return crc32.combine_blocks(crcs, nbytes)
-
-
 def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
     """For every name whose leaf several have (the same bytes of the same file): the first of them."""
     names: dict[Any, list[str]] = {}
@@ -332,12 +260,6 @@ def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
     return {name: same[0] for same in names.values() if len(same) > 1 for name in same}
 
 
-def shape_of_entries(slot: SavedSlot) -> tuple[int, ...]:
-    """The shape of the parameter whose saved state this is, as far as its entries tell."""
-    shapes = [form_of(leaf)[1] for key, leaf in slot.entries.items() if key != STEP and is_tensor(leaf)]
-    return max(shapes, key=len, default=())
-
-
 def _known(names: Iterable[str]) -> tuple[str, ...] | None:
     listed = tuple(names)
-    return None if any(name.startswith("#") for name in listed) else listed
+    return None if any(map(is_number, listed)) else listed

@@ -6,33 +6,28 @@ tensors are cut, or whose the entries of their optimizer are.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS
-from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import closest
-from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, PartNotFound, TopologyMismatch
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.verification import refuse_missing
-from nxd_ckpt.runtime.views.reshard_context import ReshardContext
-from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
-from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
-from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot
-from nxd_ckpt.runtime.views.target import recorded_parameters, respecified_here, shape_of_entries
+from nxd_ckpt.runtime.views.resharded_state import recorded_state
 
 _LEAVES = (TensorStub, Assembly, MissingTensor)
+
+_Place = tuple[Path, Any]
+"""The keys that lead to something, and what a saving rank has there."""
 
 _GENERAL = ("optim", "state")
 """Where state is that is no parameter's, as the filters of a load name it."""
@@ -83,12 +78,9 @@ class WholeTag:
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
-        self.opened = opened
-        self._partitions = partitions
-        recorded = recorded_parameters(opened, partitions or {})
-        self._context = ReshardContext(opened, live or Topology(), recorded=recorded, every_stage=True)
-        self._model = ReshardedModel(self._context) if opened.parts.model else None
-        self._saved_names = saved_param_names
+        self.opened, self._partitions, self._saved_names = opened, partitions, saved_param_names
+        self._state = recorded_state(opened, live or Topology(), partitions=partitions, saved_names=saved_param_names)
+        self._context, self._model, self._optimizer = self._state.context, self._state.model, self._state.optimizer
 
     def seen_from(self, live: Topology) -> WholeTag:
         """The same, as another rank would hold it."""
@@ -103,9 +95,8 @@ class WholeTag:
         """
         found = {name: self._describe(name, *place) for name, place in self._model_places.items()}
         found |= {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
-        for name, leaf in self._general_leaves.items():
-            dtype, shape = form_of(leaf)
-            found[name] = GlobalTensor(name, dtype, shape, shape, None)
+        for name, (_, leaf) in self._general_places.items():
+            found[name] = GlobalTensor(name, *form_of(leaf), form_of(leaf)[1], None)
         return found
 
     @cached_property
@@ -115,16 +106,12 @@ class WholeTag:
 
     def path(self, name: str) -> Path:
         """The keys that lead to what has that name: "model" or "optim", the name or the parameter's, and so on."""
-        if name in self._model_places:
-            return ("model", *self._model_places[name][0])
-        if name in self._entry_places:
-            parameter, key, inner = self._entry_places[name]
-            return ("optim", parameter, key, *inner)
-        return self._value_places[name][0]
+        places = next(one for one in (self._model_places, self._entry_places, self._value_places) if name in one)
+        return places[name][0]
 
     def is_general(self, name: str) -> bool:
         """Whether it is a part of the optimizer's state that is no parameter's."""
-        return name in self._general_leaves or (name in self._value_places and self.path(name)[:2] == _GENERAL)
+        return name in self._general_places or (name in self._value_places and self.path(name)[:2] == _GENERAL)
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -133,10 +120,8 @@ class WholeTag:
         A stage may lack groups, and experts have groups of their own: a parameter is in the group of its number if that
         has its options, else in the first that has.
         """
-        if self._optimizer is None:
-            return []
-        groups = [(options, list[str]()) for options in self._optimizer.groups()]
-        for name, (_, slot) in self._slots.items():
+        groups = [(options, list[str]()) for options in self._optimizer.groups]
+        for name, slot in self._optimizer.slots.items():
             likely = groups[slot.group : slot.group + 1]
             fits = (names for options, names in likely + groups if by_digest(options) == by_digest(slot.options))
             found = next(fits, None)
@@ -156,11 +141,15 @@ class WholeTag:
             OptimizerMismatch, IncompatibleState: it cannot be put together; says why.
         """
         if name in self._model_places:
-            return self._model_leaf(name, *self._model_places[name])
+            return self._model_leaf(self._model_places[name][0][1:])
+        found: TensorStub | Assembly
         if name in self._entry_places:
-            return self._entry_leaf(name, *self._entry_places[name])
-        if name in self._general_leaves:
-            return self._general_leaves[name]
+            (_, parameter, key, *inner), _ = self._entry_places[name]
+            found = _at(self._entry_value(parameter, key), inner)
+            return found
+        if name in self._general_places:
+            _, found = self._general_places[name]
+            return found
         names = [*self._model_places, *self._entry_places]
         close = closest(name, names)
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
@@ -172,7 +161,7 @@ class WholeTag:
 
         Raises as :meth:`leaf`.
         """
-        return {name: self._model_value(name, *found) for name, found in self._model_values.items()}
+        return {name: self._model_value(name, value) for name, value in self._model.values.items()}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The entries of each parameter that has any, master weights among them, by its name.
@@ -181,59 +170,34 @@ class WholeTag:
         """
         return {
             name: {key: self._entry_value(name, key) for key in entries}
-            for name, (_, slot) in self._slots.items()
-            if (entries := _entries(slot))
+            for name, slot in self._optimizer.slots.items()
+            if (entries := slot.state)
         }
 
     @cached_property
     def general_state(self) -> dict[str, Any]:
         """The optimizer's state that is no parameter's, the same on all ranks, by the keys that it gave it."""
-        return {} if self._optimizer is None else self._optimizer.general()
+        return dict(self._optimizer.general)
 
-    def _model_value(self, name: str, pp_rank: int, value: Any) -> Any:
+    def _model_value(self, name: str, value: Any) -> Any:
         if isinstance(value, _LEAVES):
-            return self._model_leaf(f"model/{name}", (name,), pp_rank)
-        assert self._model is not None
-        self._refuse_doubtful(name)
-        tree = self._model.leaf(name, pp_rank, None)
+            return self._model_leaf((name,))
+        tree = self._model.leaf(name, None)
         refuse_missing(self.opened.where, tree)
         return tree
 
-    def _model_leaf(self, name: str, path: Path, pp_rank: int) -> TensorStub | Assembly:
-        assert self._model is not None
-        parameter, reference = path[0], self._model.reference(pp_rank)[path[0]]
-        self._refuse_doubtful(parameter)
-        spec = self._spec(parameter, *_form(reference)) if is_tensor(reference) else None
-        leaf = self._model.leaf(parameter, pp_rank, spec)
-        if len(path) > 1:
-            leaf = dict(iter_tensors(leaf, _LEAVES))[path[1:]]
-        if isinstance(leaf, MissingTensor):
-            found = self._master_weight(parameter, leaf)
-            if found is None:
-                unnamed = any(slot.startswith("#") for slot in self._slots)
-                raise PartNotFound(
-                    f"{self.opened.where}: no file holds {name} ({leaf.file} is missing), nor its master weights"
-                    f"{', as far as the tag tells: pass saved_param_names=' if unnamed else ''}"
-                )
-            return found
-        assert isinstance(leaf, (TensorStub, Assembly))
-        return leaf
-
-    def _refuse_doubtful(self, name: str) -> None:
-        assert self._model is not None
-        if name in self._repeated:
-            self._model.refuse_another_of_the_name(name)
-
-    def _entry_leaf(self, name: str, parameter: str, key: str, inner: Path) -> TensorStub | Assembly:
-        leaf = dict(iter_tensors(self._entry_value(parameter, key), _LEAVES))[inner]
-        assert isinstance(leaf, (TensorStub, Assembly))
-        return leaf
+    def _model_leaf(self, path: Path) -> TensorStub | Assembly:
+        name, value = path[0], self._model.values[path[0]]
+        spec = self._context.as_recorded(name, *_form(value)) if is_tensor(value) else None
+        leaf = self._model.leaf(name, spec)
+        found = self._state.required_weight(_name(*path), _at(leaf, path[1:]))
+        assert isinstance(found, (TensorStub, Assembly))
+        return found
 
     def _entry_value(self, parameter: str, key: str) -> Any:
-        assert self._optimizer is not None
-        slot = self._slots[parameter][1]
+        slot = self._optimizer.slots[parameter]
         try:
-            spec = self._slot_spec(parameter, slot)
+            spec = self._context.as_recorded(parameter, "float32", slot.likely_shape, expert=slot.expert)
             self._optimizer.slot(parameter, spec)
             return self._optimizer.value(parameter, key, spec)
         except TopologyMismatch as error:
@@ -244,48 +208,30 @@ class WholeTag:
                 "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
 
-    def _master_weight(self, parameter: str, missing: MissingTensor) -> Assembly | None:
-        if self._optimizer is None or missing.dtype is None or parameter not in self._slots:
-            return None
-        spec = self._slot_spec(parameter, self._slots[parameter][1])
-        return self._optimizer.entry(parameter, MASTER_WEIGHTS, replace(spec, dtype=missing.dtype))
+    @cached_property
+    def _model_places(self) -> dict[str, _Place]:
+        return _places({"model": self._model.values})
 
     @cached_property
-    def _model_values(self) -> dict[str, tuple[int, Any]]:
-        """Every name in the model's state, the first stage that holds it, and what a rank of that has there."""
-        found: dict[str, tuple[int, Any]] = {}
-        if self._model is not None:
-            for pp_rank in self._model.stages():
-                for name, value in self._model.reference(pp_rank).items():
-                    found.setdefault(name, (pp_rank, value))
-        return found
+    def _entry_places(self) -> dict[str, _Place]:
+        return _places({"optim": {name: slot.state for name, slot in self._optimizer.slots.items()}})
 
     @cached_property
-    def _repeated(self) -> set[str]:
-        """Names in the model's state that several stages have."""
-        stages = {} if self._model is None else self._model.stages()
-        return {name for name, count in Counter(chain.from_iterable(stages.values())).items() if count > 1}
+    def _general_places(self) -> dict[str, _Place]:
+        section, key = _GENERAL
+        return _places({section: {key: self.general_state}})
 
     @cached_property
-    def _model_places(self) -> dict[str, tuple[Path, int]]:
-        """(path in the state dict, stage) by the name of the tensor there."""
-        return {
-            _name("model", name, *path): ((name, *path), pp_rank)
-            for name, (pp_rank, value) in self._model_values.items()
-            for path, _ in iter_tensors(value, _LEAVES)
-        }
-
-    @cached_property
-    def _value_places(self) -> dict[str, tuple[Path, Any]]:
+    def _value_places(self) -> dict[str, _Place]:
         """(path, value) by the name of what is no tensor. Of what has tensors in it, each thing beside them."""
-        held: list[tuple[Path, Any]] = [(("model", name), value) for name, (_, value) in self._model_values.items()]
+        held: list[tuple[Path, Any]] = [(("model", name), value) for name, value in self._model.values.items()]
         held += [
             (("optim", name, key), value)
-            for name, (_, slot) in self._slots.items()
+            for name, slot in self._optimizer.slots.items()
             for key, value in slot.entries.items()
         ]
         held += [((*_GENERAL, key), value) for key, value in self.general_state.items()]
-        found: dict[str, tuple[Path, Any]] = {}
+        found: dict[str, _Place] = {}
         for above, value in held:
             has_tensors = any(True for _ in iter_tensors(value, _LEAVES))
             for path, leaf in iter_leaves(value) if has_tensors else [((), value)]:
@@ -293,56 +239,21 @@ class WholeTag:
                     found[_name(*above, *path)] = (*above, *path), leaf
         return found
 
-    @cached_property
-    def _optimizer(self) -> ReshardedOptimizer | None:
-        if self.opened.parts.optimizer is None:
-            return None
-        return ReshardedOptimizer(self._context, saved_names=self._names_as_saved())
-
-    @cached_property
-    def _slots(self) -> dict[str, tuple[int, SavedSlot]]:
-        """The optimizer's parameters by name, and the stage of each."""
-        stages = {} if self._optimizer is None else self._optimizer.stages()
-        found: dict[str, tuple[int, SavedSlot]] = {}
-        for pp_rank, slots in stages.items():
-            for name, slot in slots.items():
-                found.setdefault(name, (pp_rank, slot))
-        return found
-
-    @cached_property
-    def _entry_places(self) -> dict[str, tuple[str, str, Path]]:
-        """(parameter, key, path in what is there) by the name of the tensor there."""
-        return {
-            _name("optim", name, key, *path): (name, key, path)
-            for name, (_, slot) in self._slots.items()
-            for key, value in _entries(slot).items()
-            for path, _ in iter_tensors(value, _LEAVES)
-        }
-
-    @cached_property
-    def _general_leaves(self) -> dict[str, TensorStub]:
-        return {_name(*_GENERAL, *path): leaf for path, leaf in iter_tensors(self.general_state, TensorStub)}
-
-    def _describe(self, name: str, path: Path, pp_rank: int) -> GlobalTensor:
-        assert self._model is not None
-        value = self._model.reference(pp_rank)[path[0]]
-        leaf = dict(iter_tensors(value, _LEAVES))[path[1:]]
-        dtype = _form(leaf)[0]
+    def _describe(self, name: str, path: Path, leaf: Any) -> GlobalTensor:
+        (_, parameter, *inner), dtype = path, _form(leaf)[0]
         local = None if isinstance(leaf, MissingTensor) else leaf.shape
-        if len(path) > 1:
+        if inner:
             return GlobalTensor(name, dtype, leaf.shape, local, None)
-        return GlobalTensor(name, dtype, self._whole(path[0], dtype, leaf.shape), local, self._partition(path[0]))
+        return GlobalTensor(name, dtype, self._whole(parameter, dtype, leaf.shape), local, self._partition(parameter))
 
-    def _describe_entry(self, name: str, parameter: str, key: str, inner: Path) -> GlobalTensor:
-        slot = self._slots[parameter][1]
-        dtype, local = form_of(dict(iter_tensors(_entries(slot)[key], _LEAVES))[inner])
-        held = self._slot_shape(parameter, slot)
-        assert self._optimizer is not None
+    def _describe_entry(self, name: str, path: Path, leaf: Any) -> GlobalTensor:
+        (_, parameter, key, *inner), (dtype, local) = path, form_of(leaf)
+        slot = self._optimizer.slots[parameter]
         if key == STEP or not local:
             return GlobalTensor(name, dtype, local, local, None)
-        if inner or not self._optimizer.is_shaped_like(slot, held, local):
+        if inner or not self._optimizer.is_shaped_like(slot, local):
             return GlobalTensor(name, dtype, local if self._optimizer.holds_whole(slot) else None, local, None)
-        whole = self._whole(parameter, dtype, held, expert=slot.expert)
+        whole = self._whole(parameter, dtype, slot.likely_shape, expert=slot.expert)
         return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
 
     def _whole(
@@ -351,7 +262,7 @@ class WholeTag:
         if held is None:
             return None
         try:
-            return self._spec(parameter, dtype, held, expert=expert).shape
+            return self._context.as_recorded(parameter, dtype, held, expert=expert).shape
         except TopologyMismatch:
             return None
 
@@ -362,29 +273,15 @@ class WholeTag:
         sizes = self._context.saved
         return Partition(known=sizes.tp == sizes.ep == 1)
 
-    def _spec(self, parameter: str, dtype: str, held: tuple[int, ...], *, expert: bool = False) -> ParameterSpec:
-        return respecified_here(self._context, parameter, dtype, held, expert=expert)
 
-    def _slot_spec(self, parameter: str, slot: SavedSlot) -> ParameterSpec:
-        return self._spec(parameter, "float32", self._slot_shape(parameter, slot), expert=slot.expert)
+def _places(tree: Mapping[str, Any]) -> dict[str, _Place]:
+    """Of each tensor in a tree, by its name."""
+    return {_name(*path): (path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)}
 
-    def _slot_shape(self, parameter: str, slot: SavedSlot) -> tuple[int, ...]:
-        """The shape that the parameter had on each saving rank, before ZeRO-1."""
-        return slot.shape or self._context.recorded_shape(parameter) or shape_of_entries(slot)
 
-    def _names_as_saved(self) -> Sequence[Sequence[Sequence[str]]] | None:
-        """Names for every saved entry; "#3" (of the only stage, else "#1.3") where nobody knows them."""
-        if self._saved_names is not None:
-            return self._saved_names
-        names = self.opened.optimizer_names(Coordinates())
-        if names is not None and not any(name.startswith("#") for name in names):
-            return None
-        sizes, stages = self.opened.topology, []
-        for pp_rank in range(sizes.pp):
-            groups = self.opened.optimizer_tree(Coordinates(pp_rank))["param_groups"]
-            prefix = "#" if sizes.pp == 1 else f"#{pp_rank}."
-            stages.append([[f"{prefix}{index}" for index in range(sum(len(group["params"]) for group in groups))]])
-        return stages
+def _at(tree: Any, path: Sequence[Any]) -> Any:
+    """The tensor there."""
+    return dict(iter_tensors(tree, _LEAVES))[tuple(path)]
 
 
 def _name(*path: Any) -> str:
@@ -396,8 +293,3 @@ def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(leaf, MissingTensor):
         return leaf.dtype or UNKNOWN_DTYPE, leaf.shape or ()
     return form_of(leaf)
-
-
-def _entries(slot: SavedSlot) -> dict[str, Any]:
-    masters = {} if slot.master is None else {MASTER_WEIGHTS: slot.master}
-    return {**slot.entries, **masters}

@@ -1,0 +1,235 @@
+"""Which trees of a tag fit the live objects of a rank.
+
+On the sizes that a tag was saved on, its files are the trees. On others, or where the optimizer's parameters are in
+another order, the trees are put together by name (:mod:`nxd_ckpt.runtime.views.resharded_state`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nxd_ckpt.adapters.model import ModelAdapter
+from nxd_ckpt.adapters.optimizer import OptimizerAdapter
+from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
+from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
+from nxd_ckpt.core.renaming import NOT_LIVE
+from nxd_ckpt.core.resharding import check_partitions
+from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
+from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.runtime.load.load_context import LoadContext
+from nxd_ckpt.runtime.load.trees import LoadTrees
+from nxd_ckpt.runtime.views.optimizer_names import is_number
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class LoadPlanner:
+    """Plans what one rank loads of the tag of ``context``."""
+
+    def __init__(self, context: LoadContext) -> None:
+        self._context, self._opened, self._topology = context, context.opened, context.topology
+        self._options, self._filter = context.options, context.filter
+        self._model, self._optimizer = context.model, context.optimizer
+        self._is_regrouped = False
+        self._left_alone: frozenset[str] = frozenset()
+
+    def names(self) -> Iterator[str]:
+        """The global names of all that the tag holds of model and optimizer, and of what is live."""
+        held = [] if self._model is None else self._model.names()
+        saved = self._context.state.model.names.values()
+        yield from (f"model/{name}" for names in (held, *saved) for name in names)
+        if self._opened.parts.optimizer is None and self._optimizer is None:
+            return
+        yield PARAM_GROUPS
+        if isinstance(self._optimizer, DictOptimizer):
+            self._optimizer.know_names(self._names_by_index(self._optimizer))
+        live = () if self._optimizer is None else self._optimizer.entries()
+        entries = [*live, *self._saved_entries()]
+        yield from entries
+        known = {entry.rpartition("/")[0] for entry in entries}
+        yield from (path for path in (f"optim/{name}" for name in self._context.live_names or ()) if path not in known)
+
+    def _saved_entries(self) -> Iterator[str]:
+        state = self._context.state
+        if self._opened.parts.optimizer is None or self._filter.covers("optim"):
+            return
+        try:
+            source = state.optimizer
+            if isinstance(self._optimizer, DictOptimizer):
+                source = state.optimizer_by(replace(self._context.names_as_saved, by_position=False))
+            yield from source.entries()
+        except OptimizerMismatch:  # which parameters they are is not known; if that matters, the load says so
+            return
+
+    def trees(self) -> LoadTrees:
+        """What to load. Reads trees, and no tensor.
+
+        Raises:
+            IncompatibleState: the tag and the live objects do not fit.
+            PartNotFound: a tensor is in no file.
+        """
+        model, optimizer, filtered = self._model, self._optimizer, self._filter
+        trees = LoadTrees(model, optimizer)
+        if model is not None and not filtered.covers("model"):
+            trees.model_tree = self._model_tree(model)
+            trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
+            trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
+        if optimizer is not None and not filtered.covers("optim"):
+            self._refuse_positions(optimizer)
+            tree = self._optimizer_tree(optimizer)
+            self._refuse_bare_groups(tree, optimizer)
+            trees.optimizer_tree = self._filtered(tree, optimizer)
+            optimizer.validate(trees.optimizer_tree)
+        trees.refuse_strangers()
+        trees.is_regrouped = self._is_regrouped
+        trees.keeps = filtered.keeps(trees.names)
+        return trees
+
+    def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
+        """What a model is called whose names are to be loaded, none of which the tag has."""
+        live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
+        saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
+        if not live:
+            return None
+        return f"{self._opened.where} holds {listed(saved, live)}; the model has {listed(live, saved)}"
+
+    def _refuse_bare_groups(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> None:
+        """Raise OptimizerMismatch for param groups whose options were left out of the save, unless they are now too."""
+        names = iter(self._names_by_index(optimizer))
+        for number, group in enumerate(tree["param_groups"]):
+            own = [name for _, name in zip(group["params"], names, strict=False)]
+            left_out = self._filter.ignores(PARAM_GROUPS) or all(self._filter.covers(f"optim/{name}") for name in own)
+            if group["params"] and len(group) == 1 and not left_out and not isinstance(optimizer, DictOptimizer):
+                raise OptimizerMismatch(
+                    f"optimizer: {self._opened.where} was saved without the options (lr, ...) of param group {number}; "
+                    f"ignore_keys=[{PARAM_GROUPS!r}] keeps the live ones"
+                )
+
+    def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
+        """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""
+        if isinstance(optimizer, DictOptimizer):  # filled with what the tag has, and as it has it
+            return
+        mapping, live = self._filter.renaming.key_mapping, self._context.live_names
+        if live is None:
+            held = [] if self._model is None else self._model.names()
+            copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, held))
+            if mapping or copies:
+                why = "where key_mapping= has their state" if mapping else "whose weights are left out"
+                raise OptimizerMismatch(
+                    f"optimizer: the names of its parameters are not known, and so not {why}; pass the live model "
+                    "itself, or param_names="
+                )
+            return
+        exchanges = any(saved in live for name, saved in mapping.items() if name != saved)
+        if exchanges and self._context.saved_names() is None:
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} does not say which parameters its entries belong to, and their "
+                "positions do not tell where key_mapping= exchanges live names; pass saved_param_names="
+            )
+
+    def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
+        """An optimizer's tree without what is left out."""
+        if not self._filter.is_selective:
+            return tree
+        return without(tree, self._names_by_index(optimizer), self._filter.ignores, self._filter.covers)
+
+    def _names_by_index(self, optimizer: OptimizerAdapter) -> Sequence[str]:
+        """What globs go by: a dict has the names of the tag, if none of its own; live parameters "#0", "#1", ..."""
+        if self._context.live_names is not None:
+            return self._context.live_names
+        is_dict = isinstance(optimizer, DictOptimizer)
+        return (is_dict and self._opened.optimizer_names(self._topology.coordinates)) or ()
+
+    def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
+        ignores = self._filter.ignores_model
+        if self._context.specs:  # else a dict to be filled
+            check_partitions(self._options.partitions or {}, self._context.specs, self._topology)
+        if self._context.same_sizes("model") and not self._context.is_recut:
+            tree = self._opened.model_tree(self._topology.coordinates)
+            tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
+        elif not model.names():  # a dict to be filled
+            tree = self._context.target.model.tree()
+        else:
+            wanted = [name for name in model.names() if not ignores(name)]
+            specs = {name: self._context.specs[name] for name in wanted if name in self._context.specs}
+            tree = self._context.state.model.tree(specs, wanted, ignores)
+        if not model.names():
+            tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
+        return self._completed(tree)
+
+    def _optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
+        context = self._context
+        if context.same_sizes("optimizer") and not context.is_recut and not context.is_reordered(optimizer):
+            tree = self._opened.optimizer_tree(self._topology.coordinates, context.live_names)
+            if not context.is_regrouped(optimizer, tree):
+                return tree
+        form = optimizer.form()
+        if form is None:
+            return context.target.optimizer.tree()
+        plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
+        if plain[0] != plain[1]:
+            kinds = ["plain" if one else "ZeRO-1" for one in plain]
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
+                f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
+            )
+        source, filtered = context.state.optimizer, self._filter
+        tree = source.tree(form, filtered.ignores, filtered.covers)
+        self._is_regrouped = source.group_order(form, filtered.covers) != list(range(len(source.groups)))
+        self._refuse_unused([*source.slots], [slot.name for slot in form.slots])
+        return tree
+
+    def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
+        """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""
+        context = self._context.state.context
+        used = {alias for name in live for alias in context.names(name)}
+        unused = [name for name in saved if name not in used and (context.holds_all or name in self._context.specs)]
+        unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
+        if unused:
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
+                "which the live optimizer does not hold; build param_groups as when it was saved (with the same frozen "
+                "parameters)"
+            )
+
+    def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree, with weights that were left out taken from the optimizer's master weights."""
+        missing = [name for name, leaf in tree.items() if isinstance(leaf, MissingTensor)]
+        if not missing:
+            return tree
+        parts, where = self._opened.parts, self._opened.where
+        if parts.lower_precision_weights or not parts.master_weights:
+            raise PartNotFound(
+                f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
+                "tag lost files since it was saved; load another one"
+            )
+        specs, weight = self._context.specs, self._context.state.weight
+        found = {name: weight(name, tree[name], specs.get(name)) for name in missing}
+        lost = [name for name, leaf in found.items() if isinstance(leaf, MissingTensor)]
+        if lost and self._options.strict_names and not self._knows_masters:
+            raise PartNotFound(
+                f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
+                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
+                "master weights can be matched by name; strict=False leaves those tensors as they are"
+            )
+        if lost and self._topology.dp_rank == self._topology.tp_rank == 0:
+            logger.warning(
+                "%s: left as they are, since NxD saved no frozen parameters and buffers beside master weights: %s",
+                where,
+                ", ".join(lost),
+            )
+        self._left_alone = frozenset(lost)
+        return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
+
+    @property
+    def _knows_masters(self) -> bool:
+        """Whether it is known which live names all the master weights belong to: then no others were trained."""
+        known = not any(map(is_number, self._context.state.optimizer.slots))
+        return known and self._model is not None and bool(self._model.names())
+
+    def _leaves_alone(self, name: str) -> bool:
+        return name in self._left_alone or self._filter.ignores_model(name)

@@ -1,0 +1,58 @@
+"""How the parameters of a tag were cut, as far as it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.core.manifest import CRC_BLOCK, ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.tensors import digest_of
+from nxd_ckpt.runtime.tag.opening import OpenTag
+
+
+def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, ParameterSpec]:
+    """How every parameter of the tag was cut, as far as manifest, files and ``partitions`` tell.
+
+    Of a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
+    replicated, the others as cut in an unknown way; and those that are all zero, which tell nothing.
+    """
+    known = {} if opened.manifest is None else opened.manifest.parameters
+    recorded = known or _synthesised(opened)
+    return {
+        name: replace(spec, partition=partitions[name]) if name in partitions else spec
+        for name, spec in recorded.items()
+    }
+
+
+def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
+    sizes = opened.topology
+    found: dict[str, ParameterSpec] = {}
+    for pp_rank in range(sizes.pp if opened.parts.model else 0):
+        first, *others = [
+            opened.model_tree(Coordinates(pp_rank, ep_rank, tp_rank))
+            for ep_rank in range(min(sizes.ep, 2))
+            for tp_rank in range(min(sizes.tp, 2))
+        ]
+        for name, leaf in first.items():
+            if is_tensor(leaf):
+                known = all(_same_bytes(leaf, tree.get(name)) for tree in others)
+                found[name] = ParameterSpec(*form_of(leaf), Partition(known=known))
+    return found
+
+
+def _same_bytes(one: Any, other: Any) -> bool:
+    digest = digest_of(one)
+    return digest is not None and digest == digest_of(other) and digest[-1] != _crc32_of_zeros(one.storage.nbytes)
+
+
+@lru_cache(maxsize=64)
+def _crc32_of_zeros(nbytes: int) -> int:
+    whole, rest = divmod(nbytes, CRC_BLOCK)
+    crcs = [crc32.crc32(bytes(CRC_BLOCK))] * whole + [crc32.crc32(bytes(rest))] * bool(rest)
+    return crc32.combine_blocks(crcs, nbytes)
