@@ -128,7 +128,7 @@ def test_tags_without_times(tmp_path: Path) -> None:
             (tmp_path / "run" / tag / marker).write_text("1")
     with serving(tmp_path, Untimed) as url:
         loaded: dict[str, torch.Tensor] = {}
-        with pytest.raises(CheckpointNotFound, match=r"does not tell when.*one, two.*name"):
+        with pytest.raises(CheckpointNotFound, match=r"does not report when.*one, two.*name"):
             load_checkpoint(url, None, loaded)
         load_checkpoint(url, "two", loaded)
     assert torch.equal(STATE["w"], loaded["w"])

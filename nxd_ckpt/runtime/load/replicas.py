@@ -214,7 +214,7 @@ def _broadcast_rate(agreement: Agreement, shares: ReplicaShares, timeout: float)
         with Broadcast(agreement, shares.ranks, min(timeout / 2, _PROBE_SECONDS)) as group:
             return group.rate()
     except CheckpointError as error:
-        logger.warning("every replica reads all for itself: %s", error)
+        logger.warning("every replica reads everything itself: %s", error)
         return 0.0
 
 

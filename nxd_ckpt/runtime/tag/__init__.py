@@ -1,1 +1,1 @@
-"""A tag that is opened: its trees, verified and read, put together for other sizes or as whole tensors."""
+"""An opened tag: how it is chosen, opened, read and verified."""

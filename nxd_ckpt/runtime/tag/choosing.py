@@ -26,11 +26,11 @@ _LOOKS = 3
 def choose_tag(storage: Storage, tag: Tag | None) -> str:
     """The tag to load: the one asked for if it is complete, else the latest complete one.
 
-    One that is asked for may lack every marker, as what NxD's converter writes does: a warning says so.
+    A tag that is asked for may lack every marker, like those of NxD's converter; a warning says so.
 
     Raises:
-        CheckpointNotFound: no directory, no complete tag, or not this one; says what is there.
-        CorruptCheckpoint: what should mark this one is no file.
+        CheckpointNotFound: no directory, no complete tag, or no such tag; says what is there.
+        CorruptCheckpoint: its marker is not a file.
     """
     wanted = None if tag is None else validate_tag(tag)
     require_directory(storage)
@@ -38,7 +38,7 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
     if wanted is None:
         newest = latest(tags)
         for damage in filter(None, (info.damage for info in tags)):
-            logger.warning("%s: this tag is passed over", damage)
+            logger.warning("%s: this tag is skipped", damage)
         if newest is None:
             raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
         _refuse_guess(storage, tags, newest)
@@ -47,7 +47,7 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
     if found is None and is_whole_without_marks(storage, wanted):
         logger.warning(
             "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
-            "of all ranks that their names tell of are there",
+            "of all ranks that the names imply are there",
             storage.url,
             wanted,
             names.DONE,
@@ -70,7 +70,7 @@ def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) ->
     same = [info.tag for info in tags if info.complete and info.order_time == newest.order_time]
     if newest.order_time == 0.0 and len(same) > 1:
         raise CheckpointNotFound(
-            f"{storage.url} does not tell when files were written, and so not which is the latest of "
+            f"{storage.url} does not report when files were written, so it is not known which is the latest of "
             f"{', '.join(same[:8])}: name one"
         )
 
@@ -78,8 +78,8 @@ def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) ->
 def settled_tags(storage: Storage, wanted: str | None = None) -> list[TagInfo]:
     """The tags in a directory while others save there; ``wanted``, or else any complete one, is looked for.
 
-    What is being replaced is away for a moment, and a tag that is published while the directory is listed may be missed
-    like the one that goes for it: what is not found is looked for again.
+    A tag that is being replaced is away for a moment. One that is published while the directory is listed may be
+    missed, as may the one that is removed for it. So what is not found is looked for again.
     """
     tags: list[TagInfo] = []
     for _ in range(_LOOKS):

@@ -1,4 +1,4 @@
-"""Which save a tag is. Its name does not tell: another save may take it while a reader is busy with the first."""
+"""Which save a tag is. Its name does not say: another save may take the name while a reader still reads the first."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nxd_ckpt.storage.base import Storage
 T = TypeVar("T")
 
 _SIGNS = (CorruptCheckpoint, CheckpointNotFound, UnsafePickle, OSError, EOFError)
-"""What reading a tag raises whose files are damaged, or are being removed, or are those of two saves."""
+"""Errors of reading a tag whose files are damaged, are being removed, or are those of two saves."""
 
 _TRIES = 10
-"""How often a reader begins anew with the latest tag. Who writes faster than others read has to keep more tags."""
+"""How often a reader begins again with the latest tag. A job that writes faster than others read must keep more
+tags."""
 
 
 class Identity:
@@ -43,7 +44,8 @@ class Identity:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, the tag is read: an error that comes of another save, or of its removal, is raised as TagReplaced."""
+        """The tag is read within this context: an error caused by another save, or by its removal, is raised as
+        TagReplaced."""
         try:
             yield
         except _SIGNS as error:

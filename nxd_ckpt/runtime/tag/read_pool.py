@@ -1,7 +1,7 @@
 """A few threads that read, and the caller's own among them while it waits.
 
-Tasks start in the order in which they are given. An error stops those that have not started, and of several the one of
-the first task is raised: an error does not depend on which thread was faster.
+Tasks start in the order in which they are given. An error stops those that have not started. If several fail, the error
+of the first task is raised, whichever thread was faster.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class ReadPool:
                 self._others = len(self._threads)
 
     def wait_for(self, count: int) -> None:
-        """Return once the first ``count`` tasks are done, and help with them. Raises what the first that failed did."""
+        """Return once the first ``count`` tasks are done, and help with them. Raises the error of the first that
+        failed."""
         while (item := self._next(count)) is not None:
             self._run(*item)
         if self._failed is not None:
