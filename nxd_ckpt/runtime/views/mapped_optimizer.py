@@ -93,7 +93,7 @@ class MappedOptimizer:
         if names:
             raise KeyMismatch(
                 f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
-                "parameters), which the model in this tag has not; are param_names those that it was saved with?"
+                "parameters), which the model in this tag does not have; are param_names those that it was saved with?"
             )
         for tensor in self.tensors:
             self._mapped.assembly(tensor)

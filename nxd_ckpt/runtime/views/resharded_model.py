@@ -56,7 +56,7 @@ class ReshardedModel:
         digests = [[digest_of(leaf) for _, leaf in iter_tensors(tree[name])] for tree in trees]
         if any(one != digests[0] for one in digests):
             raise TopologyMismatch(
-                f"model/{name}: pipeline stages {stages} saved other values under this name; which of them is meant?"
+                f"model/{name}: pipeline stages {stages} saved different values under this name, so it is ambiguous"
             )
         return held
 

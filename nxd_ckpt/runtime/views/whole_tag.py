@@ -204,8 +204,8 @@ class WholeTag:
             if not parameter.startswith("#"):
                 raise
             raise OptimizerMismatch(
-                f"{self.opened.where} does not say whose state optim/{parameter}/{key} is, so its cut is not known; "
-                "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
+                f"{self.opened.where} does not say which parameter optim/{parameter}/{key} belongs to, so its cut is "
+                "not known; pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
 
     @cached_property
