@@ -212,7 +212,7 @@ def test_a_name_on_two_stages_is_one_tensor_or_an_error(tmp_path: Path) -> None:
         save_as_every_rank(tmp_path, tag, ranks, [{"model": one} for one in stages].__getitem__)
     tied, apart = (open_checkpoint(tmp_path, tag) for tag in ("tied", "apart"))
     assert [1.0, 1.0] == tied.read("model/embed").tolist()
-    with pytest.raises(TopologyMismatch, match="saved other values under this name"):
+    with pytest.raises(TopologyMismatch, match="saved different values under this name"):
         apart.read("model/embed")
     with pytest.raises(TopologyMismatch, match="so it is ambiguous"):
         unshard_checkpoint(tmp_path / "apart", tmp_path / "whole", quiet=True)

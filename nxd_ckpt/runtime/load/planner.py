@@ -90,7 +90,7 @@ class LoadPlanner:
         return trees
 
     def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
-        """What a model is called whose names are to be loaded, none of which the tag has."""
+        """The names of the tag and of the model, for the error if none match; None if no name is to be loaded."""
         live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
         saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
         if not live:

@@ -81,7 +81,7 @@ class MappedOptimizer:
         return {**document, "general": general} if general else document
 
     def require_all(self) -> None:
-        """Verify that all of it can be exported, as far as trees and scalars tell.
+        """Check that all of it can be exported, as far as trees and scalars tell.
 
         Raises:
             KeyMismatch: the optimizer has parameters that are no Hugging Face tensor.

@@ -103,7 +103,7 @@ class MappedTag:
         return [name for name in self._mapping.required(self.sizes) if name not in held]
 
     def require_all(self) -> None:
-        """Verify that this is the tag of such a model, as far as names and digests tell; reads no tensor.
+        """Check that this is the tag of such a model, as far as names and digests tell; reads no tensor.
 
         Raises:
             KeyMismatch: names are not mapped, or tensors are missing.

@@ -19,8 +19,8 @@ from nxd_ckpt.runtime.tag.opening import OpenTag
 def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, ParameterSpec]:
     """How every parameter of the tag was cut, as far as manifest, files and ``partitions`` tell.
 
-    Of a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
-    replicated, the others as cut in an unknown way; and those that are all zero, which tell nothing.
+    In a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
+    replicated. The others count as cut in an unknown way, and so do those that are all zero, whose digests say nothing.
     """
     known = {} if opened.manifest is None else opened.manifest.parameters
     recorded = known or _synthesised(opened)

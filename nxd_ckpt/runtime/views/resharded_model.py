@@ -126,7 +126,8 @@ class ReshardedModel:
                 )
 
     def _is_constant(self, name: str, pp_rank: int) -> bool:
-        """Whether all elements are the same (a bias that is zero yet): then equal ranks tell nothing, and need not."""
+        """Whether all elements are the same (a bias that is still zero): then equal ranks prove nothing, and need
+        not."""
         values = self._context.opened.read(self.saved_by(pp_rank, CutIndex())[name]).flatten()
         return bool((values == values[:1]).all())
 

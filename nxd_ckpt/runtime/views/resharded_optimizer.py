@@ -201,9 +201,8 @@ class ReshardedOptimizer:
         )
 
     def _refuse_entries_elsewhere(self, slot: OptimizerSlot, found: _Found) -> None:
-        """Raise IncompatibleState where a rank saved state that the one which speaks for all has not.
-
-        Experts may differ in that: each is another one.
+        """Raise IncompatibleState if a rank saved state that the rank which stands for all did not. Experts may differ,
+        because each is another parameter.
         """
         mine = {key for key, value in found.slot.entries.items() if value is not None}
         whole = found.slot.shape
@@ -285,7 +284,7 @@ class ReshardedOptimizer:
                 self._refuse_other_options(number, own[0], slot)
             # Experts' groups are numbered anew, and so are the parameters in them.
             first, first_group = form.ordinary if form.ordinary and number >= form.ordinary[1] else (0, 0)
-            by_number = {} if size else dict(enumerate(self.groups))  # an empty group has but its number
+            by_number = {} if size else dict(enumerate(self.groups))  # an empty group has only its number
             options = own[0].options if own else by_number.get(number - first_group, {})
             groups.append({**options, "params": list(range(begin - first, begin - first + size))})
             begin += size

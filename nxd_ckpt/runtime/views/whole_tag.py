@@ -1,7 +1,7 @@
-"""A tag as global tensors: each under its name, put together of what the ranks saved. Reads trees only, no tensor.
+"""A tag as global tensors: each under its name, put together from what the ranks saved. Reads trees only, no tensor.
 
-What cannot be put together is named all the same, and asking for it says why: NxD's own tags do not tell how their
-tensors are cut, or whose the entries of their optimizer are.
+What cannot be put together has a name all the same, and asking for it raises the reason: NxD's own tags do not say how
+their tensors are cut, or which parameters the entries of their optimizer belong to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Place = tuple[Path, Any]
 """The keys that lead to something, and what a saving rank has there."""
 
 _GENERAL = ("optim", "state")
-"""Where state is that is no parameter's, as the filters of a load name it."""
+"""Where state is that belongs to no parameter, as the filters of a load name it."""
 
 UNKNOWN_DTYPE = "?"
 """Of a tensor that is in no file, and of which none says what it was."""
@@ -101,7 +101,7 @@ class WholeTag:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What stands beside the tensors under such names and is none: Python numbers, extra state, by name."""
+        """What is not a tensor, by names of the same kind: Python numbers, extra state."""
         return {name: value for name, (_, value) in self._value_places.items()}
 
     def path(self, name: str) -> Path:
@@ -110,7 +110,7 @@ class WholeTag:
         return places[name][0]
 
     def is_general(self, name: str) -> bool:
-        """Whether it is a part of the optimizer's state that is no parameter's."""
+        """Whether it is optimizer state that belongs to no parameter."""
         return name in self._general_places or (name in self._value_places and self.path(name)[:2] == _GENERAL)
 
     @cached_property
@@ -176,7 +176,7 @@ class WholeTag:
 
     @cached_property
     def general_state(self) -> dict[str, Any]:
-        """The optimizer's state that is no parameter's, the same on all ranks, by the keys that it gave it."""
+        """The optimizer's state that belongs to no parameter, the same on all ranks, by the optimizer's keys."""
         return dict(self._optimizer.general)
 
     def _model_value(self, name: str, value: Any) -> Any:
