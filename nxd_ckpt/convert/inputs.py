@@ -16,7 +16,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.directory import require_directory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
-from nxd_ckpt.layout.model_file import ModelFile
+from nxd_ckpt.layout.model_file import WholeModelFile
 from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.tag.reading import LeafReader
@@ -45,7 +45,7 @@ def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
     """The Hugging Face directory, or the file with a whole model; raises what opening it raises."""
     storage = place.open()
     if storage.is_file(place.name):
-        return ModelFile(storage, place.name, model_key)
+        return WholeModelFile(storage, place.name, model_key)
     require_directory(storage, place.name, "input")
     return HuggingFaceDirectory(storage, place.name)
 

@@ -10,7 +10,7 @@ from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.storage.base import Storage
 
 
-class ModelFile(HuggingFaceDirectory):
+class WholeModelFile(HuggingFaceDirectory):
     """The ``file`` of ``storage``, whose name ends in .safetensors unless torch.save wrote it.
 
     From a pickle only plain data is read. ``model_key`` is the key of the state dict, if the file holds more than that.
