@@ -58,7 +58,6 @@ class Checkpointer:
     turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory: it
     holds a lease.
     What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
-
     """
 
     @as_checkpoint_errors()

@@ -18,6 +18,7 @@ import pytest
 import nxd_ckpt.options
 from nxd_ckpt import (
     Checkpointer,
+    convert,
     get_checkpoint_metadata,
     load_checkpoint,
     load_keys,
@@ -55,6 +56,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     Checkpointer.__init__,
     Checkpointer.save,
     Checkpointer.load,
+    *(one for one in map(vars(convert).get, convert.__all__) if inspect.isfunction(one)),
 ]
 
 _RIGHT = """
@@ -64,6 +66,8 @@ _RIGHT = """
         checkpointer.save("t", {"w": 1}, use_xser=True, partitions={"w": Partition(partition_dim=0)})
         checkpointer.load("t", strict=False, trust_pickle=True)
     open_checkpoint("run", storage_options={"anon": True}).keys("model/*")
+    reshard("run/3", "run/4", tp=4, num_workers=2, partitions={"w": Partition(partition_dim=0)}, dry_run=True)
+    export_checkpoint("run/3", "hf", config="config.json", dtype="bfloat16", size_per_shard="1GB", progress=True)
 """
 _WRONG = """
     save_checkpoint("run", 3, overwite=True)
@@ -74,9 +78,12 @@ _WRONG = """
     Checkpointer("run").save("t", use_xsr=True)
     Checkpointer("run").load("t", prefix=3)
     open_checkpoint("run", trust=True)
+    reshard("run/3", "run/4", tp="4")
+    export_checkpoint("run/3", "hf", max_shard_size="1GB")
 """
 _SCRIPT = f"""
 from nxd_ckpt import Checkpointer, Partition, Topology, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.convert import export_checkpoint, reshard
 
 def right() -> None:{_RIGHT}
 def wrong() -> None:{_WRONG}"""

@@ -94,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--n_layers", type=int, help="not needed: the model shows it")
     for name, meaning in BOOLEANS.items():
         parser.add_argument(f"--{name}", type=_boolean, nargs="?", const=True, default=False, help=meaning)
-    parser.add_argument("--hw_backend", choices=HARDWARE, default="trn1", help="the order of copies (default: trn1)")
+    parser.add_argument(
+        "--hw_backend", dest="hardware", choices=HARDWARE, default="trn1", help="the order of copies (default: trn1)"
+    )
     parser.add_argument("--model_style", choices=("hf", "megatron"), default="hf", help="the tag's names (default: hf)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output_dir")
     return parser
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(args: argparse.Namespace, scratch: Path) -> None:
     names: dict[str, Any] = {
         "kv_size_multiplier": args.kv_size_multiplier,
-        "hardware": args.hw_backend,
+        "hardware": args.hardware,
         "pad_attn_heads": args.pad_attn_heads,
         "config": args.config,
     }

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from nxd_ckpt.convert.locations import Options, StrPath, locate_input, location_of
+from nxd_ckpt.convert.locations import locate_input, location_of
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
@@ -36,6 +36,7 @@ from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
+from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -74,7 +75,7 @@ class StorageReader(TorchStorageReader):
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
         verify: bool = True,
-        storage_options: Options | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         super().__init__()
         self._path, self._options, self._verify = tag, storage_options, verify

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.execution_options import add_execution_options, execution_options_of, show_converted
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.output import show_converted
+from nxd_ckpt.options.tags import Zero1Options
 
 NAME = "convert-zero1"
 SUMMARY = "unshard a ZeRO-1 optimizer, or cut it for another data-parallel size"
@@ -17,28 +20,21 @@ DESCRIPTION = (
 )
 
 
+_MODES = ("convert_to_full", "convert_to_sharded")
+_AS_IN_NXD = {name: f"--{name}" for name in (*_MODES, "dp_size", "optim_only", "num_workers")}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_dir", required=True, help="a tag's directory or URL, or what NxD's converter wrote")
     parser.add_argument("--output_dir", required=True, help="the tag that is made: a directory or URL")
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--convert_to_full", action="store_true", help="one unsharded file for each tp, pp and ep rank")
-    mode.add_argument("--convert_to_sharded", action="store_true", help="one file for each rank; needs --dp_size")
-    parser.add_argument("--dp_size", type=int, metavar="N", help="the new data-parallel size")
-    parser.add_argument("--optim_only", action="store_true", help="leave out everything but the optimizer")
-    add_execution_options(parser, workers="--num_workers")
+    add_options(mode, Zero1Options, only=_MODES, flags=_AS_IN_NXD)
+    add_options(parser, Zero1Options, without=_MODES, flags=_AS_IN_NXD)
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import convert_zero1
 
-    done = convert_zero1(
-        args.input_dir,
-        args.output_dir,
-        dp_size=args.dp_size,
-        convert_to_full=args.convert_to_full,
-        convert_to_sharded=args.convert_to_sharded,
-        optim_only=args.optim_only,
-        **execution_options_of(args),
-    )
-    show_converted(args, done)
+    show_converted(args, convert_zero1(args.input_dir, args.output_dir, **options_of(args, Zero1Options)))
     return 0

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.execution_options import add_output, output_of, show_done
+from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.output import show_done
 from nxd_ckpt.core.units import size
+from nxd_ckpt.options.tags import CopyOptions
 
 NAME = "cp"
 SUMMARY = "copy a checkpoint between any two places"
@@ -22,27 +24,14 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a tag's directory, or its URL")
     parser.add_argument("target", metavar="DST", help="the tag that is made: a directory or URL that ends in its name")
-    parser.add_argument(
-        "--hard-links",
-        action="store_true",
-        help="link files where that works and is safe: within one file system, and those of nxd_ckpt",
-    )
-    parser.add_argument("--num-workers", type=int, default=4, metavar="N", help="files copied at once (default: 4)")
-    add_output(
-        parser, replaces="an existing checkpoint at DST", dry_run="say what would be copied, and write nothing"
-    )
+    add_options(parser, CopyOptions)
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import copy_checkpoint
 
-    done = copy_checkpoint(
-        args.source,
-        args.target,
-        hard_links=args.hard_links,
-        num_workers=args.num_workers,
-        **output_of(args),
-    )
+    done = copy_checkpoint(args.source, args.target, **options_of(args, CopyOptions))
     show_done(args, done, _lines)
     return 0
 

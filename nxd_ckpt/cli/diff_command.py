@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.options import add_options, options_of
 from nxd_ckpt.core.units import size
+from nxd_ckpt.options.opening import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
@@ -45,13 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full", action="store_true", help="read tensors whose recorded digests are equal, too")
     parser.add_argument("--all", action="store_true", help=f"show all that differs, not {_SHOWN} of a kind")
-    parser.add_argument(
-        "--partitions", metavar="FILE", help="JSON: how parameters are cut in tags of NxD, as for nxd-ckpt reshard"
-    )
-    parser.add_argument(
-        "--param-names", metavar="FILE", help="JSON: their optimizers' parameter names, as for nxd-ckpt reshard"
-    )
-    add_storage_options(parser)
+    add_options(parser, OpenOptions)
     text.add_quiet(parser)
     text.add_json(parser)
     parser.set_defaults(code_of_error=2)
@@ -97,7 +91,7 @@ def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Optio
     from nxd_ckpt.cli.tags import locate
     from nxd_ckpt.storage.urls import options_for
 
-    options = options_for(path, nested(args.storage_option))
+    options = options_for(path, args.storage_options)
     return *locate(path, None, options), options
 
 
@@ -105,12 +99,10 @@ def _open(directory: str, tag: str | None, options: Options, args: argparse.Name
     from nxd_ckpt.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
-    if checkpoint.manifest is not None or not (args.partitions or args.param_names):
+    if checkpoint.manifest is not None:
         return checkpoint
-    partitions, names = partitions_in(args.partitions), nested_lists(args.param_names, depth=3)
-    return open_checkpoint(
-        directory, checkpoint.tag, partitions=partitions, saved_param_names=names, storage_options=options
-    )
+    given = options_of(args, OpenOptions) | {"storage_options": options}
+    return open_checkpoint(directory, checkpoint.tag, **given)
 
 
 def _side(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.execution_options import add_all_ranks, add_output, output_of, show_done
-from nxd_ckpt.cli.json_files import nested_lists
-from nxd_ckpt.cli.mapping_options import DTYPES, add_mapping, hindrances, mapping_of
+from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.output import hindrances, show_done
 from nxd_ckpt.core.units import size
+from nxd_ckpt.options.hugging_face import ExportOptions
 
 NAME = "export"
 SUMMARY = "write a checkpoint's model as a Hugging Face directory"
@@ -27,49 +27,14 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag's directory or URL")
     parser.add_argument("out", metavar="OUT", help="the directory or URL that is made")
-    parser.add_argument(
-        "--config", metavar="PATH", help="the model's config.json, or a Hugging Face directory with one; it is copied"
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", help="a directory whose tokenizer files are copied")
-    add_mapping(parser, "the job that saved it kept")
-    parser.add_argument(
-        "--size-per-shard", default="5GB", metavar="SIZE", help="bytes of a file at most, or 512MiB (default: 5GB)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="cast to this (default: as saved)")
-    parser.add_argument("--master-weights", action="store_true", help="take the optimizer's master weights")
-    parser.add_argument(
-        "--optimizer", action="store_true", help="write the optimizer's state beside the model: optimizer.safetensors"
-    )
-    parser.add_argument(
-        "--param-names",
-        metavar="FILE",
-        help="JSON: the optimizer's parameter names, for each pipeline stage a list of names for each param group",
-    )
-    add_all_ranks(parser)
-    add_output(
-        parser,
-        replaces="an existing Hugging Face directory at OUT",
-        dry_run="show what maps to what and what does not, and write nothing",
-    )
+    add_options(parser, ExportOptions)
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import export_checkpoint
 
-    done = export_checkpoint(
-        args.tag,
-        args.out,
-        config=args.config,
-        tokenizer=args.tokenizer,
-        **mapping_of(args),
-        size_per_shard=args.size_per_shard,
-        dtype=args.dtype,
-        master_weights=args.master_weights,
-        optimizer=args.optimizer,
-        param_names=nested_lists(args.param_names, depth=3),
-        all_ranks=args.all_ranks,
-        **output_of(args),
-    )
+    done = export_checkpoint(args.tag, args.out, **options_of(args, ExportOptions))
     is_well = not (done.unknown or done.missing)
     show_done(args, done, _lines, is_well=is_well, nbytes=done.nbytes)
     return 0 if is_well else 1

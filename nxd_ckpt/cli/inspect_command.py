@@ -8,7 +8,7 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.alike import alike
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 
 NAME = "inspect"
@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default) those together that differ in numbers alone",
     )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="the global rank to look as (default: 0)")
-    add_storage_options(parser)
+    add_storage_option(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.inspection import inspection
 
-    options = nested(args.storage_option)
+    options = args.storage_options
     document = inspection(
         args.directory, args.tag, rank=args.rank, pattern=args.tensors, depth=args.by_prefix, options=options
     )

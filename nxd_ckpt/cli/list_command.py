@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 
 NAME = "list"
@@ -23,14 +23,14 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="what is passed to save_checkpoint: a directory or URL")
     parser.add_argument("--wide", action="store_true", help="show all columns, whatever the width of the terminal")
-    add_storage_options(parser)
+    add_storage_option(parser)
     text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.tags import directory_document
 
-    document = directory_document(args.directory, nested(args.storage_option))
+    document = directory_document(args.directory, args.storage_options)
     width = None if args.wide else shutil.get_terminal_size().columns
     text.show(document, _lines(document, width), as_json=args.json)
     return 0

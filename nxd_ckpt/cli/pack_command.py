@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.execution_options import add_output, output_of, show_done
+from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.output import show_done
 from nxd_ckpt.core.units import size
+from nxd_ckpt.options.tags import PackOptions
 
 NAME = "pack"
 SUMMARY = "pack a checkpoint into one tar file"
@@ -23,17 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag's directory, or its URL")
     out = "the archive that is made: a path or URL that ends in .tar, .tar.zst, .tar.gz or .tgz"
     parser.add_argument("out", metavar="OUT", help=out)
-    add_output(parser, replaces="an existing file at OUT")
+    add_options(parser, PackOptions)
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import pack_checkpoint
 
-    done = pack_checkpoint(
-        args.tag,
-        args.out,
-        **output_of(args),
-    )
+    done = pack_checkpoint(args.tag, args.out, **options_of(args, PackOptions))
     show_done(args, done, _lines)
     return 0
 

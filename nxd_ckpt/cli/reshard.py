@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.execution_options import add_execution_options, execution_options_of, show_converted
-from nxd_ckpt.cli.json_files import nested_lists, partitions_in
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.output import show_converted
+from nxd_ckpt.options.tags import ReshardOptions
 
 NAME = "reshard"
 SUMMARY = "cut a whole checkpoint for other parallel sizes"
@@ -17,39 +19,17 @@ DESCRIPTION = (
     "For a checkpoint that is too large for one machine, start it on several with torchrun "
     "(-m nxd_ckpt.cli reshard --all-ranks ...): each writes a share."
 )
-_SIZES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="INPUT", help="a tag's directory or URL")
     parser.add_argument("output", metavar="OUTPUT", help="the tag that is made: a directory or URL")
-    for name, kind in _SIZES.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{kind}-parallel size (default: the input's)")
-    parser.add_argument(
-        "--partitions",
-        metavar="FILE",
-        help="JSON: how parameters are cut over the input's ranks, by name; as under `partition` in a manifest",
-    )
-    parser.add_argument("--stages", metavar="FILE", help="JSON: a list of names for each new pipeline stage")
-    parser.add_argument(
-        "--param-names",
-        metavar="FILE",
-        help="JSON: the optimizer's parameter names, for each stage of the input a list of names for each param group",
-    )
-    add_execution_options(parser)
+    add_options(parser, ReshardOptions, without=["use_xser"])
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import reshard
 
-    done = reshard(
-        args.input,
-        args.output,
-        **{name: getattr(args, name) for name in _SIZES},
-        partitions=partitions_in(args.partitions),
-        stages=nested_lists(args.stages, depth=2),
-        saved_param_names=nested_lists(args.param_names, depth=3),
-        **execution_options_of(args),
-    )
-    show_converted(args, done)
+    show_converted(args, reshard(args.input, args.output, **options_of(args, ReshardOptions)))
     return 0

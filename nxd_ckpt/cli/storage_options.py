@@ -4,48 +4,46 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Any
 
-Option = tuple[Sequence[str], Any]
+Option = tuple[list[str], Any]
 
 
-def add_storage_options(parser: argparse.ArgumentParser, *, output: bool = False) -> None:
-    """The option itself; with ``output`` also ``--output-option``, for commands that write to another place."""
-    parser.add_argument(
+def add_storage_option(parser: argparse._ActionsContainer) -> None:
+    """The option itself. Its value is one mapping, nested as the keys say, or None."""
+    _add(
+        parser,
         "--storage-option",
-        metavar="KEY=VALUE",
-        type=_option,
-        action="append",
-        help="what a URL is opened with, as fsspec and s3fs call it; again for more, dots in KEY for what is nested: "
+        "what a URL is opened with, as fsspec and s3fs call it; again for more, dots in KEY for what is nested: "
         "client_kwargs.region_name=us-west-2",
     )
-    if output:
-        parser.add_argument(
-            "--output-option",
-            metavar="KEY=VALUE",
-            type=_option,
-            action="append",
-            help="the same for the output alone, in place of all --storage-option",
-        )
 
 
-def nested(options: Sequence[Option] | None) -> dict[str, Any] | None:
-    """The options as one mapping, nested as their keys say; None without any.
+def add_output_option(parser: argparse._ActionsContainer) -> None:
+    """The same for an output in another place."""
+    _add(parser, "--output-option", "the same for the output alone, in place of all --storage-option")
 
-    Raises argparse.ArgumentTypeError where a key is both a value and a mapping.
-    """
-    if options is None:
-        return None
-    whole: dict[str, Any] = {}
-    for keys, value in options:
+
+def _add(parser: argparse._ActionsContainer, flag: str, about: str) -> None:
+    keyword = f"{flag[2:].replace('-', '_')}s"
+    parser.add_argument(flag, dest=keyword, metavar="KEY=VALUE", type=_option, action=_Nest, help=about)
+
+
+class _Nest(argparse.Action):
+    """Puts one more option into the mapping."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        keys, value = values
+        whole = getattr(namespace, self.dest) or {}
         inner = whole
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise argparse.ArgumentTypeError(f"{'.'.join(keys)}: {key} has a value of its own")
+                raise argparse.ArgumentError(self, f"{'.'.join(keys)}: {key} has a value of its own")
         inner[keys[-1]] = value
-    return whole
+        setattr(namespace, self.dest, whole)
 
 
 def _option(text: str) -> Option:

@@ -95,11 +95,11 @@ def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
     return [f"  {name.ljust(width)}  {fact}" for name, fact in lines]
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
-def add_quiet(parser: argparse.ArgumentParser) -> None:
+def add_quiet(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress, and say nothing if all is well")
 
 

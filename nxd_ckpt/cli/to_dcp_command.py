@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from nxd_ckpt.cli.dcp_options import add_keys, keys_of
-from nxd_ckpt.cli.execution_options import add_output, output_of, show_converted
-from nxd_ckpt.cli.json_files import nested_lists, partitions_in
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.output import show_converted
+from nxd_ckpt.options.torch_forms import ToDcpOptions
 
 NAME = "to-dcp"
 SUMMARY = "make a torch DCP directory of a checkpoint"
@@ -22,34 +23,12 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag's directory or URL")
     parser.add_argument("dcp", metavar="DCP", help="the directory or URL that is made")
-    parser.add_argument(
-        "--flatten-optimizer-state",
-        action="store_true",
-        help="param groups by parameter, as with torch's flatten_optimizer_state_dict=True",
-    )
-    parser.add_argument(
-        "--partitions", metavar="FILE", help="JSON: how parameters are cut over the tag's ranks, by name"
-    )
-    parser.add_argument(
-        "--param-names",
-        metavar="FILE",
-        help="JSON: the optimizer's parameter names, for each stage of the tag a list of names for each param group",
-    )
-    add_keys(parser)
-    add_output(parser)
+    add_options(parser, ToDcpOptions)
+    text.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import to_dcp
 
-    done = to_dcp(
-        args.tag,
-        args.dcp,
-        flatten_optimizer_state=args.flatten_optimizer_state,
-        partitions=partitions_in(args.partitions),
-        saved_param_names=nested_lists(args.param_names, depth=3),
-        **keys_of(args),
-        **output_of(args),
-    )
-    show_converted(args, done)
+    show_converted(args, to_dcp(args.tag, args.dcp, **options_of(args, ToDcpOptions)))
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.storage_options import add_storage_options, nested
+from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CorruptCheckpoint
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
     parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
     parser.add_argument("--all", action="store_true", help="verify every complete tag in DIR, oldest first")
-    add_storage_options(parser)
+    add_storage_option(parser)
     text.add_quiet(parser)
     text.add_json(parser)
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.tags import locate, tags_to_verify
 
-    options = nested(args.storage_option)
+    options = args.storage_options
     if not args.all:
         document = _verified(*locate(args.directory, args.tag, options), args)
         problems = document["problems"]
@@ -54,9 +54,8 @@ def _verified(directory: str, tag: str | None, args: argparse.Namespace) -> dict
     from nxd_ckpt.storage.fsspec_storage import without_password
     from nxd_ckpt.verify import Verification, verify_checkpoint
 
-    options = nested(args.storage_option)
     try:
-        found = verify_checkpoint(directory, tag, storage_options=options, progress=not args.quiet)
+        found = verify_checkpoint(directory, tag, storage_options=args.storage_options, progress=not args.quiet)
     except CorruptCheckpoint as error:
         if not args.all:
             raise

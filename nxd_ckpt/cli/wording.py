@@ -10,21 +10,13 @@ from collections.abc import Mapping
 from nxd_ckpt.errors import StorageError
 from nxd_ckpt.layout.names import HIDDEN
 
-_OTHER_NAMES = {
-    "saved_param_names": "param_names",
-    "hardware": "hw_backend",
-    "storage_options": "storage_option",
-    "output_options": "output_option",
-}
-"""Keywords that are not called as their option is."""
 _UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
 """Under which an output is written, or what it replaces put aside."""
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The option of the command for each keyword that its function may complain of."""
-    flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
-    return flags | {keyword: flags[name] for keyword, name in _OTHER_NAMES.items() if name in flags}
+    return {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 
 from nxd_ckpt.convert.job import Converted, Job
@@ -20,13 +19,12 @@ from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryInUse,
-    InvalidArgument,
     PeerTimeout,
     RanksDisagree,
     from_wire,
     to_wire,
 )
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.environment import versions
@@ -38,24 +36,6 @@ from nxd_ckpt.runtime.save.publication import publication_of
 from nxd_ckpt.runtime.save.session import Session, open_session
 
 logger = logging.getLogger("nxd_ckpt")
-
-
-@dataclass(frozen=True)
-class ExecutionOptions:
-    """With what to convert: ``num_workers`` processes on each host, ``all_ranks`` to share the work with the job's
-    other ranks, ``timeout`` seconds without progress until one of those counts as lost, ``progress`` for a bar on rank
-    0's standard error, ``dry_run`` to plan everything and write nothing."""
-
-    num_workers: int = 1
-    all_ranks: bool = False
-    timeout: float = DEFAULT_TIMEOUT
-    progress: bool = False
-    dry_run: bool = False
-
-    def validate(self) -> None:
-        """Raises InvalidArgument."""
-        if not isinstance(self.num_workers, int) or self.num_workers < 1:
-            raise InvalidArgument(f"num_workers must be an int of at least 1, found {self.num_workers!r}")
 
 
 def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> Converted:

@@ -9,20 +9,24 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 
+from typing_extensions import Unpack
+
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
 from nxd_ckpt.convert.cp_publication import copy_publication
-from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
+from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import tensors_dirs
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.publication import Publication
 from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.storage.urls import StrPath
 
 
 @dataclass(frozen=True)
@@ -43,21 +47,11 @@ class Copy:
 
 
 @as_checkpoint_errors()
-def copy_checkpoint(
-    src: StrPath,
-    dst: StrPath,
-    *,
-    overwrite: bool = False,
-    hard_links: bool = False,
-    num_workers: int = 4,
-    dry_run: bool = False,
-    storage_options: Options | None = None,
-    output_options: Options | None = None,
-    durable: bool = True,
-    timeout: float = DEFAULT_TIMEOUT,
-    progress: bool = False,
-) -> Copy:
+@takes(CopyOptions)
+def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords]) -> Copy:
     """Make ``dst``, a tag, an exact copy of the tag ``src``. Both may be directories or URLs.
+
+    Keywords are the fields of :class:`~nxd_ckpt.options.tags.CopyOptions`.
 
     Every file is verified on the way: those of a tag of ours by its indexes, those of neuronx_distributed's by the
     digests that they carry. The copy becomes visible at once, when all of it is durable; one that is interrupted goes
@@ -71,17 +65,6 @@ def copy_checkpoint(
     Args:
         src: a tag's directory, or its URL.
         dst: the tag that is made. Its name may be another.
-        overwrite: replace an existing checkpoint at ``dst``. On file systems it stays until the copy is complete; on
-            stores it is removed first.
-        hard_links: link files rather than copy them where that works: within one file system, and for tags of ours
-            only, whose files nobody modifies.
-        num_workers: files that are copied at once.
-        dry_run: look at all of it, and write nothing.
-        storage_options: what URLs are opened with.
-        output_options: the same for ``dst``, if it needs others.
-        durable: fsync everything before the copy becomes visible.
-        timeout: seconds after which a job that holds the directory of ``dst``, and is gone, counts as dead.
-        progress: show a bar on standard error, if that is a terminal and it takes longer than two seconds.
 
     Raises:
         InvalidArgument: ``dst`` must stay as it is, or is ``src``.
@@ -90,25 +73,25 @@ def copy_checkpoint(
         TagReplaced: ``src`` was removed, or saved anew, while it was copied; nothing becomes visible.
         DirectoryInUse: a live job saves to the directory that holds ``dst``.
     """
-    if not isinstance(num_workers, int) or num_workers < 1:
-        raise InvalidArgument(f"num_workers must be an int of at least 1, found {num_workers!r}")
+    chosen = CopyOptions(**options)
+    chosen.validate()
     started = time.monotonic()
-    source = locate_input(src, storage_options)
-    target = locate_output(dst, source, overwrite, written_with(storage_options, output_options))
+    source = locate_input(src, chosen.storage_options)
+    target = locate_output(dst, source, chosen.overwrite, chosen.written_with)
     opened = open_source(source)
     with opened.kept():
         files = files_to_copy(opened)
     planned = Copy(source.path, target.path, len(files), sum(file.nbytes for file in files))
-    if dry_run:
+    if chosen.dry_run:
         return planned
-    storage = target.open(durable)
-    with closing(open_session(storage, Topology(), Alone(), None, timeout)) as session:
+    storage = target.open(chosen.durable)
+    with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
         counter = Counter()
-        with watched("copy", planned.nbytes, lambda: counter.nbytes, progress):
+        with watched("copy", planned.nbytes, lambda: counter.nbytes, chosen.progress):
             saved = None if opened.manifest is None else opened.manifest.attempt
-            publication = copy_publication(session, target.name, overwrite, saved)
+            publication = copy_publication(session, target.name, chosen.overwrite, saved)
             with opened.kept(verified=True):
-                brought = _copy(opened, files, publication, session, hard_links, num_workers, counter.add)
+                brought = _copy(opened, files, publication, session, chosen, counter.add)
     done = Copy(
         planned.source,
         planned.target,
@@ -128,8 +111,7 @@ def _copy(
     files: Sequence[TagFile],
     publication: Publication,
     session: Session,
-    hard_links: bool,
-    num_workers: int,
+    chosen: CopyOptions,
     progress: Callable[[int], None],
 ) -> list[Brought]:
     """Bring all files, and make the tag visible."""
@@ -143,10 +125,10 @@ def _copy(
             raise CheckpointError("stopped: another file could not be copied")
         progress(nbytes)
 
-    bringing = Bringing(opened, session.storage, folder, hard_links=hard_links, progress=go_on)
+    bringing = Bringing(opened, session.storage, folder, hard_links=chosen.hard_links, progress=go_on)
     for name in bringing.surplus(files):
         session.storage.remove(f"{folder}/{name}")
-    brought = _bring_all(bringing, files, num_workers, stop)
+    brought = _bring_all(bringing, files, chosen.num_workers, stop)
     for directory in tensors_dirs(file.name for file in files):
         session.storage.make_dir(f"{folder}/{directory}")
     for directory in _directories(files):

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from typing_extensions import Unpack
+
 from nxd_ckpt.convert.adapters import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.convert.head_copies import are_converted
-from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
+from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
 from nxd_ckpt.convert.shard_writer import ShardWriter
@@ -20,21 +22,21 @@ from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.core.options import takes
+from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
-from nxd_ckpt.layout.mappings import Given, find_mapping
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.layout.mappings import find_mapping
+from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
-
-DTYPES = ("float32", "bfloat16", "float16")
+from nxd_ckpt.storage.urls import StrPath
 
 
 @dataclass(frozen=True)
@@ -77,56 +79,17 @@ class Export:
 
 
 @as_checkpoint_errors()
-def export_checkpoint(
-    tag: StrPath,
-    out: StrPath,
-    *,
-    config: StrPath | None = None,
-    tokenizer: StrPath | None = None,
-    mapping: Given = None,
-    kv_size_multiplier: int = 1,
-    hardware: str = "trn1",
-    pad_attn_heads: bool = False,
-    size_per_shard: int | str = "5GB",
-    dtype: str | None = None,
-    master_weights: bool = False,
-    optimizer: bool = False,
-    param_names: Sequence[Sequence[Sequence[str]]] | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    all_ranks: bool = False,
-    durable: bool = True,
-    timeout: float = DEFAULT_TIMEOUT,
-    storage_options: Options | None = None,
-    output_options: Options | None = None,
-    progress: bool = False,
-) -> Export:
+@takes(ExportOptions)
+def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywords]) -> Export:
     """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
 
     Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are verified on the way; the
-    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model.
+    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model. Keywords
+    are the fields of :class:`~nxd_ckpt.options.hugging_face.ExportOptions`.
 
     Args:
         tag: a tag's directory or URL.
         out: the directory or URL that is made.
-        config: the model's config.json, or a Hugging Face directory with one. It says which mapping and how many heads
-            and experts, and is copied, with generation_config.json beside it.
-        tokenizer: a directory whose tokenizer files are copied.
-        mapping: the name of a shipped mapping, a JSON file or document; by default chosen by config.json.
-        kv_size_multiplier: how often the job that saved it kept each key-value head.
-        hardware: "trn1" or "trn2": the order of those copies.
-        pad_attn_heads: the job padded its query heads to a multiple of its tensor-parallel size; on trn1.
-        size_per_shard: bytes of a weight file at most (a larger tensor has a file of its own), or such as "5GB".
-        dtype: "float32", "bfloat16" or "float16": what numbers of floating point are cast to; None keeps theirs.
-        master_weights: export the optimizer's master weights, where it has them.
-        optimizer: write the optimizer's state too: ``optimizer.safetensors`` (or shards and their index), where the
-            tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json with param groups, steps
-            and whatever else is no tensor. Nothing of it is cast.
-        param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group, where the
-            tag does not say (NxD's do not) and master weights or its state are needed.
-        overwrite: replace an existing Hugging Face directory.
-        dry_run: write nothing, and raise nothing for names that are not mapped.
-        all_ranks, durable, timeout, storage_options, output_options, progress: as for ``reshard``.
 
     Raises:
         KeyMismatch: names that no rule maps, with the closest rules; or tensors that the tag lacks.
@@ -139,44 +102,50 @@ def export_checkpoint(
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
     """
     started = time.monotonic()
-    size = bytes_of(size_per_shard)
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    chosen = ExportOptions(**options)
 
     def prepare(converted: bool = False) -> _Job:
-        source = locate_input(tag, storage_options)
-        target = locate_apart(out, source, written_with(storage_options, output_options))
-        files = [] if config is None else read_config(os.fspath(config), storage_options)
-        chosen = find_mapping(mapping, config_in(files))
-        if tokenizer is not None:
-            files += read_tokenizer(os.fspath(tokenizer), storage_options)
-        sizes = chosen.sizes(config_in(files), kv_size_multiplier, hardware)
-        opened = _open(source)
-        sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if pad_attn_heads else 1)
-        with opened.kept():
-            settings = settings_of(opened)
-            if settings is not None:
-                chosen = adapter_mapping(chosen, settings)
-            mapped = MappedTag(opened, chosen, sizes, master_weights=master_weights, param_names=param_names)
-            mapped_optimizer = MappedOptimizer(opened, mapped) if optimizer else None
-        return _Job(source, target, opened, chosen, mapped, mapped_optimizer, files, size, dtype)
+        return _prepared(tag, out, chosen, converted)
 
-    with joined(all_ranks, timeout) as agreement:
+    with joined(chosen.all_ranks, chosen.timeout) as agreement:
         job = on_all(agreement, prepare)
         save = agreement.broadcast(job.opened.save)
         on_all(agreement, lambda: job.opened.require_save(save))
-        if dry_run:
+        if chosen.dry_run:
             return on_all(agreement, job.summary)
         by_converter = partial(prepare, converted=True)
-        if kv_size_multiplier > 1 and decided_by_rank0(
+        if chosen.kv_size_multiplier > 1 and decided_by_rank0(
             agreement, lambda: are_converted(job.opened, job.mapped, lambda: by_converter().mapped)
         ):
             job = on_all(agreement, by_converter)
-        output = on_all(agreement, lambda: _ready(job, overwrite, durable))
-        _write(job, output, agreement, progress)
+        output = on_all(agreement, lambda: _ready(job, chosen.overwrite, chosen.durable))
+        _write(job, output, agreement, chosen.progress)
         if agreement.rank == 0:
             report("exported", f"{job.source.path} to {job.target.path}", job.summary().nbytes, started)
         return job.summary()
+
+
+def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool) -> _Job:
+    """The export, planned; ``converted``: key-value heads lie in the order of NxD's converter."""
+    chosen.validate()
+    size = bytes_of(chosen.size_per_shard)
+    source = locate_input(tag, chosen.storage_options)
+    target = locate_apart(out, source, chosen.written_with)
+    files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
+    mapping = find_mapping(chosen.mapping, config_in(files))
+    if chosen.tokenizer is not None:
+        files += read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
+    sizes = mapping.sizes(config_in(files), chosen.kv_size_multiplier, chosen.hardware)
+    opened = _open(source)
+    sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
+    with opened.kept():
+        settings = settings_of(opened)
+        if settings is not None:
+            mapping = adapter_mapping(mapping, settings)
+        names = chosen.saved_param_names
+        mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
+        mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
+    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, size, chosen.dtype)
 
 
 class _Job:

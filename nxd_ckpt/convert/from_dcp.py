@@ -2,66 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from nxd_ckpt.convert.conversion import ExecutionOptions, convert
+from typing_extensions import Unpack
+
+from nxd_ckpt.convert.conversion import convert
 from nxd_ckpt.convert.inputs import open_dcp
 from nxd_ckpt.convert.job import Converted, DcpTarget, Job
-from nxd_ckpt.convert.locations import Options, StrPath, locate_output, location_of, written_with
-from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.convert.locations import locate_output, location_of
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.torch_forms import FromDcpKeywords, FromDcpOptions
 from nxd_ckpt.runtime.tag.opening import OpenTag
-
-OPTIMIZERS = ("zero1", "plain")
+from nxd_ckpt.storage.urls import StrPath
 
 
 @as_checkpoint_errors()
-def from_dcp(
-    dcp_directory: StrPath,
-    tag: StrPath,
-    *,
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    optimizer: str = "zero1",
-    partitions: Mapping[str, Partition] | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    use_xser: bool = False,
-    model_key: str = "model",
-    optim_key: str = "optim",
-    num_workers: int = 1,
-    all_ranks: bool = False,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    storage_options: Options | None = None,
-    output_options: Options | None = None,
-    durable: bool = True,
-    timeout: float = DEFAULT_TIMEOUT,
-    progress: bool = False,
-) -> Converted:
+@takes(FromDcpOptions)
+def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeywords]) -> Converted:
     """Make ``tag`` of what ``torch.distributed.checkpoint.save`` or OLMo-core's ``save_model_and_optim_state`` wrote.
 
     As a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and steps; what
     is under "scheduler" becomes the scheduler, everything else the user content. The directory is only read, as data:
-    no class in it is ever imported. Otherwise as :func:`nxd_ckpt.convert.reshard`.
+    no class in it is ever imported. Otherwise as :func:`nxd_ckpt.convert.reshard`. Keywords are the
+    fields of :class:`~nxd_ckpt.options.torch_forms.FromDcpOptions`.
 
     Args:
         dcp_directory: the directory, or its URL, that holds ``.metadata``.
         tag: the tag's directory or URL that is made.
-        dp, tp, pp, ep: the sizes. ``ep`` must divide ``dp``.
-        optimizer: "zero1", NxD's sharded form, or "plain".
-        partitions: how parameters are cut, by name: ``Partition(partition_dim=0)`` over all tensor-parallel ranks,
-            ``expert=True`` over expert-parallel ones; what is not named is whole on each.
-        stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
-        use_xser: write xser files.
-        model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
-        num_workers, all_ranks, overwrite, dry_run, storage_options, output_options, durable, timeout, progress: as for
-            ``reshard``.
 
     Raises:
         CheckpointNotFound: no ``.metadata`` there.
@@ -71,30 +42,30 @@ def from_dcp(
         PartNotFound: neither model nor optimizer is under these keys.
         InvalidArgument, TopologyMismatch: as for ``reshard``.
     """
-    execution = ExecutionOptions(num_workers, all_ranks, timeout, progress, dry_run)
-    names = DcpNames(model_key, optim_key)
-    if optimizer not in OPTIMIZERS:
-        raise InvalidArgument(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
+    chosen = FromDcpOptions(**options)
 
     def prepare(process: int, processes: int) -> Job:
-        execution.validate()
-        topology = Topology(dp, tp, pp, ep)
-        source = location_of(dcp_directory, "input", storage_options)
-        target = locate_output(tag, source, overwrite, written_with(storage_options, output_options))
-        opened = open_dcp(source, names)
+        chosen.validate()
+        source = location_of(dcp_directory, "input", chosen.storage_options)
+        target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
+        opened = open_dcp(source, chosen.names)
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(
-                f"{opened.where} holds nothing under {model_key!r} and {optim_key!r}; pass the keys of model and "
-                "optimizer in the state dict that was saved (model_key=, optim_key=)"
+                f"{opened.where} holds nothing under {chosen.model_key!r} and {chosen.optim_key!r}; pass the keys of "
+                "model and optimizer in the state dict that was saved (model_key=, optim_key=)"
             )
-        _refuse_unknown(partitions or {}, opened)
-        kind = None if opened.parts.optimizer is None else optimizer
+        _refuse_unknown(chosen.partitions or {}, opened)
         what = DcpTarget(
-            topology, optimizer=kind, use_xser=use_xser, partitions=partitions, stages=stages, names=names
+            chosen.topology,
+            optimizer=None if opened.parts.optimizer is None else chosen.optimizer,
+            use_xser=chosen.use_xser,
+            partitions=chosen.partitions,
+            stages=chosen.stages,
+            names=chosen.names,
         )
-        return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite)
+        return Job(source, target, what, _parts(opened, what), durable=chosen.durable, overwrite=chosen.overwrite)
 
-    return convert(prepare, execution)
+    return convert(prepare, chosen)
 
 
 def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
@@ -13,10 +11,16 @@ from nxd_ckpt.layout.directory import list_tags, may_be_replaced, require_direct
 from nxd_ckpt.layout.names import DONE
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
-from nxd_ckpt.storage.urls import ARCHIVES, directory_and_name, is_url, join, local_path, open_storage
-
-StrPath = str | os.PathLike[str]
-Options = Mapping[str, Any]
+from nxd_ckpt.storage.urls import (
+    ARCHIVES,
+    StorageOptions,
+    StrPath,
+    directory_and_name,
+    is_url,
+    join,
+    local_path,
+    open_storage,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Location:
 
     directory: str = field(repr=False)
     name: str
-    options: Options | None = field(default=None, repr=False, hash=False)
+    options: StorageOptions | None = field(default=None, repr=False, hash=False)
 
     @property
     def path(self) -> str:
@@ -40,7 +44,7 @@ class Location:
         return open_storage(self.directory, durable, self.options)
 
 
-def locate_input(path: StrPath, options: Options | None = None) -> Location:
+def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
     """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
     place = location_of(path, "input", options)
     if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
@@ -59,7 +63,7 @@ def _only_tag(archive: Location) -> Location:
     return Location(directory, tags[0], archive.options)
 
 
-def locate_output(path: StrPath, source: Location, overwrite: bool, options: Options | None = None) -> Location:
+def locate_output(path: StrPath, source: Location, overwrite: bool, options: StorageOptions | None = None) -> Location:
     """The tag ``path`` that is to be made, verified to be free or replaceable, and apart from ``source``.
 
     Raises:
@@ -90,7 +94,7 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Opt
     return target
 
 
-def locate_apart(path: StrPath, source: Location, options: Options | None) -> Location:
+def locate_apart(path: StrPath, source: Location, options: StorageOptions | None) -> Location:
     """What is to be made at ``path``, which is no tag; whether something is there already is not asked.
 
     Raises:
@@ -118,12 +122,7 @@ def refuse_overlap(source: Location, target: Location) -> None:
         )
 
 
-def written_with(options: Options | None, output_options: Options | None) -> Options | None:
-    """What the output is opened with: its own options, if it has any, else those of both."""
-    return options if output_options is None else output_options
-
-
-def location_of(path: StrPath, what: str, options: Options | None) -> Location:
+def location_of(path: StrPath, what: str, options: StorageOptions | None) -> Location:
     """The place that a path or URL names; ``what`` it is, for errors. Raises InvalidArgument where it names none."""
     text = os.fspath(path)
     if not text:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from nxd_ckpt.convert.locations import Options
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.layout.hugging_face import CONFIG
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import directory_and_name, open_storage, options_for
+from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
 
 _MODEL = (CONFIG, "generation_config.json")
 _TOKENIZER = (
@@ -35,7 +34,7 @@ class ModelFile(NamedTuple):
     content: bytes
 
 
-def read_config(path: str, options: Options | None) -> list[ModelFile]:
+def read_config(path: str, options: StorageOptions | None) -> list[ModelFile]:
     """config.json, from that file or from a Hugging Face directory, with what belongs to the model beside it.
 
     Raises:
@@ -51,7 +50,7 @@ def read_config(path: str, options: Options | None) -> list[ModelFile]:
     return files
 
 
-def read_tokenizer(path: str, options: Options | None) -> list[ModelFile]:
+def read_tokenizer(path: str, options: StorageOptions | None) -> list[ModelFile]:
     """The tokenizer's files of a directory. Raises InvalidArgument where there are none."""
     files = list(_matching(*_open(path, options), _TOKENIZER))
     if not files:
@@ -82,7 +81,7 @@ def _retyped(file: ModelFile, dtype: str) -> ModelFile:
     return ModelFile(file.name, json.dumps({**config, **said}, indent=2).encode() + b"\n") if said else file
 
 
-def _open(path: str, options: Options | None) -> tuple[Storage, str]:
+def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:
     directory, name = directory_and_name(path)
     return open_storage(directory, storage_options=options_for(directory, options)), name
 

@@ -8,19 +8,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from typing_extensions import Unpack
+
 from nxd_ckpt.convert.compressed_writer import CompressedWriter
 from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, verify
-from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
+from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
+from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.layout import names
+from nxd_ckpt.options.tags import PackKeywords, PackOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compression_of
 from nxd_ckpt.storage.base import Storage, Writer
-from nxd_ckpt.storage.urls import ARCHIVES
+from nxd_ckpt.storage.urls import ARCHIVES, StrPath
 
 _PAGE = 4096
 """Where the members' bytes begin is a multiple of this: they are written and read directly, as the files were."""
@@ -37,34 +41,21 @@ class Packed:
 
 
 @as_checkpoint_errors()
-def pack_checkpoint(
-    tag: StrPath,
-    out: StrPath,
-    *,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    storage_options: Options | None = None,
-    output_options: Options | None = None,
-    durable: bool = True,
-    progress: bool = False,
-) -> Packed:
+@takes(PackOptions)
+def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords]) -> Packed:
     """Make ``out``, a tar file that holds a tag, exactly as it is: of nxd_ckpt or NxD, from and to a directory or URL.
 
     ``load_checkpoint``, ``open_checkpoint`` and every conversion take the archive in place of a checkpoint directory,
     and read the ranges that they need; a compressed one is unpacked first, to the system's temporary directory. Any tar
     unpacks it. Every file is verified on the way, those of NxD by the digests that they carry; the archive appears when
     it is whole. The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory:
-    16 MiB, about 100 with zstd. What is compressed for a store goes through the system's temporary directory.
+    16 MiB, about 100 with zstd. What is compressed for a store goes through the system's temporary directory. Keywords
+    are the fields of :class:`~nxd_ckpt.options.tags.PackOptions`.
 
     Args:
         tag: a tag's directory or URL.
         out: the archive that is made; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
             ``nxd_ckpt[zstd]``).
-        overwrite: replace an existing file.
-        dry_run: plan everything, and write nothing; the bytes are then those before compression.
-        storage_options: what URLs are opened with; ``output_options`` the same for ``out``, if it needs others.
-        durable: fsync it before it appears.
-        progress: show a bar on standard error, if that is a terminal and it takes longer than two seconds.
 
     Raises:
         InvalidArgument: ``out`` must not be written, or zstandard is missing.
@@ -72,21 +63,22 @@ def pack_checkpoint(
         CorruptCheckpoint: a file is not what was saved; nothing appears.
         TagReplaced: the tag was removed, or saved anew, while it was packed; nothing appears.
     """
+    chosen = PackOptions(**options)
     started = time.monotonic()
-    source = locate_input(tag, storage_options)
-    target = locate_apart(out, source, written_with(storage_options, output_options))
-    storage = target.open(durable)
-    _check(target, storage, overwrite)
+    source = locate_input(tag, chosen.storage_options)
+    target = locate_apart(out, source, chosen.written_with)
+    storage = target.open(chosen.durable)
+    _check(target, storage, chosen.overwrite)
     opened = open_source(source)
     with opened.kept():
         members = list(_members(opened))
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
     nbytes = members[-1].end + member_list.END
-    if dry_run:
+    if chosen.dry_run:
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
-    with watched("pack", nbytes, lambda: written.nbytes, progress), opened.kept(verified=True):
+    with watched("pack", nbytes, lambda: written.nbytes, chosen.progress), opened.kept(verified=True):
         _write(opened, head, members, nbytes, storage, target.name, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
     return Packed(source.path, target.path, len(members), storage.size(target.name))

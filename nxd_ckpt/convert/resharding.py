@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from nxd_ckpt.convert.conversion import ExecutionOptions, convert
+from typing_extensions import Unpack
+
+from nxd_ckpt.convert.conversion import convert
 from nxd_ckpt.convert.job import Converted, Job
-from nxd_ckpt.convert.locations import Options, StrPath, locate_input, locate_output, written_with
+from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.tags import ReshardKeywords, ReshardOptions
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.target import Target
+from nxd_ckpt.storage.urls import StrPath
 
 logger = logging.getLogger("nxd_ckpt")
 
 
 @as_checkpoint_errors()
-def reshard(
-    input_dir: StrPath,
-    output_dir: StrPath,
-    *,
-    dp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    partitions: Mapping[str, Partition] | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
-    use_xser: bool | None = None,
-    num_workers: int = 1,
-    all_ranks: bool = False,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    storage_options: Options | None = None,
-    output_options: Options | None = None,
-    durable: bool = True,
-    timeout: float = DEFAULT_TIMEOUT,
-    progress: bool = False,
-) -> Converted:
+@takes(ReshardOptions)
+def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKeywords]) -> Converted:
     """Make ``output_dir``, the tag ``input_dir`` as a job of the given sizes would have saved it.
 
     Model and optimizer are cut anew, bit for bit; scheduler and user content are taken over. What ranks saved for
     themselves alone (``rank_content``) is left out unless the sizes stay the same: it belongs to no rank of another
-    job. Otherwise as :func:`nxd_ckpt.convert.convert_zero1`.
+    job. Otherwise as :func:`nxd_ckpt.convert.convert_zero1`. Keywords are the fields of
+    :class:`~nxd_ckpt.options.tags.ReshardOptions`.
 
     Args:
         input_dir: a tag's directory or URL.
         output_dir: the tag's directory or URL that is made, outside ``input_dir``.
-        dp, tp, pp, ep: the new sizes; None keeps the input's. ``ep`` must divide ``dp``.
-        partitions: how parameters were cut over the input's ranks, by name, where it does not say (NxD's tags do not).
-        stages: the names of each new pipeline stage; by default layers are spread evenly, in their order.
-        saved_param_names: the optimizer's parameter names, for each stage of the input, for each param group, in
-            order, where it does not say (NxD's tags do not; needed where more than dp changes).
-        use_xser: whether to write xser files; None as the input's.
-        num_workers, all_ranks, overwrite, dry_run, storage_options, output_options, durable, timeout, progress: as for
-            ``convert_zero1``.
 
     Raises:
         InvalidArgument: sizes that contradict each other, or an ``output_dir`` that must not be touched.
@@ -68,13 +45,12 @@ def reshard(
         OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
         CheckpointNotFound, CorruptCheckpoint, DirectoryInUse: as for ``convert_zero1``.
     """
-    execution = ExecutionOptions(num_workers, all_ranks, timeout, progress, dry_run)
-    sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
+    chosen = ReshardOptions(**options)
 
     def prepare(process: int, processes: int) -> Job:
-        execution.validate()
-        source = locate_input(input_dir, storage_options)
-        target = locate_output(output_dir, source, overwrite, written_with(storage_options, output_options))
+        chosen.validate()
+        source = locate_input(input_dir, chosen.storage_options)
+        target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
         opened = open_source(source)
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to cut anew")
@@ -82,18 +58,26 @@ def reshard(
             for rank in range(process, opened.topology.world_size, processes):
                 refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
         what = Target(
-            _topology(opened.topology, sizes),
+            _topology(opened.topology, chosen.sizes),
             optimizer=_kind(opened.parts.optimizer),
-            partitions=partitions,
-            stages=stages,
-            saved_names=saved_param_names,
-            use_xser=use_xser,
+            partitions=chosen.partitions,
+            stages=chosen.stages,
+            saved_names=chosen.saved_param_names,
+            use_xser=chosen.use_xser,
         )
         if process == 0:
-            _warn_if_nothing_is_cut(opened, what.topology.tp, partitions or {})
-        return Job(source, target, what, _parts(opened, what), durable=durable, overwrite=overwrite, save=opened.save)
+            _warn_if_nothing_is_cut(opened, what.topology.tp, chosen.partitions or {})
+        return Job(
+            source,
+            target,
+            what,
+            _parts(opened, what),
+            durable=chosen.durable,
+            overwrite=chosen.overwrite,
+            save=opened.save,
+        )
 
-    return convert(prepare, execution)
+    return convert(prepare, chosen)
 
 
 def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:
@@ -109,9 +93,9 @@ def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, P
         )
 
 
-def _topology(saved: Topology, sizes: Mapping[str, int | None]) -> Topology:
+def _topology(saved: Topology, sizes: Mapping[str, int]) -> Topology:
     """The new sizes; ranks in the standard order, unless nothing changes."""
-    wanted = saved.sizes | {name: size for name, size in sizes.items() if size is not None}
+    wanted = saved.sizes | dict(sizes)
     return saved if wanted == saved.sizes else Topology(wanted["dp"], wanted["tp"], wanted["pp"], wanted["ep"])
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxd_ckpt.convert.locations import Location, Options, StrPath, locate_apart, locate_input, written_with
+from typing_extensions import Unpack
+
+from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.output import Kind, Output
 from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard
@@ -21,7 +23,6 @@ from nxd_ckpt.convert.unsharded import (
     ONE_FILE,
     OPTIM,
     Item,
-    Strategy,
     UnshardStrategy,
     files_of,
     index_of,
@@ -29,14 +30,15 @@ from nxd_ckpt.convert.unsharded import (
     json_of,
     split,
 )
-from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
+from nxd_ckpt.options.torch_forms import Strategy, UnshardKeywords, UnshardOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
-from nxd_ckpt.storage.urls import is_url, join, local_path
+from nxd_ckpt.storage.urls import StrPath, is_url, join, local_path
 
 _EXTENSIONS = ("pt", "safetensors")
 _FILES = [f"{part}.{extension}" for part in (MODEL, OPTIM) for extension in (*_EXTENSIONS, "json")]
@@ -69,23 +71,8 @@ class Unsharded:
 
 
 @as_checkpoint_errors()
-def unshard_checkpoint(
-    tag_dir: StrPath,
-    output_dir: StrPath,
-    *,
-    optim: bool | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    use_safetensors: bool = False,
-    unshard_strategy: str | Strategy = ONE_FILE,
-    chunk_size: int | str = "5GB",
-    partitions: Mapping[str, Partition] | None = None,
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
-    storage_options: Options | None = None,
-    output_options: Options | None = None,
-    durable: bool = True,
-    quiet: bool = False,
-) -> Unsharded:
+@takes(UnshardOptions)
+def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[UnshardKeywords]) -> Unsharded:
     """Make ``output_dir``: plain files of a tag, every tensor whole and under its name. Layout as by OLMo-core.
 
     Any tag, of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict, ``optim.pt`` what torch's distributed state
@@ -101,19 +88,6 @@ def unshard_checkpoint(
     Args:
         tag_dir: a tag's directory or URL.
         output_dir: the directory or URL that is made.
-        optim: whether to write the optimizer; None: if the tag has one.
-        overwrite: replace an existing directory that this function made.
-        dry_run: plan everything, and write nothing: the result is what would be written.
-        use_safetensors: safetensors in place of ``.pt``.
-        unshard_strategy: "one_file", "one_file_per_tensor" or "chunks"; or an :class:`UnshardStrategy`, also
-            OLMo-core's own.
-        chunk_size: for "chunks": bytes of a file at most (a larger tensor has a file of its own), or such as "5GB".
-        partitions: how parameters were cut over the ranks, by name, where the tag does not say (NxD's do not).
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, where the tag
-            does not say (NxD's do not); without them entries are called "#0", "#1", ... where that is enough.
-        storage_options: what URLs are opened with; ``output_options`` the same for ``output_dir``, if it needs others.
-        durable: fsync everything before the directory appears.
-        quiet: show no bar, where a terminal watches something that takes longer than two seconds.
 
     Raises:
         InvalidArgument: arguments that cannot be, or a ``output_dir`` that must not be touched.
@@ -123,24 +97,25 @@ def unshard_checkpoint(
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
     """
     started = time.monotonic()
-    strategy = _strategy(unshard_strategy, chunk_size)
-    source = locate_input(tag_dir, storage_options)
-    target = locate_apart(output_dir, source, written_with(storage_options, output_options))
+    chosen = UnshardOptions(**options)
+    strategy = _strategy(chosen.unshard_strategy, chosen.size_per_shard)
+    source = locate_input(tag_dir, chosen.storage_options)
+    target = locate_apart(output_dir, source, chosen.written_with)
     opened = open_source(source)
     with opened.kept():
-        tag = WholeTag(opened, partitions=partitions, saved_param_names=saved_param_names)
-        parts = [_Part(opened, tag, part, strategy, use_safetensors) for part in _parts(opened, optim)]
-    output = Output(target, overwrite=overwrite, durable=durable, kind=_UNSHARDED)
+        tag = WholeTag(opened, partitions=chosen.partitions, saved_param_names=chosen.saved_param_names)
+        parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened, chosen.optim)]
+    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=_UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
     files = {name: size for part in parts for name, size in part.sizes().items()}
     places = {part.name: _path(target, output_dir, part.place) for part in parts}
     done = Unsharded(places.get(MODEL), places.get(OPTIM), files)
-    if dry_run:
+    if chosen.dry_run:
         return done
     written = Counter()
     try:
         output.begin()
-        with watched("unshard", nbytes, lambda: written.nbytes, not quiet), opened.kept():
+        with watched("unshard", nbytes, lambda: written.nbytes, chosen.progress), opened.kept():
             for part in reversed(parts):  # of a store the model, which readers look for, comes last
                 part.write(output, written)
         output.publish()
@@ -207,9 +182,9 @@ def _values(opened: OpenTag, others: Sequence[Item], part: str) -> dict[str, byt
     return {f"{part}.json": json_of(plain, part)} if plain else {}
 
 
-def _strategy(given: str | Strategy, chunk_size: int | str) -> Strategy:
+def _strategy(given: str | Strategy, size_per_shard: int | str) -> Strategy:
     if isinstance(given, str):
-        return UnshardStrategy(given, chunk_size if given == CHUNKS else None)
+        return UnshardStrategy(given, size_per_shard if given == CHUNKS else None)
     return UnshardStrategy(str(given.name), given.chunk_size_bytes)
 
 

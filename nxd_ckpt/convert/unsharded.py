@@ -10,30 +10,20 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, get_args
 
 from nxd_ckpt.convert.shards import bytes_of
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors
+from nxd_ckpt.options.torch_forms import Strategy, StrategyName
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 MODEL, OPTIM = "model", "optim"
 INDEX = "index.json"
-ONE_FILE, PER_TENSOR, CHUNKS = "one_file", "one_file_per_tensor", "chunks"
-STRATEGIES = (ONE_FILE, PER_TENSOR, CHUNKS)
+STRATEGIES = ONE_FILE, PER_TENSOR, CHUNKS = get_args(StrategyName)
 
 _LONGEST = 200
 """Characters of a file's name that come from its tensor's: file systems take 255 bytes."""
-
-
-class Strategy(Protocol):
-    """How tensors are spread over files. OLMo-core's ``UnshardStrategy`` is one too."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def chunk_size_bytes(self) -> int | str | None: ...
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def docs_of(kind: type[Any]) -> dict[str, str]:
     """What each field is for, as the docstring of the class says it, or that of a base."""
     said: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        said |= _entries(cleandoc(base.__doc__ or ""))
+        said |= described(cleandoc(base.__doc__ or ""))
     return {name: said.get(name, "") for name in names_of(kind)}
 
 
@@ -95,8 +95,8 @@ def _parameter(field: Field[Any]) -> Parameter:
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=field.type)
 
 
-def _entries(text: str) -> dict[str, str]:
-    """What a docstring says of each parameter or attribute; of several together the same."""
+def described(text: str) -> dict[str, str]:
+    """What a docstring without indentation says of each parameter or attribute; of several together the same."""
     section = _SECTION.search(text)
     found = _ENTRY.findall(section[1]) if section else []
     return {name: " ".join(meaning.split()) for names, meaning in found for name in names.split(", ")}
@@ -107,7 +107,7 @@ def _with_docs(doc: str | None, names: Iterable[str], kinds: Sequence[type[Any]]
     if doc is None:  # python -OO
         return None
     doc = cleandoc(doc)
-    said = {name: meaning for kind in reversed(kinds) for name, meaning in docs_of(kind).items()} | _entries(doc)
+    said = {name: meaning for kind in reversed(kinds) for name, meaning in docs_of(kind).items()} | described(doc)
     told = (f"{name}: {said[name]}" for name in names if name in said)
     lines = [fill(one, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for one in told]
     return _SECTION.sub(lambda _: "Args:\n" + "\n".join(lines) + "\n", doc)

@@ -58,8 +58,8 @@ class SharedOptions(OutputOptions):
     """The same for work that the ranks of a job may share.
 
     Attributes:
-        all_ranks: share the work among all ranks of the job, those of its process group or those that torchrun started:
-            each makes this call, and writes its share.
+        all_ranks: share the work among all ranks of the job, or all processes that torchrun started: each of them makes
+            the same call. Without it a conversion is this process's own business, on one rank of a running job too.
         timeout: seconds without progress after which another rank counts as lost.
     """
 

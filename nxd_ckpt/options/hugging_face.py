@@ -22,12 +22,12 @@ class MappingOptions:
 
     Attributes:
         config: the model's config.json, or a Hugging Face directory with one.
-        mapping: the name of a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, qwen2, qwen3), a JSON file or
-            a document; by default chosen by config.json.
+        mapping: the name of a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, qwen2, qwen3), a JSON file, or
+            its document; by default config.json chooses it.
         kv_size_multiplier: how often the job keeps each key-value head.
         hardware: the order of those copies.
         pad_attn_heads: the job pads its query heads with zeros to a multiple of its tensor-parallel size (trn1).
-        dtype: what numbers of floating point are cast to; by default they stay as they are.
+        dtype: cast floating-point numbers to this; by default they stay as they are.
     """
 
     config: StrPath | None = None
@@ -60,7 +60,8 @@ class ExportOptions(MappingOptions, SharedOptions):
         config: the model's config.json, or a Hugging Face directory with one. It says which mapping and how many heads
             and experts, and is copied, with generation_config.json beside it.
         tokenizer: a directory whose tokenizer files are copied.
-        size_per_shard: bytes of a weight file at most (a larger tensor has a file of its own), or such as "5GB".
+        size_per_shard: bytes of a weight file at most, as a number or such as "5GB"; a larger tensor has a file of its
+            own.
         master_weights: export the optimizer's master weights, where it has them.
         optimizer: write the optimizer's state too. That is ``optimizer.safetensors`` (or shards and their index), where
             the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json with param groups,

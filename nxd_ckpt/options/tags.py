@@ -102,7 +102,7 @@ class CopyOptions(OutputOptions):
     Attributes:
         overwrite: replace an existing checkpoint at the target. On file systems it stays until the copy is complete; on
             stores it is removed first.
-        hard_links: link files rather than copy them where that works: within one file system, and for tags of ours
+        hard_links: link files rather than copy them where that works: within one file system, and for tags of nxd_ckpt
             only, whose files nobody modifies.
         num_workers: files that are copied at once.
         timeout: seconds after which a job that holds the target's directory, and is gone, counts as dead.
@@ -121,3 +121,18 @@ class CopyKeywords(OutputKeywords, total=False):
     hard_links: bool
     num_workers: int
     timeout: float
+
+
+@dataclass(frozen=True)
+class PackOptions(OutputOptions):
+    """How a tag is packed.
+
+    Attributes:
+        overwrite: replace an existing file.
+        dry_run: plan everything, and write nothing. The bytes are then those before compression.
+        durable: fsync the archive before it appears.
+    """
+
+
+class PackKeywords(OutputKeywords, total=False):
+    pass

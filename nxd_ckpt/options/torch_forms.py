@@ -51,8 +51,9 @@ class FromDcpOptions(DcpOptions, NewJobOptions):
 
     Attributes:
         optimizer: the form of the optimizer: "zero1" is NxD's sharded one.
-        partitions: how parameters are cut, by name: ``Partition(partition_dim=0)`` over all tensor-parallel ranks,
-            ``expert=True`` over expert-parallel ones; what is not named is whole on each.
+        partitions: how parameters are cut, by name; what is not named is whole on each rank.
+            ``Partition(partition_dim=0)`` cuts over all tensor-parallel ranks, ``expert=True`` over expert-parallel
+            ones.
     """
 
     optimizer: OptimizerForm = "zero1"
@@ -111,8 +112,8 @@ class UnshardOptions(OutputOptions):
         use_safetensors: safetensors files in place of ``.pt``, and JSON for what is no tensor.
         unshard_strategy: how many files for each of model and optimizer. In place of a name an
             :class:`~nxd_ckpt.convert.UnshardStrategy`, also OLMo-core's own.
-        size_per_shard: with "chunks", bytes of a file at most (a larger tensor has a file of its own), or such as
-            "5GB".
+        size_per_shard: with "chunks", bytes of a file at most, as a number or such as "5GB"; a larger tensor has a file
+            of its own.
         partitions: how parameters were cut over the ranks, by name, where the tag does not say (NxD's do not).
         saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
             where the tag does not say (NxD's do not). Without them entries are called "#0", "#1", ... where that is

@@ -18,10 +18,11 @@ class DirectoryOptions:
     """Who uses a directory, and how it is reached.
 
     Attributes:
-        topology: this rank's place; by default read from neuronx_distributed's parallel state when that is initialised,
-            else one data-parallel group of all ranks of the process group, else a single process. With it one process
-            without a process group loads what that rank would.
-        timeout: seconds without any progress after which a rank counts as lost.
+        topology: this rank's place among all ranks; by default it is read from neuronx_distributed's parallel state
+            where that is initialised, else all ranks of the process group are one data-parallel group, else this
+            process is alone. With it, a single process can load what any rank would.
+        timeout: seconds without any progress after which a rank counts as lost. A rank whose process ended is noticed
+            in about five seconds.
         storage_options: what a URL is opened with, under the names that fsspec and s3fs use. They may hold secrets:
             they are neither logged nor saved.
     """
@@ -42,8 +43,8 @@ class CheckpointerOptions(DirectoryOptions):
     """The same for a directory that is saved to. They count from the first save on.
 
     Attributes:
-        run_id: joins ranks without a torch.distributed process group: the same on all, new for every launch.
-        durable: fsync everything before a tag becomes visible.
+        run_id: joins ranks without a process group: a string that is the same on all ranks, and new for every launch.
+        durable: fsync everything before a tag becomes visible. Without it is for scratch space only.
         memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
         progress: show a bar on rank 0's standard error, if that is a terminal, for what the caller waits for longer
             than two seconds.

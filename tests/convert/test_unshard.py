@@ -233,7 +233,7 @@ def test_from_a_store_into_another(tmp_path: Path, use_safetensors: bool) -> Non
     save_checkpoint(f"{store}/run", "step_1", model(), run_id="one")
     options: dict[str, Any] = {"use_safetensors": use_safetensors}
     url = f"{store}/out/step_1"
-    unshard_checkpoint(f"{store}/run/step_1", url, unshard_strategy="chunks", chunk_size=50, **options)
+    unshard_checkpoint(f"{store}/run/step_1", url, unshard_strategy="chunks", size_per_shard=50, **options)
     done = unshard_checkpoint(f"{store}/run/step_1", url, overwrite=True, **options)
     files = fsspec.filesystem("memory")
     assert [done.model] == [f"memory:/{path}" for path in files.find(url.removeprefix("memory:/"))]
@@ -246,7 +246,7 @@ def test_from_a_store_into_another(tmp_path: Path, use_safetensors: bool) -> Non
 def test_what_must_not_be_replaced_is_not(tmp_path: Path) -> None:
     """Without being asked nothing; then nothing but what was unsharded: above all no tag, nor NxD's, nor its parts."""
     tag, other = save_example(tmp_path, 2), save_example(tmp_path / "more", 2)
-    unshard_checkpoint(tag, tmp_path / "out", unshard_strategy="chunks", chunk_size=100)
+    unshard_checkpoint(tag, tmp_path / "out", unshard_strategy="chunks", size_per_shard=100)
     before = contents(other)
 
     def refused(match: str, target: Path, **options: Any) -> None:
@@ -273,7 +273,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, durable=False)
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (InvalidArgument, "one_file", {"unshard_strategy": "two_files"}),
-        (InvalidArgument, "chunk_size_bytes", {"unshard_strategy": "chunks", "chunk_size": "much"}),
+        (InvalidArgument, "chunk_size_bytes", {"unshard_strategy": "chunks", "size_per_shard": "much"}),
         (PartNotFound, "without an optimizer", {"optim": True}),
     ]
     for kind, match, options in wrong:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nxd_ckpt
-from tests.docs.markdown import DOCS, README, code_blocks, prose, tables, unquoted
+from tests.docs.markdown import DOCS, README, code_blocks, tables, unquoted
 from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -21,12 +21,10 @@ _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 _IMPORTS = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
 _DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core", "neuronx_distributed": "[neuron]", "torch_xla": "[xla]"}
 
-OPTIONS, TABLE_OF_KEYWORDS = DOCS / "options.md", "What nxd_ckpt adds"
 ERRORS, TABLE_OF_ERRORS = DOCS / "errors.md", "Errors"
 LONGEST_README = 9_000  # bytes: it introduces, and the pages below docs/ explain
 TESTED_APART = {"cli", "coming-from", "format"}
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if code_blocks(page, "python")]
-ALIASES = {"path", "checkpoint_dir_str", "save_overwrite"}  # other names for a parameter
 
 
 @pytest.fixture(autouse=True)
@@ -106,21 +104,3 @@ def test_every_public_name_is_documented() -> None:
     """What ``nxd_ckpt`` exports is in the text or code of the README or of a page."""
     text = "\n".join(page.read_text() for page in [README, *DOCS.glob("*.md")])
     assert [] == [name for name in nxd_ckpt.__all__ if not re.search(rf"\b{name}\b", text)]
-
-
-def test_every_keyword_of_save_and_load_is_documented() -> None:
-    """The table of keywords says which function takes which."""
-    functions = {"save": keywords(nxd_ckpt.save_checkpoint), "load": keywords(nxd_ckpt.load_checkpoint)}
-    expected = {
-        name: [function for function, names in functions.items() if name in names]
-        for name in (functions["save"] | functions["load"]) - ALIASES
-    }
-    rows = tables(OPTIONS)[TABLE_OF_KEYWORDS]
-    documented = {unquoted(row[0]): row[1].split(", ") for row in rows}
-    assert expected == documented
-    assert [] == [name for name in ALIASES if f"`{name}=`" not in prose(OPTIONS)]
-
-
-def keywords(function: Callable[..., Any]) -> set[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.convert import export_checkpoint, shard_writer
 from nxd_ckpt.convert.export import Export
+from nxd_ckpt.options.hugging_face import Dtype
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
@@ -87,8 +88,8 @@ def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job, converted: 
     assert [] == differences(state, weights(directory / "out"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_dtype_is_cast_to(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_a_dtype_is_cast_to(tmp_path: Path, dtype: Dtype) -> None:
     """As torch casts it, and config.json says so."""
     job = Job(Model(), tp=2)
     state = {name: tensor / 3 for name, tensor in job.model.state().items()}

@@ -103,15 +103,15 @@ def test_names_may_be_given(tmp_path: Path) -> None:
     job = Job(Model(), tp=2)
     tag = save_trained(tmp_path / "run", job, dp=2, zero1=True, names=False)
     for options in ({}, {"optimizer": False, "master_weights": True}):
-        with pytest.raises(OptimizerMismatch, match=r"does not say which parameters.*param_names="):
+        with pytest.raises(OptimizerMismatch, match=r"does not say which parameters.*saved_param_names="):
             export(tag, tmp_path / "out", job, **options)
     held = list(job.rank(job.model.state()))
     names = [[[name for name in held if ("norm" in name) == norm] for norm in (False, True)]]
-    export(tag, tmp_path / "out", job, param_names=names)
+    export(tag, tmp_path / "out", job, saved_param_names=names)
     assert [] == differences(expected_tensors(job, masters=True), tensors(tmp_path / "out"))
     wrong = [[[name.replace("norm", "gone") for name in group] for group in names[0]]]
     with pytest.raises(KeyMismatch, match=r"has state of model\.layers\.0\.input_layergone\.weight"):
-        export(tag, tmp_path / "other", job, param_names=wrong)
+        export(tag, tmp_path / "other", job, saved_param_names=wrong)
 
 
 def test_tied_embeddings_have_one_state(tmp_path: Path) -> None:

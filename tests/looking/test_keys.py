@@ -198,7 +198,7 @@ def test_state_of_other_shapes_than_the_parameters_is_whole_where_no_rank_cut_it
         name: tuple(checkpoint.read(name).shape) for name in entries
     }
     assert not diff_checkpoints(checkpoint, checkpoint, full=True)
-    unshard_checkpoint(tmp_path / "a", tmp_path / "whole", quiet=True)
+    unshard_checkpoint(tmp_path / "a", tmp_path / "whole")
     state = torch.load(tmp_path / "whole/optim.pt", weights_only=True)["state"]
     for index, name in enumerate(("weight", "bias")):
         assert difference(optimizer.state_dict()["state"].get(index, {}), state.get(name, {})) is None
@@ -215,7 +215,7 @@ def test_a_name_on_two_stages_is_one_tensor_or_an_error(tmp_path: Path) -> None:
     with pytest.raises(TopologyMismatch, match="saved different values under this name"):
         apart.read("model/embed")
     with pytest.raises(TopologyMismatch, match="so it is ambiguous"):
-        unshard_checkpoint(tmp_path / "apart", tmp_path / "whole", quiet=True)
+        unshard_checkpoint(tmp_path / "apart", tmp_path / "whole")
     assert ["not compared"] == [found.kind for found in diff_checkpoints(tied, apart).tensors]
 
 
@@ -232,7 +232,7 @@ def test_state_that_is_no_parameters_is_there(tmp_path: Path, caplog: pytest.Log
     found = diff_checkpoints(a, b)
     assert ["optim/state/seen/mean"] == [one.name for one in found.tensors]
     assert ["optim/state/count"] == [one.name for one in found.values]
-    unshard_checkpoint(tmp_path / "b", tmp_path / "whole", quiet=True)
+    unshard_checkpoint(tmp_path / "b", tmp_path / "whole")
     state = torch.load(tmp_path / "whole/optim.pt", weights_only=True)["state"]
     assert (2, [2.0] * 3) == (state["count"], state["seen"]["mean"].tolist())
     to_dcp(tmp_path / "a", tmp_path / "dcp")

@@ -55,8 +55,8 @@ print(time.monotonic() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_m
 
 CALLS = {
     "convert, dp=3": "convert_zero1(source, target, convert_to_sharded=True, dp_size=3, num_workers=num_workers)",
-    "unshard, .pt": "unshard_checkpoint(source, target, quiet=True)",
-    "unshard, safetensors": "unshard_checkpoint(source, target, use_safetensors=True, quiet=True)",
+    "unshard, .pt": "unshard_checkpoint(source, target)",
+    "unshard, safetensors": "unshard_checkpoint(source, target, use_safetensors=True)",
     "pack": "pack_checkpoint(source, target + '.tar')",
 }
 

@@ -23,41 +23,51 @@ class LoadOptions:
     """How to load; names, defaults and meaning as in neuronx_distributed's ``load_checkpoint`` where it has them.
 
     Attributes:
-        strict: names that are missing or unexpected in the model are an error, else they are skipped with a warning; so
-            are names of ``key_mapping``, a ``prefix`` and globs of ``ignore_keys`` that match nothing.
-        strict_model_weights: the same for the names of the model alone; None is as ``strict``.
-        key_mapping: live names of parameters and buffers to whole names in the checkpoint, all replaced at once.
-        prefix: what other live names have before them in the checkpoint. Names without it there are no matter.
-        ignore_keys: globs over names: "model/<name>", "optim/<name>/<state>", "optim/param_groups", "scheduler",
-            "user_content", "rank_content" (and their keys, as "rank_content/epoch") and "rng", which is a random state
-            that ``capture_random_state`` gave, in rank_content. ``*`` stands for anything, slashes too, and a name for
-            all that is below it. Or a function from the list of all names to those that are left out. What is left out
-            keeps its live value, and is neither read nor verified. Names are the live ones, after ``key_mapping``.
-        load_weights_only: the model alone, also where the others are given. ZeRO-1 shards are cut from its weights.
-        num_workers: accepted for the sake of existing scripts; every rank reads its own files at once.
-        use_zero1_dcp: accepted likewise; the format is detected.
-        param_names: the optimizer's parameter names, per group in order, where they cannot be known otherwise.
-        saved_param_names: the same as when it was saved, for each pipeline stage: for tags of other sizes that do not
-            say it (neuronx_distributed's).
-        partitions: how live parameters are cut over tensor-parallel ranks, by name, where their attributes were lost.
-        rank_content: an empty dict, filled with what this rank saved as ``rank_content``; not on other sizes.
-        verify: True verifies the digests of all tensors' bytes, on all ranks, before anything is changed on any.
-            "reading" verifies them as they arrive where they belong, which saves a pass: an error on one rank is raised
-            on all then, but live state may be overwritten in part. False compares none; structure, sizes and indexes
-            are checked all the same. None is True where reading twice is cheap, which is on file systems and with
-            ``pre_download``, and "reading" on object stores, where True would download everything twice.
-        share_reads: of data-parallel replicas, which load the same model, one reads each tensor and broadcasts it;
-            None does so where measuring says that it is faster than that each reads all. Of several ranks' answers,
-            False goes before True, and True before None. Without effect with ``pre_download``.
+        strict: names that are missing or unexpected in the model are an error, else they are skipped with a warning. So
+            are names in ``key_mapping``, a ``prefix`` and globs in ``ignore_keys`` that match nothing.
+        num_workers: accepted for the sake of existing scripts. Every rank reads its own files at once.
+        use_zero1_dcp: accepted likewise. The format is detected.
+        param_names: the names of the optimizer's parameters, a list for each param group; needed where no live model
+            tells them.
+        saved_param_names: the same as they were at the save, for each pipeline stage; needed to load tags on other
+            sizes that do not say it (neuronx_distributed's).
+        partitions: how live parameters are cut over tensor-parallel ranks, by name; needed where their attributes were
+            lost.
+        rank_content: an empty dict, filled with what this rank saved as ``rank_content``. On other sizes it stays
+            empty.
+        verify: when digests are compared. True: on all ranks before anything changes on any, which reads everything
+            twice. "reading": as the bytes arrive, in one pass; an error is raised on all ranks, but may leave live
+            state partly overwritten. False: never; structure, sizes and indexes are checked all the same. None:
+            "reading" on object stores, where True would download everything twice; True on file systems, and with
+            ``pre_download``.
+        share_reads: one of the data-parallel replicas reads each tensor and broadcasts it to the others; None does so
+            where that is measured to be faster. Of several ranks' answers False goes before True, and True before
+            None. It has no effect with ``pre_download``.
         pre_download: first download the files that this rank needs, whole, to a local disk, and load from there. The
-            processes of a host share the copies; of each directory or URL those of the last tag are kept.
-        work_dir: the local directory for that; by default one of this user's below the system's temporary one.
-        trust_pickle: unpickle objects of any class. Only for checkpoints from sources you trust like your own code.
-        progress: show a bar on rank 0's standard error for what takes longer than two seconds, if it is a terminal.
-        mapping: of a Hugging Face directory, as the next two, which are without effect on tags: the name of a shipped
-            mapping, a JSON file or document; by default chosen by config.json.
-        kv_size_multiplier: how often the live model keeps each key-value head.
-        hardware: the order of those copies.
+            processes of a host share the downloads. Of each directory or URL the files of the tag that was loaded last
+            stay there.
+        work_dir: the local directory for ``pre_download``; by default one of this user's below the system's temporary
+            one.
+        trust_pickle: allow objects of any class. A file that is loaded with it can run any code: only for checkpoints
+            that you trust like your own code.
+        progress: show a bar on rank 0's standard error, if that is a terminal, for what takes longer than two seconds.
+        mapping: of a Hugging Face directory, like the next two, which have no effect on tags: the name of a mapping
+            that comes with nxd_ckpt, a JSON file, or the document itself; by default config.json chooses it.
+        kv_size_multiplier: how many copies of each key-value head the live model keeps.
+        hardware: the order of those copies, "trn1" or "trn2".
+        key_mapping: maps live names of parameters and buffers to whole names in the checkpoint, all at once.
+        prefix: what the names in the checkpoint begin with and other live names do not. What does not begin with it
+            there is ignored.
+        ignore_keys: what keeps its live value, and is neither read nor verified: globs over names, or a function from
+            the list of all names to those that are left out. Names are ``model/<name>``, ``optim/<name>/<state>``,
+            ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their keys, as
+            ``rank_content/epoch``), and ``rng``, which is a random state from ``capture_random_state`` in rank_content.
+            ``*`` stands for anything, slashes too, and a name for all that is below it. Names are the live ones, after
+            ``key_mapping``.
+        load_weights_only: load the model and nothing else, even if optimizer and scheduler are given. ZeRO-1 shards are
+            cut from its weights.
+        strict_model_weights: ``strict`` for the names of the model alone; None is as ``strict``, which also counts for
+            filters.
     """
 
     strict: bool = True

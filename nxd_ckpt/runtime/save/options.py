@@ -18,20 +18,23 @@ class SaveOptions:
     """How to save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
 
     Attributes:
-        num_workers: ranks of a host that write at the same time; without effect with ``use_xser``.
-        use_xser: a file per tensor, shared out among data-parallel replicas.
+        num_workers: ranks of a host that write at the same time. It has no effect with ``use_xser``.
+        use_xser: a file for each tensor, shared out among data-parallel replicas.
         num_kept_ckpts: complete tags to keep, at least 1; older ones are removed. None or -1 keeps all.
-        zero1_optimizer: the optimizer passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
+        zero1_optimizer: the optimizer that is passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
         use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
         avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for. As
-            in NxD without effect but for a warning: without ``use_xser``, without saved master weights, with experts.
-        param_names: the optimizer's parameter names, per param group in order, where no live model tells them.
-        partitions: how parameters are cut over ranks, by name, where their attributes were lost.
-        trust_pickle: allow content that only an unsafe load can read back.
-        overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
-            successor is complete; not on object stores, where True removes it before the first byte is written.
-        weights_only: save the model and nothing else, whatever else is given.
-        ignore_keys: what is left out, as of a load: globs over names, or a function of all names.
+            in NxD it has no effect, except for a warning, without ``use_xser``, without saved master weights, and with
+            experts.
+        param_names: the names of the optimizer's parameters, a list for each param group; needed where no live model
+            tells them.
+        partitions: how parameters are cut over tensor-parallel ranks, by name; needed where their attributes were lost.
+        trust_pickle: allow content that only a load with ``trust_pickle`` can read back.
+        overwrite: whether an existing tag may be replaced. None: yes on file systems, no on object stores. A file
+            system keeps the old tag until the new one is complete; on an object store the old tag is removed before the
+            new one is written.
+        weights_only: save the model and nothing else, even if optimizer and scheduler are given.
+        ignore_keys: what is not saved: globs over names such as ``optim/*``, or a function of all names; as of a load.
     """
 
     num_workers: int | None = 8

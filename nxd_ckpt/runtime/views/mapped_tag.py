@@ -130,7 +130,7 @@ class MappedTag:
         if any(map(is_number, optimizer.slots)):
             raise OptimizerMismatch(
                 f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; pass "
-                "param_names=: for each pipeline stage, for each param group (experts' last), the names in order"
+                "saved_param_names=: for each pipeline stage, for each param group (experts' last), the names in order"
             )
         return optimizer
 
