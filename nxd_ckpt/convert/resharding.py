@@ -87,7 +87,7 @@ def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, P
     if tp not in (1, opened.topology.tp) and known and all(cut == Partition() for cut in cuts):
         logger.warning(
             "%s does not say that any parameter is cut over tensor-parallel ranks: each of the %d will hold the whole "
-            "model. Where they are to hold parts, pass partitions= with the cut of each, by name",
+            "model. If they should hold parts, pass partitions= with the cut of each, by name",
             opened.where,
             tp,
         )

@@ -42,7 +42,7 @@ class Zero1Options(ExecutionOptions):
         if self.convert_to_sharded and self.dp_size is None:
             raise InvalidArgument("convert_to_sharded needs dp_size, the new data-parallel size")
         if self.convert_to_full and self.dp_size is not None:
-            raise InvalidArgument(f"dp_size={self.dp_size} means nothing with convert_to_full: leave it out")
+            raise InvalidArgument(f"dp_size={self.dp_size} has no meaning with convert_to_full: leave it out")
 
 
 class Zero1Keywords(ExecutionKeywords, total=False):

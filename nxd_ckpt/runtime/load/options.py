@@ -114,7 +114,7 @@ class LoadOptions:
         if not known or self.verify not in (None, True, False, "reading"):
             raise InvalidArgument(
                 f"verify={self.verify!r}: expected True (compare all digests before anything changes), 'reading' (as "
-                "the bytes arrive), False (not at all) or None (one of the former two, by where the checkpoint is)"
+                "the bytes arrive), False (not at all) or None (True on file systems, 'reading' on stores)"
             )
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is where pre_download=True keeps its copies: pass that too, or neither")
