@@ -42,7 +42,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         checkpointer.save("two", {"weight": torch.zeros(3)})
     places = [*OF_THE_DIRECTORY, *OF_A_TAG, *MARKERS, "one"]
     command = [sys.executable, "-m", "tests.bad_input.hostile_files", str(kept), *places]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, timeout=500, check=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, timeout=850, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

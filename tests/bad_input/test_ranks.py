@@ -49,7 +49,7 @@ def saving(rank: int, directory: str, arguments: list[dict[str, Any]]) -> Refusa
     job = jobs(2, zero1=True, seed=1)[rank]
     before = job.picture()
     try:
-        save_checkpoint(directory, **{**job.parts, "timeout": 20.0, **arguments[rank]})
+        save_checkpoint(directory, **{**job.parts, "timeout": 600.0, **arguments[rank]})
         close_checkpointers()
     except CheckpointError as error:
         close_checkpointers()
@@ -62,7 +62,7 @@ def loading(rank: int, directory: str, arguments: list[dict[str, Any]], width: t
     job = jobs(2, zero1=True, seed=5, net=lambda: Net(width[rank]))[rank]
     before = job.picture()
     try:
-        load_checkpoint(directory, **{**job.parts, "timeout": 20.0, **arguments[rank]})
+        load_checkpoint(directory, **{**job.parts, "timeout": 600.0, **arguments[rank]})
     except CheckpointError as error:
         return Refusal(type(error).__name__, str(error), before == job.picture())
     return Refusal(None, "", before == job.picture())
@@ -162,11 +162,11 @@ def staged(rank: int, directory: str, options: dict[str, Any]) -> dict[str, floa
     """Save and load two pipeline stages of one parameter each; what this one holds then, or the error."""
     topology = Topology(pp=2, rank=rank)
     model = {f"stage{rank}.weight": torch.full((2,), float(rank + 1))}
-    save_checkpoint(directory, "one", model, topology=topology, durable=False, timeout=20.0)
+    save_checkpoint(directory, "one", model, topology=topology, durable=False, timeout=600.0)
     close_checkpointers()
     live = {f"{'part' if options.get('key_mapping') else 'stage'}{rank}.weight": torch.zeros(2)}
     try:
-        load_checkpoint(directory, "one", live, topology=topology, timeout=20.0, **options)
+        load_checkpoint(directory, "one", live, topology=topology, timeout=600.0, **options)
     except CheckpointError as error:
         return str(error)
     return {name: value[0].item() for name, value in live.items()}
@@ -184,7 +184,7 @@ def test_a_filter_is_about_all_stages_together(pair: RankPool, tmp_path: Path) -
 
 def own_content(rank: int, directory: str) -> dict[str, Any]:
     """Save content with a key of this rank's own, and load it without that of rank 1."""
-    at: dict[str, Any] = {"topology": Topology(dp=2, rank=rank), "timeout": 20.0}
+    at: dict[str, Any] = {"topology": Topology(dp=2, rank=rank), "timeout": 600.0}
     save_checkpoint(directory, "one", {"w": torch.ones(1)}, rank_content={f"of{rank}": 1}, durable=False, **at)
     close_checkpointers()
     mine: dict[str, Any] = {}

@@ -191,7 +191,7 @@ def test_the_shell_completes(line: str, expected: set[str], tmp_path: Path) -> N
         "COMP_POINT": str(len(line)),
     }
     subprocess.run(
-        [sys.executable, "-m", "nxd_ckpt.cli"], cwd=REPOSITORY, env={**os.environ, **asked}, check=True, timeout=100
+        [sys.executable, "-m", "nxd_ckpt.cli"], cwd=REPOSITORY, env={**os.environ, **asked}, check=True, timeout=600
     )
     assert expected == {found.strip() for found in (tmp_path / "found").read_text().split("\n")}
 

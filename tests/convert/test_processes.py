@@ -31,7 +31,7 @@ from nxd_ckpt.errors import CheckpointError
 
 try:
     source, target, dp_size = sys.argv[1:]
-    convert_zero1(source, target, convert_to_sharded=True, dp_size=int(dp_size), all_ranks=True, timeout=30)
+    convert_zero1(source, target, convert_to_sharded=True, dp_size=int(dp_size), all_ranks=True, timeout=600)
 except CheckpointError as error:
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
@@ -44,10 +44,10 @@ import torch.distributed as dist
 from nxd_ckpt.convert import convert_zero1
 
 everyone, source, *targets = sys.argv[1:]
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 if everyone == "yes" or dist.get_rank() == 0:
     for target in targets:
-        convert_zero1(source, target, convert_to_sharded=True, dp_size=3, all_ranks=everyone == "yes", timeout=30)
+        convert_zero1(source, target, convert_to_sharded=True, dp_size=3, all_ranks=everyone == "yes", timeout=600)
 dist.barrier()
 """
 
@@ -84,7 +84,7 @@ def torchrun(script: str, *arguments: Sequence[object]) -> list[tuple[int, str]]
         )
         for rank, own in enumerate(arguments)
     ]
-    outputs = [member.communicate(timeout=100)[0] for member in members]
+    outputs = [member.communicate(timeout=600)[0] for member in members]
     return [(member.returncode, output) for member, output in zip(members, outputs, strict=True)]
 
 
@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 
     command = [sys.executable, "-c", GROWTH, str(source), str(tmp_path / "output" / "dp1")]
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    grown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+    grown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
 
     size = (tmp_path / "output" / "dp1" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").stat().st_size
     assert size > 160 * 2**20

@@ -61,7 +61,7 @@ def refused(rank: int, directory: str, weights: list[Weight], layout: Layout) ->
     live = fresh(weights, layout, layout.topology.at(rank))
     before = live.held()
     try:
-        load_rank(Path(directory), live, timeout=30.0)
+        load_rank(Path(directory), live, timeout=600.0)
     except nxd_ckpt.errors.CheckpointError as error:
         return type(error).__name__, difference(before, live.held())
     return "nothing raised", None

@@ -290,7 +290,7 @@ def test_damage_that_one_replica_finds(ranks: RankPool, tmp_path: Path, share_re
 def test_a_reader_that_fails_in_the_middle(ranks: RankPool, saved: dict[str, Path], fails: int) -> None:
     """All ranks raise its error, though their timeout is far; and the same processes load the next time."""
     what = Loading(saved["plain"], layout(dp=4), [SHARED | {"verify": False}], fails=fails)
-    outcomes = ranks.run(load, what, timeout=30)
+    outcomes = ranks.run(load, what)
     own = ("StorageError", "OSError: [Errno 5] the disk is gone")
     partly = "The live state is partly overwritten: load another tag before training on"
     others = ("StorageError", f"on rank {fails}: {own[1]}. {partly}")
@@ -331,7 +331,7 @@ def test_a_replica_that_fails_at_something_else(ranks: RankPool, tmp_path: Path,
     """The others do not wait for what it would have read, and all of them are in step the next time."""
     save_checkpoint(tmp_path, "step_1", picky_model(False), durable=False)
     close_checkpointers()
-    found = ranks.run(load_picky, tmp_path, refuses, timeout=30)
+    found = ranks.run(load_picky, tmp_path, refuses)
     assert ["HostExhausted" if rank == refuses else "CheckpointError" for rank in range(RANKS)] == found
 
 

@@ -18,7 +18,7 @@ from tests.layout.equality import difference
 from tests.rigs.rank_pool import RankPool
 from tests.training.model import Setup
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xla
 
 XSER = (("use_xser", True),)
 LEFT_OUT = (*XSER, ("avoid_saving_lower_precision_weights", True))
@@ -108,7 +108,7 @@ def follow(pool: RankPool, directory: Path, setups: list[Setup], share_reads: bo
     losses: list[float] = []
     for number, setup in enumerate(setups):
         leg = Leg(setup, start, f"leg{number}", share_reads)
-        outcomes: list[Outcome | None] = pool.run(scenarios.run, str(directory), leg, 3, timeout=240)
+        outcomes: list[Outcome | None] = pool.run(scenarios.run, str(directory), leg, 3)
         held = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
         assert setup.topology(0).world_size == len(held)
         if start is None:

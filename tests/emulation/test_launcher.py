@@ -42,7 +42,7 @@ def emulate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("NAME = 'rank'")
     command = [sys.executable, "-m", "nxd_ckpt.emulation", "--nproc", "2", str(tmp_path / "train.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_script_runs_unchanged_on_every_rank(tmp_path: Path) -> None:
@@ -78,6 +78,6 @@ def test_the_rank_that_failed_first_counts_though_another_ends_sooner(tmp_path: 
     (tmp_path / "late.py").write_text(LATE)
     command = [sys.executable, "-m", "nxd_ckpt.emulation", "--nproc", "2", str(tmp_path / "late.py")]
     command.append(str(tmp_path / "mark"))
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert 7 == result.returncode
     assert "rank 1 ended with exit code 7" in result.stderr

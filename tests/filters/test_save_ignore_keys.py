@@ -184,7 +184,7 @@ def test_ranks_that_leave_out_different_things_are_refused(tmp_path: Path) -> No
 def save_differently(directory: Path, topologies: list[Topology]) -> None:
     for topology in topologies:
         save_checkpoint(
-            directory, "t", net(1.0), topology=topology, run_id="one", async_save=True, timeout=30.0, durable=False,
+            directory, "t", net(1.0), topology=topology, run_id="one", async_save=True, timeout=600.0, durable=False,
             ignore_keys=["model/head.*"] if topology.rank else ["model/body.*"],
         )  # fmt: skip
     nxd_ckpt.finalize_checkpoint()

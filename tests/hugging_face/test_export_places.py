@@ -36,7 +36,7 @@ from nxd_ckpt.convert import export_checkpoint
 
 done = export_checkpoint(
     sys.argv[1], sys.argv[2], config=sys.argv[3], kv_size_multiplier=2, size_per_shard="1kB", all_ranks=True,
-    timeout=30,
+    timeout=600,
 )
 print(len(done.files))
 """
@@ -127,7 +127,7 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    counts = [int(member.communicate(timeout=100)[0].split()[-1]) for member in members]  # gloo prints too
+    counts = [int(member.communicate(timeout=600)[0].split()[-1]) for member in members]  # gloo prints too
     assert [0, 0] == [member.returncode for member in members]
     assert counts == [len(list((tmp_path / "out").glob("*.safetensors")))] * 2
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))

@@ -20,7 +20,7 @@ from tests.hugging_face.training import ADAMW, STEPS, Outcome, Run, tokens_of, t
 from tests.rigs.rank_pool import RankPool
 from tests.rigs.s3_server import S3Server
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xla
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -80,7 +80,7 @@ def test_a_model_trains_on_and_goes_back(
     if name == "llama-gqa":
         run = replace(run, source=uploaded(source, s3_server), storage_options=s3_server.options)
 
-    outcomes: list[Outcome] = xla_ranks.run(train_on, run, timeout=240)
+    outcomes: list[Outcome] = xla_ranks.run(train_on, run)
 
     assert [0] * 4 == [outcome.compiled for outcome in outcomes]
     last = [outcome for outcome in outcomes if outcome.losses]

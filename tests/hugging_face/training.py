@@ -85,12 +85,12 @@ def train_on(rank: int, run: Run) -> Outcome:
         hardware=run.job.hardware,
         topology=at,
         storage_options=run.storage_options,
-        timeout=60.0,
+        timeout=600.0,
     )
     compiled = device.compile_count() - before
     if run.device == "meta":
         place(module, torch_xla.device())
-    nxd_ckpt.save_checkpoint(run.runs, "loaded", model, topology=at, timeout=60.0)
+    nxd_ckpt.save_checkpoint(run.runs, "loaded", model, topology=at, timeout=600.0)
 
     optimizer = _optimizer(run, at, module)
     logits, losses = [], []
@@ -103,7 +103,7 @@ def train_on(rank: int, run: Run) -> Outcome:
         torch_xla.sync()
         logits.append(computed.detach().cpu())
         losses.append(float(loss.detach().cpu()))
-    nxd_ckpt.save_checkpoint(run.runs, "trained", model, optimizer, topology=at, timeout=60.0, **run.options)
+    nxd_ckpt.save_checkpoint(run.runs, "trained", model, optimizer, topology=at, timeout=600.0, **run.options)
     trained, _ = _forward(module, at, 0)
     weights = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     nxd_ckpt.finalize_checkpoint()

@@ -18,7 +18,7 @@ def save_as_every_rank(directory: Path, tag: str, topologies: Sequence[Topology]
     run = uuid.uuid4().hex
     for rank, topology in enumerate(topologies):
         save_checkpoint(
-            directory, tag, **what(rank), topology=topology, run_id=run, async_save=True, timeout=30.0, **options
+            directory, tag, **what(rank), topology=topology, run_id=run, async_save=True, timeout=600.0, **options
         )
     finalize_checkpoint()
     close_checkpointers()

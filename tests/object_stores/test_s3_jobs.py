@@ -21,7 +21,7 @@ from nxd_ckpt.storage.urls import open_storage
 from tests.protocol.job import Job
 from tests.rigs.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 WORLD = 2
 MIB = 2**20
@@ -35,7 +35,7 @@ def model_of(value: int, rank: int) -> dict[str, torch.Tensor]:
 def train(rank: int, url: str, options: dict[str, Any], number: int, begun: str) -> bool:
     """A run: a new tag, then one that is saved anew in every run."""
     saver = Checkpointer(
-        url, topology=Topology(tp=WORLD, rank=rank), storage_options=options, run_id=f"run{number}", timeout=5.0
+        url, topology=Topology(tp=WORLD, rank=rank), storage_options=options, run_id=f"run{number}", timeout=600.0
     )
     saver.save(f"step_{number}", model_of(2 * number, rank), user_content={"value": 2 * number}, num_kept_ckpts=2)
     Path(f"{begun}.{rank}").touch()
@@ -128,7 +128,7 @@ def test_a_rank_downloads_what_it_needs(s3_server: S3Server, tp: int) -> None:
     saves = []
     for rank in range(2):
         saver = Checkpointer(
-            url, topology=Topology(tp=2, rank=rank), storage_options=options, run_id="save", timeout=60.0
+            url, topology=Topology(tp=2, rank=rank), storage_options=options, run_id="save", timeout=600.0
         )
         saves.append((saver, saver.save("step_1", live(0.0, 2, rank), async_save=True)))
     for _, pending in saves:

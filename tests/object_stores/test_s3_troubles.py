@@ -18,6 +18,7 @@ from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.storage.urls import open_storage
+from tests.protocol.states import PATIENCE, lose_patience
 from tests.rigs.s3_proxy import Fault, S3Proxy
 from tests.rigs.s3_server import S3Server, options_for
 
@@ -53,8 +54,8 @@ def through(proxy: S3Proxy) -> dict[str, Any]:
     return {**options_for(proxy.address), "retries": 0}
 
 
-def rank_of_two(rank: int, url: str, options: dict[str, Any]) -> Checkpointer:
-    return Checkpointer(url, topology=Topology(tp=2, rank=rank), storage_options=options, run_id="run", timeout=2.0)
+def rank_of_two(rank: int, url: str, options: dict[str, Any], timeout: float = 2.0) -> Checkpointer:
+    return Checkpointer(url, topology=Topology(tp=2, rank=rank), storage_options=options, run_id="run", timeout=timeout)
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
@@ -80,7 +81,7 @@ def errors_of(*calls: Callable[[], Any]) -> list[Exception | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert not any(thread.is_alive() for thread in threads)
     return found
 
@@ -138,10 +139,11 @@ def test_credentials_that_expire_in_the_middle(s3_server: S3Server, bucket: str,
     url = f"s3://{bucket}/run"
     with S3Proxy(s3_server.address) as one, S3Proxy(s3_server.address) as other:
         proxies = [one, other]
-        savers = [rank_of_two(rank, url, through(proxy)) for rank, proxy in enumerate(proxies)]
+        savers = [rank_of_two(rank, url, through(proxy), PATIENCE) for rank, proxy in enumerate(proxies)]
         assert [None, None] == errors_of(*(lambda saver=saver: saver.save("t", state_of(1.0)) for saver in savers))
         pending = []
         for saver in savers:
+            lose_patience(saver)
             # From the second part on, nothing at all.
             begun = Fault("partNumber=2", "refuse", FOR_EVER, 400, "ExpiredToken")
             proxies[victim].faults[:] = [begun]
@@ -154,6 +156,8 @@ def test_credentials_that_expire_in_the_middle(s3_server: S3Server, bucket: str,
         assert isinstance(errors[1 - victim], CheckpointError)
         one.faults.clear()
         other.faults.clear()
+        for saver in savers:
+            lose_patience(saver, PATIENCE)
         assert ["t"] == [info.tag for info in list_tags(savers[0].storage) if info.complete]
         assert [None, None] == errors_of(*(lambda saver=saver: saver.save("u", state_of(3.0)) for saver in savers))
         errors_of(*(saver.close for saver in savers))

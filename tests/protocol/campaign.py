@@ -20,7 +20,7 @@ from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.paths import JOURNAL
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Died, Job, Raised
-from tests.protocol.states import checkpointer, moments, save, saved_value, visible_tags
+from tests.protocol.states import checkpointer, lose_patience, moments, save, saved_value, visible_tags
 
 WORLD = 2
 KEPT = 3
@@ -109,6 +109,8 @@ def run(
     saver = checkpointer(path, rank, WORLD, diary.hook, run_id=f"run{number}")
     save(saver, f"step_{number}", 2 * number, num_kept_ckpts=KEPT)
     (diaries / f"{number}.{rank}.begun").touch()
+    if victim >= 0:
+        lose_patience(saver)
     diary.open = True
     value = 2 * number + 1  # with an optimizer in the one form of which rank 0 writes a part after the others' votes
     pending = save(saver, tag, value, num_kept_ckpts=KEPT, async_save=True, use_xser=xser, **moments(value, rank))
@@ -167,7 +169,8 @@ class Campaign:
     def kill_after(self, rank: int, seconds: float, *, overwrite: bool) -> None:
         """A run in which ``rank`` dies ``seconds`` after its second save began."""
         tag = self._start(overwrite=overwrite)
-        job = Job(WORLD, run, self.path, self._diaries, self._number, tag, -1, None, DELAY, self._random.random() < 0.5)
+        xser = self._random.random() < 0.5
+        job = Job(WORLD, run, self.path, self._diaries, self._number, tag, rank, None, DELAY, xser)
         begun = self._diaries / f"{self._number}.{rank}.begun"
         while not begun.exists() and job.alive(rank):
             time.sleep(0.001)

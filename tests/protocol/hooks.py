@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from nxd_ckpt.testing.storage import Operation
+from tests.protocol.job import HANGS
 
 
 class Gate:
@@ -14,5 +15,5 @@ class Gate:
         self.open = threading.Event()
 
     def __call__(self, operation: Operation) -> None:
-        if operation.name == "create" and not self.open.wait(30):
+        if operation.name == "create" and not self.open.wait(HANGS):
             raise TimeoutError("the test never opened the gate")

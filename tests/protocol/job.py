@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from nxd_ckpt.emulation.launcher import free_ports
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch.distributed", "nxd_ckpt", "nxd_ckpt.testing.storage"])
+
+
+HANGS = 600.0
+"""Seconds after which a rank counts as hanging: far more than a busy machine takes."""
 
 
 class Died(Exception):
@@ -61,7 +66,7 @@ class Job:
     def alive(self, rank: int) -> bool:
         return self._ranks[rank][0].is_alive()
 
-    def outcomes(self, timeout: float = 40.0) -> list[Any]:
+    def outcomes(self, timeout: float = HANGS) -> list[Any]:
         """What each rank returned, Raised with its exception, or Died.
 
         Raises TimeoutError, after killing all, if a rank hangs; its stacks are on stderr by then.
@@ -72,7 +77,7 @@ class Job:
         finally:
             self.kill_all()
 
-    def values(self, timeout: float = 40.0) -> list[Any]:
+    def values(self, timeout: float = HANGS) -> list[Any]:
         """As :meth:`outcomes`, but raises the first exception."""
         found = self.outcomes(timeout)
         for outcome in found:
@@ -82,7 +87,7 @@ class Job:
                 raise outcome
         return found
 
-    def outcome(self, rank: int, timeout: float = 40.0) -> Any:
+    def outcome(self, rank: int, timeout: float = HANGS) -> Any:
         """The outcome of one rank; the others may go on."""
         process, connection = self._ranks[rank]
         if not wait([connection], max(timeout, 0.0)):
@@ -97,7 +102,7 @@ class Job:
 def _run(
     connection: Connection, rank: int, nproc: int, port: int | None, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    faulthandler.dump_traceback_later(35)
+    faulthandler.dump_traceback_later(HANGS - 5)
     os.environ["LOCAL_WORLD_SIZE"] = str(nproc)
     try:
         if port is not None:
@@ -110,7 +115,7 @@ def _run(
         outcome = Raised(error)
     connection.send_bytes(pickle.dumps(outcome))
     if port is not None and rank == 0:
-        time.sleep(40)  # the group's store lives here, and others may still have an answer to fetch
+        signal.pause()  # the group's store lives here, and others may still have an answer to fetch
 
 
 def outcome_of(call: Callable[[], Any]) -> BaseException | None:
@@ -119,3 +124,12 @@ def outcome_of(call: Callable[[], Any]) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Return once it does. Raises TimeoutError where it never will."""
+    deadline = time.monotonic() + HANGS
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError("what a test waits for does not come")
+        time.sleep(0.01)

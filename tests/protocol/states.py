@@ -15,8 +15,11 @@ from nxd_ckpt.testing.storage import Hook, HookedStorage
 from nxd_ckpt.verify import verify_checkpoint
 from tests.layout.equality import difference
 
-PATIENCE = 3.0
-"""Seconds of silence after which a rank counts as lost, in these tests."""
+PATIENCE = 600.0
+"""Seconds of silence after which a rank counts as lost, in these tests: far more than a busy machine takes."""
+
+SHORT = 3.0
+"""The same where a test is about a rank that is lost."""
 
 
 def weights(value: int, rank: int) -> dict[str, torch.Tensor]:
@@ -46,6 +49,12 @@ def checkpointer(path: Path, rank: int, world: int, hook: Hook | None = None, **
         storage=storage if hook is None else HookedStorage(storage, hook),
         **{"timeout": PATIENCE, **options},
     )
+
+
+def lose_patience(saver: Checkpointer, timeout: float = SHORT) -> None:
+    """From the next save on, ``saver``, which has saved before, waits so long for the others."""
+    assert saver._session is not None
+    saver._session.timeout = timeout
 
 
 def save(saver: Checkpointer, tag: str, value: int, **options: Any) -> PendingSave:

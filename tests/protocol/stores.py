@@ -24,7 +24,7 @@ from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from tests.protocol.states import weights
+from tests.protocol.states import PATIENCE, weights
 
 Moment = Callable[[Operation], bool]
 """Whether it is just before this operation."""
@@ -66,7 +66,7 @@ class Process:
             topology=Topology(tp=world, rank=rank),
             storage=HookedStorage(self._connection, self._hook),
             run_id=run,
-            **{"timeout": 3.0, **options},
+            **{"timeout": PATIENCE, **options},
         )
 
     def arm(self, moment: Moment, then: Callable[[], Any] | None = None) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint, op
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
-from tests.protocol.job import Job
+from tests.protocol.job import HANGS, Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -23,17 +23,15 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 def saves_and_sleeps(rank: int, path: Path) -> None:
     save_checkpoint(
-        path, "only", {"weight": torch.ones(3)}, async_save=True, topology=Topology(dp=2, rank=rank), timeout=5
+        path, "only", {"weight": torch.ones(3)}, async_save=True, topology=Topology(dp=2, rank=rank)
     )
-    time.sleep(60)
+    signal.pause()
 
 
 def test_an_async_save_appears_by_itself(tmp_path: Path) -> None:
     """The processes only sleep after the call, and ``done`` appears."""
     job = Job(2, saves_and_sleeps, tmp_path, group=True)
-    deadline = time.monotonic() + 30
-    while not has_checkpoint(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: has_checkpoint(tmp_path))
     asleep = [job.alive(rank) for rank in range(2)]
     job.kill_all()
     assert ["only"] == visible_tags(tmp_path)
@@ -139,7 +137,6 @@ def second_save_under_audit(rank: int, path: Path, returned: Path) -> list[str]:
             num_kept_ckpts=1,
             rank_content={"rank": rank},
             topology=topology,
-            timeout=20,
         )
 
     model(torch.randn(2, 64)).sum().backward()
@@ -152,8 +149,8 @@ def second_save_under_audit(rank: int, path: Path, returned: Path) -> list[str]:
         if watched and event.startswith(_FILES) and threading.get_ident() == caller:
             events.append(f"{event} {arguments}")
 
-    while rank == 0 and not returned.exists():
-        time.sleep(0.005)
+    if rank == 0:
+        until(returned.exists)
     caller = threading.get_ident()
     sys.addaudithook(audit)
     save_once("second")
@@ -222,7 +219,7 @@ def test_a_pending_save_can_be_waited_for_in_steps(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError, match="'t'"):
             pending.wait(0.05)
         gate.open.set()
-        pending.wait(30)
+        pending.wait(HANGS)
     assert pending.done
     assert None is pending.error
     assert torch.equal(torch.ones(3), _model(tmp_path)["weight"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -23,9 +24,11 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     SaveFailed,
 )
+from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.runtime.save import session
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import failing
-from tests.protocol.job import Died, Job, Raised
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from tests.protocol.job import HANGS, Died, Job, Raised, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -65,7 +68,7 @@ def test_ranks_that_disagree_in_a_later_save(tmp_path: Path) -> None:
 
 
 def replicas_differ(rank: int, path: Path, use_xser: bool) -> BaseException | None:
-    saver = Checkpointer(path, topology=Topology(dp=2, rank=rank), timeout=5)
+    saver = Checkpointer(path, topology=Topology(dp=2, rank=rank))
     saver.save("first", {"weight": torch.ones(3)}, use_xser=use_xser)
     error = error_of(saver, "second", {"weight": torch.ones(3 + rank)}, use_xser=use_xser)
     saver.close()
@@ -92,7 +95,8 @@ class Elsewhere(LocalStorage):
 def saves_elsewhere(rank: int, path: Path, same_name: bool) -> BaseException | None:
     storage = Elsewhere(path, rank) if same_name else None
     topology = Topology(dp=2, rank=rank)
-    saver = Checkpointer(path / str(rank), topology=topology, storage=storage, timeout=3)
+    session._SEEN_WITHIN = 2.0
+    saver = Checkpointer(path / str(rank), topology=topology, storage=storage)
     error = error_of(saver, "t", {"weight": torch.ones(3)})
     saver.close()
     return error
@@ -112,8 +116,7 @@ def saves_until_told(rank: int, path: Path, stop: Path) -> None:
     saver = checkpointer(path, rank, 2)
     save(saver, "first", 1)
     (stop.parent / f"saved_{rank}").touch()
-    while not stop.exists():
-        time.sleep(0.01)
+    until(stop.exists)
     save(saver, "second", 2)
     saver.close()
 
@@ -131,9 +134,7 @@ def saves_once(rank: int, path: Path) -> CheckpointError | None:
 def started(folder: Path) -> Job:
     """A job of two ranks that has saved once and goes on until ``stop`` exists."""
     job = Job(2, saves_until_told, folder / "ckpt", folder / "stop", group=True)
-    deadline = time.monotonic() + 30
-    while not all((folder / f"saved_{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: all((folder / f"saved_{rank}").exists() for rank in range(2)))
     return job
 
 
@@ -163,21 +164,15 @@ def lease_of_another_host(path: Path, beat: int) -> None:
 
 def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
     """Its process cannot be asked; that its heartbeat changes is enough."""
-    stop = threading.Event()
+    beats = itertools.count()
 
-    def beat() -> None:
-        number = 0
-        while not stop.wait(0.05):
-            number += 1
-            lease_of_another_host(tmp_path, number)
+    def beat(operation: Operation) -> None:
+        if operation == Operation("read", LEASE):  # whoever looks twice sees another beat
+            lease_of_another_host(tmp_path, next(beats))
 
     lease_of_another_host(tmp_path, 0)
-    thread = threading.Thread(target=beat)
-    thread.start()
-    saver = Checkpointer(tmp_path, timeout=2)
+    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), beat), timeout=2)
     error = error_of(saver, "t", {"weight": torch.ones(3)})
-    stop.set()
-    thread.join()
     assert DirectoryInUse is type(error)
     assert "run abroad" in str(error)
     assert [] == visible_tags(tmp_path)
@@ -193,11 +188,19 @@ def test_a_job_on_another_host_that_is_silent_is_taken_over(tmp_path: Path) -> N
 
 def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -> None:
     """It was silent for too long, and is back: it neither publishes nor beats over the new holder's lease."""
-    saver = Checkpointer(tmp_path, timeout=0.6)
+    looked = threading.Event()
+
+    def look(operation: Operation) -> None:
+        if operation == Operation("read", LEASE) and threading.current_thread().name == "nxd_ckpt-lease":
+            looked.set()
+
+    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), look), timeout=0.6)
     saver.save("first", {"weight": torch.ones(3)})
     lease_of_another_host(tmp_path, 7)
     error = error_of(saver, "second", {"weight": torch.ones(3)})
-    time.sleep(0.5)
+    for _ in range(2):  # the first of them may have been before the take-over
+        looked.clear()
+        assert looked.wait(HANGS)
     saver.close()
     assert isinstance(error, CheckpointError)
     assert "abroad" in str(error)
@@ -236,15 +239,13 @@ def test_a_run_id_is_used_once(tmp_path: Path) -> None:
 def killed_in_its_first_save(rank: int, path: Path) -> None:
     saver = checkpointer(path, rank, 3, run_id="same")
     save(saver, "first", 1)
-    time.sleep(60)
+    signal.pause()
 
 
 def test_a_run_id_of_a_job_that_was_killed_is_used_up_too(tmp_path: Path) -> None:
     """A requeued job that forgets to change it is told so on every rank, in time."""
     job = Job(3, killed_in_its_first_save, tmp_path)
-    deadline = time.monotonic() + 30
-    while visible_tags(tmp_path) != ["first"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: visible_tags(tmp_path) == ["first"])
     job.kill_all()
     errors = Job(3, saves_as_run, tmp_path, "same").values()
     assert [InvalidArgument] * 3 == [type(error) for error in errors]

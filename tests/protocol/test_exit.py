@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_ckpt import open_checkpoint
+from tests.protocol.job import HANGS
 from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -32,7 +32,11 @@ FAILING = 'hook = failing("close", "*-2/model/*", OSError(28, "No space left on 
 
 def run(path: Path, program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROLOGUE + program, str(path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROLOGUE + program, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        check=False,
     )
 
 
@@ -84,18 +88,16 @@ def test_after_an_exception_a_single_process_still_finishes(tmp_path: Path) -> N
 
 
 def test_after_an_exception_other_ranks_get_a_short_grace_only(tmp_path: Path) -> None:
-    """This rank's vote is written, but it does not wait a timeout of 100 s for a rank that never saves."""
-    started = time.monotonic()
+    """This rank's vote is written, but it does not wait a timeout of an hour for a rank that never saves."""
     ended = run(
         tmp_path,
-        'save_checkpoint(path, "t", state, async_save=True, topology=Topology(dp=2), run_id="a", timeout=100)\n'
+        'save_checkpoint(path, "t", state, async_save=True, topology=Topology(dp=2), run_id="a", timeout=3600)\n'
         'raise LookupError("no batch")',
     )
     assert 1 == ended.returncode
     assert "LookupError: no batch" in ended.stderr
-    assert time.monotonic() - started < 50
-    ballot = tmp_path / ".nxd_ckpt" / "votes" / "a-1"
-    assert ["rank_00000.vote.json"] == [file.name for file in ballot.rglob("*.json")]
+    votes = tmp_path / ".nxd_ckpt" / "votes" / "a-1"
+    assert ["rank_00000.vote.json"] == [file.name for file in votes.rglob("*.json")]
     assert [] == visible_tags(tmp_path)
 
 

@@ -17,7 +17,7 @@ from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
-from tests.protocol.job import Job
+from tests.protocol.job import HANGS, Job
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -168,7 +168,7 @@ def _in_process(call: Callable[[int, Path], Any], path: Path, context: Any) -> A
         outcome = manager.list()
         process = context.Process(target=_put, args=(outcome, call, path))
         process.start()
-        process.join(60)
+        process.join(HANGS)
         assert 0 == process.exitcode
         return outcome[0]
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from tests.protocol.job import Job, outcome_of
-from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-SHORT, LONG = 0.5, 30.0
+SHORT, LONG = 0.5, PATIENCE
 
 
 def first_saves(rank: int, path: Path, alone: int) -> str:
@@ -49,8 +49,10 @@ def later_saves(rank: int, path: Path, alone: int, times: int) -> list[str]:
     save(saver, "first", 1)
     outcomes = []
     if rank == alone:
+        lose_patience(saver)
         for number in range(times):
             outcomes.append(type(outcome_of(lambda number=number: save(saver, f"lonely{number}", 2))).__name__)  # type: ignore[misc]
+    lose_patience(saver, PATIENCE)
     dist.barrier()
     save(saver, "third", 3)
     save(saver, "fourth", 4, async_save=True)

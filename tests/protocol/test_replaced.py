@@ -237,7 +237,7 @@ def test_all_ranks_go_on_with_the_same_tag(directory: Directory) -> None:
             content = load_on_ranks(
                 storage,
                 Topology(dp=2, rank=number),
-                StoreAgreement(store, number, 2, timeout=60),
+                StoreAgreement(store, number, 2, timeout=600),
                 None,
                 loaded,
                 None,

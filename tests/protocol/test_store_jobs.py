@@ -11,6 +11,8 @@ import torch
 
 from nxd_ckpt.errors import DirectoryInUse, SaveFailed
 from nxd_ckpt.testing.memory import MemoryStorage
+from tests.protocol.job import HANGS
+from tests.protocol.states import PATIENCE, lose_patience
 from tests.protocol.stores import Moment, Process, before, bury, nth, strays, values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -27,11 +29,11 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANGS)
     return [results[number] for number in range(len(calls))]
 
 
-def ranks(store: MemoryStorage, run: str, timeout: float = 3.0) -> list[Process]:
+def ranks(store: MemoryStorage, run: str, timeout: float = PATIENCE) -> list[Process]:
     """The two ranks of a job that has saved "first"."""
     processes = [Process(store, rank, 2, run, timeout=timeout) for rank in range(2)]
     assert [None, None] == save_all(processes, "first", 1)
@@ -89,12 +91,12 @@ def test_a_job_that_was_taken_over_and_wakes_up(moment: Moment, tag: str) -> Non
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(sleeper.save("t", 2)))
     thread.start()
-    assert sleeper.reached.wait(10)
+    assert sleeper.reached.wait(HANGS)
     bury(store)
     successor = Process(store)
     assert None is successor.save(tag, 3)
     awake.set()
-    thread.join(30)
+    thread.join(HANGS)
     assert SaveFailed is type(outcome[0])
     assert {"first": 1, tag: 3} == values(store)
     assert None is successor.save("t", 4, overwrite=True)
@@ -123,7 +125,7 @@ def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ende
         outcome: list[Any] = []
         thread = threading.Thread(target=lambda outcome=outcome, job=sleeper: outcome.append(job.save("t", 2)))
         thread.start()
-        assert sleeper.reached.wait(10)
+        assert sleeper.reached.wait(HANGS)
         bury(store)
         successor = Process(store)
         was_there = "t" in values(store)
@@ -131,7 +133,7 @@ def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ende
         if ended:
             successor.end()
         awake.set()
-        thread.join(30)
+        thread.join(HANGS)
         assert was_there or outcome[0] is not None, operations[number]
         sleeper.end()
         assert {"first": 1, "t": 3} == values(store), operations[number]
@@ -154,12 +156,12 @@ def test_a_job_that_wakes_up_only_to_die() -> None:
     sleeper.arm(before("link_new", "t/done"), sleep)
     thread = threading.Thread(target=sleeper.save, args=("t", 2))
     thread.start()
-    assert sleeper.reached.wait(10)
+    assert sleeper.reached.wait(HANGS)
     bury(store)
     successor = Process(store)
     assert None is successor.save("other", 3)
     awake.set()
-    thread.join(30)
+    thread.join(HANGS)
     assert ["t/done"] == [key for key in store.keys if key.startswith("t/")]
     assert {"first": 1, "other": 3} == values(store)
     assert None is successor.save("t", 4, overwrite=True)
@@ -267,12 +269,12 @@ def test_the_others_write_once_rank_0_has_begun() -> None:
 def test_a_rank_that_ends_while_it_waits_for_rank_0() -> None:
     """After an exception it gives rank 0 a short while, not the timeout; it wrote nothing, and votes so."""
     store = MemoryStorage()
-    processes = ranks(store, "one", timeout=600.0)
+    processes = ranks(store, "one")
     processes[1].arm(lambda operation: False)
     pending = processes[1].saver.save("t", {"weight": torch.ones(1)}, async_save=True)
     leaver = threading.Thread(target=lambda: processes[1].saver.abandon(0.2))
     leaver.start()
-    leaver.join(60)
+    leaver.join(HANGS)
     assert not leaver.is_alive()
     assert [] == [operation for operation in processes[1].log if operation.name == "create"]
     assert SaveFailed is type(processes[0].save("t", 2))
@@ -324,7 +326,9 @@ def test_a_rank_that_fails_while_the_other_still_writes() -> None:
 def test_a_rank_that_dies_before_its_vote() -> None:
     """The save fails on the other within the timeout, naming it; the next job removes what was written."""
     store = MemoryStorage()
-    processes = ranks(store, "one", timeout=1.0)
+    processes = ranks(store, "one")
+    for process in processes:
+        lose_patience(process.saver, 1.0)
     processes[1].arm(before("write", ".vote.json"))
     errors = save_all(processes, "t", 2)
     assert SaveFailed is type(errors[0])
@@ -345,7 +349,9 @@ def test_a_rank_that_dies_before_its_vote() -> None:
 def test_a_rank_0_that_dies(moment: Moment, error: type[Any], visible: bool) -> None:
     """Who waits for it to begin writes nothing and fails; who waits for its verdict finds that the tag is there."""
     store = MemoryStorage()
-    processes = ranks(store, "one", timeout=0.3)
+    processes = ranks(store, "one")
+    for process in processes:
+        lose_patience(process.saver, 1.0)
     processes[0].arm(moment)
     processes[1].arm(lambda operation: False)
     errors = save_all(processes, "t", 2)
@@ -360,6 +366,8 @@ def test_both_ranks_die_at_once(number: int) -> None:
     """At any time in a save over a tag, which is then as it was, gone, or new; the next job leaves no stray."""
     store = MemoryStorage()
     processes = ranks(store, "one")
+    for process in processes:
+        lose_patience(process.saver)
     processes[0].arm(nth(number), lambda: die_all(processes))
     save_all(processes, "first", 2, overwrite=True)
     end_all(processes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
 from tests.convert.tags import optimizers, plainly, save_example, sharded, whole
 from tests.layout.equality import difference
-from tests.protocol.job import Died, Job
-from tests.protocol.states import save, weights
+from tests.protocol.job import Died, Job, until
+from tests.protocol.states import PATIENCE, lose_patience, save, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -35,7 +34,7 @@ class Mounted(LocalStorage):
 
 
 def saver_on(storage: Any, rank: int, run: str) -> Checkpointer:
-    return Checkpointer(storage.url, topology=Topology(tp=2, rank=rank), storage=storage, run_id=run, timeout=3.0)
+    return Checkpointer(storage.url, topology=Topology(tp=2, rank=rank), storage=storage, run_id=run, timeout=PATIENCE)
 
 
 def saves(rank: int, path: Path, run: str, tag: str, value: int, overwrite: bool | None) -> Any:
@@ -53,11 +52,9 @@ def saves(rank: int, path: Path, run: str, tag: str, value: int, overwrite: bool
 
 
 def meet(folder: Path, run: str, rank: int) -> None:
-    """Return once both ranks are here, or the other should have been for long."""
+    """Return once both ranks are here."""
     (folder / f"{run}.{rank}").touch()
-    deadline = time.monotonic() + 20
-    while not (folder / f"{run}.{1 - rank}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until((folder / f"{run}.{1 - rank}").exists)
 
 
 def dies(rank: int, path: Path, run: str, victim: int, name: str, pattern: str) -> None:
@@ -72,6 +69,7 @@ def dies(rank: int, path: Path, run: str, victim: int, name: str, pattern: str) 
     saver = saver_on(HookedStorage(Mounted(path), hook), rank, run)
     save(saver, "first", 1)
     armed = True
+    lose_patience(saver)
     save(saver, "first", 2, overwrite=True)
 
 

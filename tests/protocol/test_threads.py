@@ -209,7 +209,7 @@ def outcome_in_thread(call: Callable[[], Any]) -> str:
 
 def saves_in_another_order(rank: int, path: Path, begun: bool) -> list[str]:
     """Two threads save two states of one structure, on rank 1 in another order; how that ended, by order of calls."""
-    saver = checkpointer(path, rank, 2, timeout=20)
+    saver = checkpointer(path, rank, 2)
     if begun:
         save(saver, "zero", 0)
     order = [("a", 1), ("b", 2)] if rank == 0 else [("b", 2), ("a", 1)]
@@ -235,7 +235,7 @@ def loads_in_another_order(rank: int, path: Path, same_directory: bool) -> list[
 
     directories = [path / "one", path / "one" if same_directory else path / "two"]
     for number, directory in enumerate(directories):
-        saver = checkpointer(directory, rank, 2, timeout=20)
+        saver = checkpointer(directory, rank, 2)
         save(saver, f"t{number}" if same_directory else "t", number)
         saver.close()
     loads = [(directories[0], "t0" if same_directory else None), (directories[1], "t1" if same_directory else None)]
@@ -245,7 +245,7 @@ def loads_in_another_order(rank: int, path: Path, same_directory: bool) -> list[
         outcomes.append(
             outcome_in_thread(
                 lambda directory=directory, tag=tag, model=model: load_checkpoint(  # type: ignore[misc]
-                    directory, tag, model, topology=Topology(tp=2, rank=rank), timeout=20
+                    directory, tag, model, topology=Topology(tp=2, rank=rank)
                 )
             )
         )
@@ -264,13 +264,13 @@ def a_save_against_a_load(rank: int, path: Path) -> str:
     """Rank 0 saves to one directory while rank 1 loads from another."""
     from nxd_ckpt import Topology
 
-    saver = checkpointer(path / "one", rank, 2, timeout=20)
+    saver = checkpointer(path / "one", rank, 2)
     save(saver, "t", 0)
     saver.close()
     if rank == 0:
-        return outcome_in_thread(lambda: save(checkpointer(path / "two", rank, 2, timeout=20), "t", 1))
+        return outcome_in_thread(lambda: save(checkpointer(path / "two", rank, 2), "t", 1))
     where = Topology(tp=2, rank=rank)
-    return outcome_in_thread(lambda: load_checkpoint(path / "one", model={}, topology=where, timeout=20))
+    return outcome_in_thread(lambda: load_checkpoint(path / "one", model={}, topology=where))
 
 
 def test_a_save_does_not_take_a_load_for_its_like(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class RankPool:
         *,
         env: dict[str, str] | None = None,
         nproc_per_node: int | None = None,
-        start_timeout: float = 120.0,
+        start_timeout: float = 600.0,
     ) -> None:
         self.nproc = nproc
         self.xla = xla
@@ -122,7 +122,7 @@ class RankPool:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 600.0,
         grace: float = 10.0,
         return_errors: bool = False,
     ) -> list[Any]:
@@ -221,7 +221,7 @@ class RankCall:
         self._collect(0)
         return not self._missing()
 
-    def result(self, timeout: float = 60.0, grace: float = 10.0, return_errors: bool = False) -> list[Any]:
+    def result(self, timeout: float = 600.0, grace: float = 10.0, return_errors: bool = False) -> list[Any]:
         """Results by rank, waiting up to ``timeout`` seconds for all ranks.
 
         With ``return_errors=True`` a failed rank's entry is its :class:`WorkerError`. Otherwise the first

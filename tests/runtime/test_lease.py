@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import threading
@@ -18,7 +19,7 @@ from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, failing
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.job import Job
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -103,20 +104,15 @@ def test_a_silent_holder_on_another_host_is_replaced(storage: LocalStorage) -> N
 
 def test_a_beating_holder_on_another_host_is_not(storage: LocalStorage) -> None:
     """The message names it, and what to do if it is known to be gone."""
-    beats = iter(range(10**6))
-    stop = threading.Event()
+    beats = itertools.count()
 
-    def beat() -> None:
-        while not stop.wait(0.02):
+    def beat(operation: Operation) -> None:
+        if operation == Operation("read", LEASE):  # whoever looks twice sees another beat
             write(storage, abroad(next(beats)))
 
     write(storage, abroad())
-    thread = threading.Thread(target=beat)
-    thread.start()
     with pytest.raises(DirectoryInUse, match=r"run abroad \(pid 1 on another\).*remove .*lease\.json"):
-        lease.acquire(storage, "new", 2.0)
-    stop.set()
-    thread.join()
+        lease.acquire(HookedStorage(storage, beat), "new", 2.0)
 
 
 WRONG = b'{"run_id": 5, "host": [], "pid": "x", "born": null, "beat": 0}'
@@ -174,16 +170,19 @@ def test_one_of_several_wins_a_dead_lease(storage: LocalStorage) -> None:
     assert ["refused"] * 3 + ["won"] == sorted(Job(4, acquire_at_once, storage.root).values())
 
 
-def beat_until(heartbeat_of: Lease, storage: LocalStorage, done: threading.Event) -> None:
-    heartbeat = Heartbeat(storage, heartbeat_of, 0.01)
-    done.wait(0.3)
+def beat_twice(held: Lease, storage: LocalStorage) -> None:
+    looks = threading.Semaphore(0)
+    watched = HookedStorage(storage, lambda done: looks.release() if done == Operation("read", LEASE) else None)
+    heartbeat = Heartbeat(watched, held, 0.01)
+    for _ in range(3):  # each beat begins with one
+        looks.acquire()
     heartbeat.stop()
 
 
 def test_a_heartbeat_changes_the_lease(storage: LocalStorage) -> None:
     """And nothing of it but the beat."""
     held = lease.acquire(storage, "one", 1.0)
-    beat_until(held, storage, threading.Event())
+    beat_twice(held, storage)
     found = lease.read(storage)
     assert found is not None
     assert found.beat > held.beat
@@ -194,7 +193,7 @@ def test_a_heartbeat_respects_a_new_holder(storage: LocalStorage) -> None:
     """It was taken over: it does not write over the other's lease, give it back, or let its job publish."""
     held = lease.acquire(storage, "one", 1.0)
     write(storage, abroad())
-    beat_until(held, storage, threading.Event())
+    beat_twice(held, storage)
     lease.release(storage, held)
     assert abroad() == lease.read(storage)
     with pytest.raises(DirectoryInUse, match="taken over by run abroad"):
@@ -206,7 +205,7 @@ def test_a_lost_lease_file_comes_back(storage: LocalStorage) -> None:
     held = lease.acquire(storage, "one", 1.0)
     storage.remove(LEASE)
     lease.require(storage, held)
-    beat_until(held, storage, threading.Event())
+    beat_twice(held, storage)
     found = lease.read(storage)
     assert found is not None
     assert "one" == found.run_id

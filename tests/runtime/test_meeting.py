@@ -16,7 +16,7 @@ from nxd_ckpt.runtime.coordination.meeting import Venue
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-LONG = 60.0
+LONG = 600.0
 
 
 class Ranks:

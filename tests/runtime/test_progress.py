@@ -46,7 +46,7 @@ def shown(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, shown: bool =
     counter = Counter()
     with watched("load", 4 * 2**20, lambda: counter.nbytes, shown):
         counter.add(3 * 2**20)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 600
         while "load" not in stderr.getvalue() and time.monotonic() < deadline and shown and stderr.isatty():
             time.sleep(0.01)
     return stderr.getvalue()

@@ -52,7 +52,7 @@ def test_the_error_of_the_first_task_is_raised() -> None:
     later: list[int] = []
 
     def first(scratch: memoryview) -> None:
-        assert second_failed.wait(30)
+        assert second_failed.wait(600)
         raise ValueError("first")
 
     def second(scratch: memoryview) -> None:

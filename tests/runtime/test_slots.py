@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.runtime.save import host_semaphore
 from nxd_ckpt.runtime.save.host_semaphore import forget_slots, writing_slot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from tests.protocol.job import Job
+from tests.protocol.job import Job, until
+from tests.runtime.clock import Clock
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -44,7 +48,7 @@ def saves_and_notes(rank: int, path: Path, log: Path, num_workers: int | None, u
 
     topology = Topology(tp=4, rank=rank)
     storage = HookedStorage(LocalStorage(path), hook)
-    with Checkpointer(path, topology=topology, storage=storage, run_id="slots", timeout=20) as saver:
+    with Checkpointer(path, topology=topology, storage=storage, run_id="slots", timeout=600) as saver:
         saver.save("t", {"weight": torch.ones(3)}, num_workers=num_workers, use_xser=use_xser)
 
 
@@ -68,7 +72,7 @@ def test_no_more_ranks_write_at_once_than_allowed(tmp_path: Path, num_workers: i
 def holds(rank: int, run_id: str, log: Path) -> None:
     with writing_slot(run_id, 1, 5.0):
         note(log, "+")
-        time.sleep(60)
+        signal.pause()
 
 
 def test_a_killed_holder_frees_its_slot(tmp_path: Path, run_id: str) -> None:
@@ -79,7 +83,7 @@ def test_a_killed_holder_frees_its_slot(tmp_path: Path, run_id: str) -> None:
     waiting = threading.Event()
 
     def wait_for_it() -> None:
-        with writing_slot(run_id, 1, 10.0):
+        with writing_slot(run_id, 1, 600.0):
             waiting.set()
 
     thread = threading.Thread(target=wait_for_it)
@@ -103,23 +107,23 @@ def test_a_stuck_holder_is_given_up(run_id: str) -> None:
     forget_slots(run_id)
 
 
-def test_a_holder_that_moves_is_waited_for(run_id: str) -> None:
+def test_a_holder_that_moves_is_waited_for(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes."""
-    taken = threading.Event()
+    clock, holder = Clock(), ExitStack()
+    monkeypatch.setattr(host_semaphore, "time", clock)
+    moved = holder.enter_context(writing_slot(run_id, 1, 5.0))
 
-    def wait_for_it() -> None:
-        with writing_slot(run_id, 1, 0.5):
-            taken.set()
+    def move() -> None:
+        time.sleep(0.02)  # what the file system's own clock takes to tick
+        moved()
 
-    thread = threading.Thread(target=wait_for_it)
-    with writing_slot(run_id, 1, 5.0) as moved:
-        thread.start()
-        for _ in range(20):
-            time.sleep(0.05)
-            moved()
-    thread.join()
+    for number in range(1, 5):
+        clock.at(0.9 * number, move)
+    clock.at(4.5, holder.close)
+    with writing_slot(run_id, 1, 1.0):
+        pass
     forget_slots(run_id)
-    assert taken.is_set()
+    assert clock.now >= 4.5
 
 
 def test_no_limit(run_id: str) -> None:
@@ -132,16 +136,19 @@ def test_no_limit(run_id: str) -> None:
 def stuck_writer(rank: int, path: Path) -> str:
     """Rank 0's disk hangs in its first write, while rank 1 waits for the one slot."""
 
+    stuck = path.with_name("stuck")
+
     def hook(operation: Operation) -> None:
         if rank == 0 and operation.name == "write_at":
-            time.sleep(60)
+            stuck.touch()
+            signal.pause()
 
-    topology = Topology(tp=2, rank=rank)
+    topology, timeout = Topology(tp=2, rank=rank), [600.0, 1.0][rank]
     saver = Checkpointer(
-        path, topology=topology, storage=HookedStorage(LocalStorage(path), hook), run_id="stuck", timeout=1.0
+        path, topology=topology, storage=HookedStorage(LocalStorage(path), hook), run_id="stuck", timeout=timeout
     )
     if rank == 1:
-        time.sleep(0.5)  # rank 0 has the slot by then
+        until(stuck.exists)  # rank 0 has the slot then
     try:
         saver.save("t", {"weight": torch.ones(3)}, num_workers=1)
     except Exception as error:
@@ -151,7 +158,7 @@ def stuck_writer(rank: int, path: Path) -> str:
 
 def test_a_rank_that_waits_for_a_stuck_one_reports_it(tmp_path: Path) -> None:
     """It does not hang with it."""
-    job = Job(2, stuck_writer, tmp_path)
+    job = Job(2, stuck_writer, tmp_path / "ckpt")
     outcome = job.outcome(1)
     job.kill_all()
     assert "writing slots" in outcome

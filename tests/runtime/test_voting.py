@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,12 @@ from nxd_ckpt.runtime.paths import alive_file, rank_file, verdict_file, votes_di
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from tests.runtime.clock import Clock
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ATTEMPT = "run-1"
-LONG = 30.0
+LONG = 600.0
 
 
 @pytest.fixture
@@ -27,6 +28,14 @@ def storage(tmp_path: Path) -> LocalStorage:
     storage = LocalStorage(tmp_path)
     storage.make_dir(votes_dir(ATTEMPT))
     return storage
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What voting takes for the time."""
+    clock = Clock()
+    monkeypatch.setattr(voting, "time", clock)
+    return clock
 
 
 def vote(rank: int) -> Vote:
@@ -40,11 +49,10 @@ def test_votes_are_collected_by_rank(storage: LocalStorage) -> None:
     assert [vote(0), vote(1), vote(2)] == voting.collect(storage, ATTEMPT, 3, LONG)
 
 
-def test_late_votes_are_waited_for(storage: LocalStorage) -> None:
+def test_late_votes_are_waited_for(storage: LocalStorage, clock: Clock) -> None:
     """Up to the timeout."""
     voting.cast(storage, ATTEMPT, vote(0))
-    timer = threading.Timer(0.2, voting.cast, (storage, ATTEMPT, vote(1)))
-    timer.start()
+    clock.at(0.9 * LONG, partial(voting.cast, storage, ATTEMPT, vote(1)))
     assert 2 == len(voting.collect(storage, ATTEMPT, 2, LONG))
 
 
@@ -62,46 +70,36 @@ def test_missing_votes_are_named(storage: LocalStorage) -> None:
         voting.collect(storage, ATTEMPT, 12, 0.1)
 
 
-def test_progress_extends_the_wait(storage: LocalStorage) -> None:
+def test_progress_extends_the_wait(storage: LocalStorage, clock: Clock) -> None:
     """A rank that reports progress for several timeouts, with pauses of most of one, is waited for."""
     voting.cast(storage, ATTEMPT, vote(0))
-
-    def slow_rank() -> None:
-        for done in range(4):
-            time.sleep(0.6)
-            voting.report_progress(storage, ATTEMPT, 1, done)
-        time.sleep(0.6)
-        voting.cast(storage, ATTEMPT, vote(1))
-
-    thread = threading.Thread(target=slow_rank)
-    thread.start()
-    votes = voting.collect(storage, ATTEMPT, 2, 1.0)
-    thread.join()
-    assert [vote(0), vote(1)] == votes
+    for done in range(1, 5):
+        clock.at(0.9 * done, partial(voting.report_progress, storage, ATTEMPT, 1, done))
+    clock.at(4.5, partial(voting.cast, storage, ATTEMPT, vote(1)))
+    assert [vote(0), vote(1)] == voting.collect(storage, ATTEMPT, 2, 1.0)
 
 
-def test_rank_0_passes_progress_on(storage: LocalStorage) -> None:
-    """The others wait for the verdict as long as rank 0 sees any rank move, though they read rank 0's word only."""
-
-    def collects() -> None:
-        with pytest.raises(SaveFailed):
-            voting.collect(storage, ATTEMPT, 2, 0.8)
-        voting.announce(storage, ATTEMPT, Verdict(("SaveFailed", "no vote from rank 1"), 0))
-
-    def moves_then_stops() -> None:
-        for done in range(4):
-            time.sleep(0.5)
-            voting.report_progress(storage, ATTEMPT, 1, done)
-
-    voting.cast(storage, ATTEMPT, vote(0))
-    threads = [threading.Thread(target=collects), threading.Thread(target=moves_then_stops)]
-    for thread in threads:
-        thread.start()
+def test_rank_0_gives_signs_as_long_as_it_waits(storage: LocalStorage, clock: Clock) -> None:
+    """Several in each timeout, whoever it is that still moves; then it says who is missing."""
     log: list[Operation] = []
-    verdict = voting.await_verdict(HookedStorage(storage, recording(log)), ATTEMPT, "t", 1.5)
-    for thread in threads:
-        thread.join()
-    assert Verdict(("SaveFailed", "no vote from rank 1"), 0) == verdict
+    voting.cast(storage, ATTEMPT, vote(0))
+    for done in range(1, 5):
+        clock.at(0.9 * done, partial(voting.report_progress, storage, ATTEMPT, 1, done))
+    with pytest.raises(SaveFailed, match="no vote from rank 1"):
+        voting.collect(HookedStorage(storage, recording(log)), ATTEMPT, 2, 1.0)
+    assert 4.6 <= clock.now <= 5.0
+    signs = [operation for operation in log if operation == Operation("write", alive_file(ATTEMPT))]
+    assert clock.now / 0.2 <= len(signs) <= clock.now / 0.1
+
+
+def test_rank_0s_signs_extend_the_wait_for_the_verdict(storage: LocalStorage, clock: Clock) -> None:
+    """Who waits for it reads rank 0's word only."""
+    verdict = Verdict(("SaveFailed", "no vote from rank 1"), 0)
+    for done in range(1, 5):
+        clock.at(0.9 * done, partial(voting.report_progress, storage, ATTEMPT, 0, done))
+    clock.at(4.5, partial(voting.announce, storage, ATTEMPT, verdict))
+    log: list[Operation] = []
+    assert verdict == voting.await_verdict(HookedStorage(storage, recording(log)), ATTEMPT, "t", 1.0)
     read = {operation.key for operation in log if operation.name == "read"}
     assert {alive_file(ATTEMPT), verdict_file(ATTEMPT)} == read
 
@@ -179,31 +177,9 @@ def test_a_damaged_vote_is_named(storage: LocalStorage, damaged: bytes) -> None:
         voting.collect(storage, ATTEMPT, 1, LONG)
 
 
-class SlowClock:
-    """Time that passes only while somebody sleeps, or while the directory is listed: ``listing`` seconds each time."""
-
-    def __init__(self, listing: float) -> None:
-        self.now, self.listing, self.slept = 0.0, listing, list[float]()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def monotonic_ns(self) -> int:
-        return int(self.now * 1e9)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
-    def looked(self, operation: Operation) -> None:
-        if operation.name == "list":
-            self.now += self.listing
-
-
-def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, clock: Clock) -> None:
     """However long a listing took: a rank looks again soon, and its own patience ends when it should."""
-    clock = SlowClock(listing=100.0)
-    monkeypatch.setattr(voting, "time", clock)
+    clock.listing = 100.0
     storage = HookedStorage(LocalStorage(tmp_path), clock.looked)
     storage.make_dir(votes_dir("run-1"))
     with pytest.raises(SaveFailed, match="no vote from rank 0"):

@@ -161,7 +161,7 @@ print(pending.done)
 def test_the_interpreter_exits_with_many_files_in_flight(tmp_path: Path) -> None:
     """Of a second save, whose pickle is still to be made: all of it is finished."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (0, "False\n", "") == (ended.returncode, ended.stdout, ended.stderr)
     assert () == verify_checkpoint(tmp_path, "second").problems
     saved = open_checkpoint(tmp_path, "second")

@@ -85,7 +85,7 @@ def ranks_of(**sizes: Any) -> list[Topology]:
 def save_twice(directory: Path, ranks: list[Topology]) -> None:
     """The second time with a step that takes more bytes, so that what follows it moves: its plan is the first one's."""
     run = uuid.uuid4().hex
-    savers = [Checkpointer(directory, topology=at, run_id=run, timeout=30.0) for at in ranks]
+    savers = [Checkpointer(directory, topology=at, run_id=run, timeout=600.0) for at in ranks]
     for tag, step in (("first", 7), ("t", 70_000)):
         pending = [
             saver.save(
@@ -254,7 +254,7 @@ def test_padding_stays_out_of_a_snapshot_in_waves(tmp_path: Path) -> None:
     assert 0.0 == states[1]["base_state"][0]["exp_avg"][-1]
 
     def save(rank: int) -> None:
-        saver = Checkpointer(tmp_path, topology=ranks[rank], run_id=run, timeout=30.0, memory_cap=2**22)
+        saver = Checkpointer(tmp_path, topology=ranks[rank], run_id=run, timeout=600.0, memory_cap=2**22)
         saver.save("t", optimizer=states[rank], param_names=[["w"]], use_zero1_dcp=True)
         saver.close()
 
@@ -275,7 +275,7 @@ def test_a_failure_elsewhere_reaches_rank_0_which_votes_last(tmp_path: Path) -> 
 
     ranks, run = ranks_of(dp=2), uuid.uuid4().hex
     storage = HookedStorage(LocalStorage(tmp_path), full)
-    savers = [Checkpointer(tmp_path, topology=at, run_id=run, timeout=30.0, storage=storage) for at in ranks]
+    savers = [Checkpointer(tmp_path, topology=at, run_id=run, timeout=600.0, storage=storage) for at in ranks]
     names = [parameters(ranks[0])[:1], parameters(ranks[0])[1:]]
     pending = [
         saver.save("t", optimizer=optimizer(at), param_names=names, use_zero1_dcp=True, async_save=True)

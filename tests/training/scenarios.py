@@ -22,7 +22,7 @@ def save(rank: int, directory: str, tag: str, trainer: Trainer, setup: Setup, **
         trainer.scheduler,
         {"step": trainer.step_number},
         topology=trainer.topology,
-        timeout=60.0,
+        timeout=600.0,
         **{**dict(setup.options), **options},
     )
 
@@ -35,7 +35,7 @@ def load(directory: str, tag: str | None, trainer: Trainer, **options: Any) -> A
         trainer.optimizer,
         trainer.scheduler,
         topology=trainer.topology,
-        timeout=60.0,
+        timeout=600.0,
         **options,
     )
     trainer.step_number = content["step"]

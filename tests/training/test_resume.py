@@ -14,7 +14,7 @@ from tests.rigs.s3_server import S3Server
 from tests.training import scenarios
 from tests.training.model import Setup
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xla
 
 XSER = (("use_xser", True),)
 ASYNC = (("async_save", True),)
@@ -48,7 +48,7 @@ def setup(name: str, soak: bool = False, **fields: Any) -> Any:
 )
 def test_a_resumed_run_is_the_same_run(xla_ranks: RankPool, tmp_path: Path, what: Setup) -> None:
     """Save, start again from another seed, load: state and all later losses are equal to the last bit."""
-    problems = xla_ranks.run(scenarios.resume_equals_uninterrupted, str(tmp_path / "ckpt"), what, 99, timeout=240)
+    problems = xla_ranks.run(scenarios.resume_equals_uninterrupted, str(tmp_path / "ckpt"), what, 99)
     assert [[]] * 4 == problems
 
 
@@ -57,7 +57,7 @@ def test_a_run_resumes_from_a_store(xla_ranks: RankPool, s3_server: S3Server, op
     """As from a directory, to the last bit; the store is found as boto3 finds it, in the environment."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16", options=options)
     url = f"s3://{BUCKET}/resume-{uuid.uuid4().hex}"
-    problems = xla_ranks.run(scenarios.resume_from_a_store, url, s3_server.environment, what, 99, timeout=240)
+    problems = xla_ranks.run(scenarios.resume_from_a_store, url, s3_server.environment, what, 99)
     assert [[]] * 4 == problems
     assert [] == s3_server.unfinished(BUCKET)
 
@@ -67,13 +67,13 @@ def test_a_load_filters_and_renames(xla_ranks: RankPool, s3_server: S3Server, tm
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
     url = f"s3://{BUCKET}/filters-{uuid.uuid4().hex}"
     arguments = (url, s3_server.environment, what, str(tmp_path))
-    assert [[]] * 4 == xla_ranks.run(scenarios.filtered_from_a_store, *arguments, timeout=240)
+    assert [[]] * 4 == xla_ranks.run(scenarios.filtered_from_a_store, *arguments)
 
 
 def test_saving_and_loading_compile_nothing(xla_ranks: RankPool, tmp_path: Path) -> None:
     """The compile counter is flat over a second save, over a load, and over the step after it."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16")
-    counts = xla_ranks.run(scenarios.compile_counts, str(tmp_path / "ckpt"), what, timeout=240)
+    counts = xla_ranks.run(scenarios.compile_counts, str(tmp_path / "ckpt"), what)
     for before, after_save, before_load, after_load, after_step in counts:
         assert (before, before_load, before_load) == (after_save, after_load, after_step)
 
@@ -81,7 +81,7 @@ def test_saving_and_loading_compile_nothing(xla_ranks: RankPool, tmp_path: Path)
 def test_the_first_step_after_a_load_is_a_step_like_any_other(xla_ranks: RankPool, tmp_path: Path) -> None:
     """Its graph is the one that the uninterrupted run compiled, although new constants wait on the device."""
     what = Setup((("dp", 2), ("tp", 2)), constant=True)
-    counts = xla_ranks.run(scenarios.compile_counts_of_new_objects, str(tmp_path / "ckpt"), what, timeout=240)
+    counts = xla_ranks.run(scenarios.compile_counts_of_new_objects, str(tmp_path / "ckpt"), what)
     for after_load, after_step in counts:
         assert after_load == after_step
 
@@ -89,5 +89,5 @@ def test_the_first_step_after_a_load_is_a_step_like_any_other(xla_ranks: RankPoo
 def test_what_is_saved_is_the_state_at_the_call(xla_ranks: RankPool, tmp_path: Path) -> None:
     """Parameters, moments and step may change right after an async save returned."""
     what = Setup((("dp", 2), ("tp", 2)), options=XSER)
-    problems = xla_ranks.run(scenarios.snapshot_is_of_the_call, str(tmp_path / "ckpt"), what, timeout=240)
+    problems = xla_ranks.run(scenarios.snapshot_is_of_the_call, str(tmp_path / "ckpt"), what)
     assert [[]] * 4 == problems

@@ -62,18 +62,16 @@ def test_a_resumed_run_steps_as_the_uninterrupted_one(kind: str, tmp_path: Path)
 
 
 @pytest.mark.xla
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_resumed_ranks_step_as_the_uninterrupted_ones(xla_ranks: RankPool, tmp_path: Path, ep: int) -> None:
     """The same on emulated ranks with torch-xla's ZeRO-1; with experts two of them, joined as NxD does."""
     schedulers = ["StepLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
-    found = xla_ranks.run(scheduled_ranks.all_differences, str(tmp_path), ep, schedulers, timeout=240)
+    found = xla_ranks.run(scheduled_ranks.all_differences, str(tmp_path), ep, schedulers)
     assert [[]] * 4 == found
 
 
 @pytest.mark.xla
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("beside_dict", [False, True], ids=["model", "its state dict"])
 def test_shards_that_are_made_late(xla_ranks: RankPool, tmp_path: Path, beside_dict: bool) -> None:
     """``lazy_init``: the model loads before ``init_zero()``, the optimizer after, and goes on to the last bit."""
-    assert [[]] * 4 == xla_ranks.run(scheduled_ranks.lazy_differences, str(tmp_path), beside_dict, timeout=240)
+    assert [[]] * 4 == xla_ranks.run(scheduled_ranks.lazy_differences, str(tmp_path), beside_dict)
