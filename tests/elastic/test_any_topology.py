@@ -57,12 +57,24 @@ def check(directory: Path, weights: list[Weight], saved: Layout, live: Layout, *
         assert None is difference(expected(weights, live, at), rank.held())
 
 
-@settings(deadline=None, max_examples=100)
+def check_case(case: Case) -> None:
+    with TemporaryDirectory() as directory:
+        check(Path(directory), list(case.weights), case.saved, case.live, **case.save_options)
+
+
+@settings(max_examples=30)
 @given(case=cases())
 def test_every_rank_of_another_job_gets_its_part(case: Case) -> None:
     """Whatever the sizes, cuts, param groups and files: what is loaded is what cutting the whole model gives."""
-    with TemporaryDirectory() as directory:
-        check(Path(directory), list(case.weights), case.saved, case.live, **case.save_options)
+    check_case(case)
+
+
+@pytest.mark.soak
+@settings(max_examples=500)
+@given(case=cases())
+def test_every_rank_of_many_other_jobs_gets_its_part(case: Case) -> None:
+    """The same, for longer."""
+    check_case(case)
 
 
 @pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])

@@ -29,7 +29,7 @@ from nxd_ckpt.runtime.save import session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.job import HANGS, Died, Job, Raised, until
-from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.protocol.states import PATIENCE, SHORT, checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -208,8 +208,8 @@ def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -
     assert "abroad" == json.loads((tmp_path / ".nxd_ckpt" / "lease.json").read_bytes())["run_id"]
 
 
-def saves_as_run(rank: int, path: Path, run_id: str | None) -> CheckpointError | None:
-    saver = checkpointer(path, rank, 3, run_id=run_id)
+def saves_as_run(rank: int, path: Path, run_id: str | None, timeout: float = PATIENCE) -> CheckpointError | None:
+    saver = checkpointer(path, rank, 3, run_id=run_id, timeout=timeout)
     try:
         save(saver, f"tag_{run_id}", 1, async_save=True)
         save(saver, f"again_{run_id}", 2)
@@ -230,7 +230,7 @@ def test_a_run_id_stands_for_a_process_group(tmp_path: Path) -> None:
 def test_a_run_id_is_used_once(tmp_path: Path) -> None:
     """A later launch under the same one is refused on all ranks: it could take the earlier one's votes for its."""
     assert [None] * 3 == Job(3, saves_as_run, tmp_path, "same").values()
-    errors = Job(3, saves_as_run, tmp_path, "same").values()
+    errors = Job(3, saves_as_run, tmp_path, "same", SHORT).values()
     assert [InvalidArgument] * 3 == [type(error) for error in errors]
     for error in errors:
         assert "'same'" in str(error)
@@ -247,7 +247,7 @@ def test_a_run_id_of_a_job_that_was_killed_is_used_up_too(tmp_path: Path) -> Non
     job = Job(3, killed_in_its_first_save, tmp_path)
     until(lambda: visible_tags(tmp_path) == ["first"])
     job.kill_all()
-    errors = Job(3, saves_as_run, tmp_path, "same").values()
+    errors = Job(3, saves_as_run, tmp_path, "same", SHORT).values()
     assert [InvalidArgument] * 3 == [type(error) for error in errors]
     assert ["first"] == visible_tags(tmp_path)
 

@@ -105,8 +105,11 @@ def test_a_job_that_was_taken_over_and_wakes_up(moment: Moment, tag: str) -> Non
     assert {"first": 1, tag: 3, "t": 4} == values(store)
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+@pytest.mark.parametrize(
+    ("ended", "step"),
+    [(False, 2), (True, 2), *(pytest.param(ended, 1, marks=pytest.mark.soak) for ended in (False, True))],
+)
+def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ended: bool, step: int) -> None:
     """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
     back; the other says what it knows."""
     monkeypatch.setattr("nxd_ckpt.runtime.coordination.lease._EXCHANGE_TAKES", 0.0)  # here an exchange takes no time
@@ -116,7 +119,7 @@ def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ende
     rehearsal.save("t", 2)
     operations = list(rehearsal.log)
     rehearsal.end()
-    for number in range(len(operations)):
+    for number in range(int(ended) % step, len(operations), step):
         store = MemoryStorage()
         sleeper = Process(store)
         assert None is sleeper.save("first", 1)
@@ -367,7 +370,7 @@ def test_both_ranks_die_at_once(number: int) -> None:
     store = MemoryStorage()
     processes = ranks(store, "one")
     for process in processes:
-        lose_patience(process.saver)
+        lose_patience(process.saver, 0.5)
     processes[0].arm(nth(number), lambda: die_all(processes))
     save_all(processes, "first", 2, overwrite=True)
     end_all(processes)

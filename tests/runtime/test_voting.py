@@ -63,7 +63,7 @@ def test_a_vote_that_reports_an_error_ends_the_wait(storage: LocalStorage) -> No
         voting.collect(storage, ATTEMPT, 3, LONG)
 
 
-def test_missing_votes_are_named(storage: LocalStorage) -> None:
+def test_missing_votes_are_named(storage: LocalStorage, clock: Clock) -> None:
     """The first eight of them."""
     voting.cast(storage, ATTEMPT, vote(0))
     with pytest.raises(SaveFailed, match=r"no vote from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12 within 0 s"):
@@ -111,14 +111,14 @@ def test_the_verdict_comes_back(storage: LocalStorage, verdict: Verdict) -> None
     assert verdict == voting.await_verdict(storage, ATTEMPT, "t", LONG)
 
 
-def test_without_a_verdict_the_outcome_is_unknown(storage: LocalStorage) -> None:
+def test_without_a_verdict_the_outcome_is_unknown(storage: LocalStorage, clock: Clock) -> None:
     """The message says where to look."""
     voting.cast(storage, ATTEMPT, vote(0))
     with pytest.raises(OutcomeUnknown, match=r"save of 't'.*look for .*/t/done"):
         voting.await_verdict(storage, ATTEMPT, "t", 0.1)
 
 
-def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage) -> None:
+def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage, clock: Clock) -> None:
     """NFS clients cache that a name does not exist: only a listing is believed."""
     log: list[Operation] = []
     hooked = HookedStorage(storage, recording(log))
@@ -131,16 +131,17 @@ def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage)
     assert {rank_file(ATTEMPT, 0, "vote")} == read - {alive_file(ATTEMPT)}  # that was listed
 
 
-def test_a_rank_whose_process_ended_is_not_waited_for(storage: LocalStorage) -> None:
-    """Rank 0 says at once who it is, and the others that rank 0 is gone, whatever the timeout."""
+def test_a_rank_whose_process_ended_is_not_waited_for(storage: LocalStorage, clock: Clock) -> None:
+    """Rank 0 says in seconds who it is, and the others that rank 0 is gone, whatever the timeout."""
     voting.cast(storage, ATTEMPT, vote(0))
     with pytest.raises(SaveFailed, match=r"no vote from rank 2 of 3: the process ended"):
         voting.collect(storage, ATTEMPT, 3, 3600.0, gone=lambda rank: rank == 2)
     with pytest.raises(OutcomeUnknown, match=r"rank 0 gave no verdict: its process ended"):
         voting.await_verdict(storage, ATTEMPT, "t", 3600.0, lambda: True)
+    assert clock.now < 10
 
 
-def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage) -> None:
+def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage, clock: Clock) -> None:
     """Its bytes are durable, and a shared file system may show its vote later than the system its end."""
     voting.cast(storage, ATTEMPT, vote(0))
     asked = threading.Event()
@@ -154,7 +155,7 @@ def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage) -> None:
     assert [vote(0), vote(1)] == voting.collect(storage, ATTEMPT, 2, LONG, gone=gone)
 
 
-def test_a_verdict_is_tried_again_after_an_error_that_passes(storage: LocalStorage) -> None:
+def test_a_verdict_is_tried_again_after_an_error_that_passes(storage: LocalStorage, clock: Clock) -> None:
     """Writing it, and reading it."""
     failed: set[str] = set()
 
