@@ -59,7 +59,7 @@ def test_every_reader_and_tool_imports_without_torch_xla() -> None:
     assert (0, "[]\n") == (outcome.returncode, outcome.stdout), outcome.stderr
 
 
-def test_the_blocker_blocks() -> None:
+def test_torch_xla_cannot_be_imported_where_it_is_blocked() -> None:
     """The interpreter of the tests above cannot import torch-xla even where it is installed."""
     outcome = _run_without_xla("import torch_xla")
     assert "blocked: torch_xla" in outcome.stderr

@@ -67,7 +67,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "absent")
 
 
-def test_a_directory_without_a_complete_tag(kept: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_complete_tag_is_refused(kept: Path, tmp_path: Path) -> None:
     """The message lists what is there, and what is wrong with it; so does one that asks for a tag."""
     refuse(tmp_path, None, errors.CheckpointNotFound, "no complete checkpoint; it is empty", *jobs())
     shutil.copytree(kept / "whole", tmp_path / "ckpt" / "step_1")

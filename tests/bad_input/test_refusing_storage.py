@@ -27,7 +27,7 @@ def read_only(operation: Operation) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_first_save_on_a_read_only_file_system(tmp_path: Path, size: int) -> None:
+def test_every_rank_is_told_that_a_file_system_is_read_only(tmp_path: Path, size: int) -> None:
     """Every rank is told that, and at once: no rank waits for the others, or says that they see another directory."""
 
     def save(rank: int) -> CheckpointError | None:

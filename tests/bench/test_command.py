@@ -39,7 +39,7 @@ def rows(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.plain
 @pytest.mark.once
-def test_one_scenario_from_end_to_end(tmp_path: Path) -> None:
+def test_every_measure_of_a_scenario_has_a_round(tmp_path: Path) -> None:
     """Every measure of nxd_ckpt has one round, the files are written, and nothing is left in the directory."""
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir()
@@ -117,7 +117,7 @@ def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.xla
-def test_device_tensors(tmp_path: Path) -> None:
+def test_device_tensors_have_transfers_as_their_floor(tmp_path: Path) -> None:
     """On torch-xla's CPU device the floors are its transfers, and its own format is a peer."""
     done = bench(tmp_path, *TINY, "--only", "W2 xla 1p", f"--json={tmp_path / 'a.json'}")
     assert 0 == done.returncode, done.stderr

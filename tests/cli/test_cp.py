@@ -109,7 +109,7 @@ def test_options_are_nested_by_dots(monkeypatch: pytest.MonkeyPatch, run: Run, s
     assert [{"key": "a=b", "client_kwargs": nested, "anon": True, "secret": "12"}] == seen
 
 
-def test_options_that_contradict_each_other(run: Run, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_contradict_each_other_fail(run: Run, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A key cannot be a value and hold others."""
     with pytest.raises(SystemExit, match="2"):
         run("list", store, "--storage-option", "a=1", "--storage-option", "a.b=2")

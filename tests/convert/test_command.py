@@ -24,7 +24,7 @@ def command(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_to_full_and_to_shards(tmp_path: Path) -> None:
+def test_nxds_flags_convert_to_full_and_to_shards(tmp_path: Path) -> None:
     """With the flags of NxD's tool."""
     source = save_example(tmp_path, 2)
     full, dp3 = tmp_path / "full", tmp_path / "dp3"
@@ -56,7 +56,7 @@ def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "inside the other" in capsys.readouterr().err
 
 
-def test_reshard(tmp_path: Path) -> None:
+def test_reshard_keeps_the_sizes_that_are_not_given(tmp_path: Path) -> None:
     """Sizes that are not given stay; how parameters are cut, and stages, come from JSON files."""
     source = save_example(tmp_path, 2)
     cuts, stages = tmp_path / "cuts.json", tmp_path / "stages.json"

@@ -194,7 +194,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_copy_goes_on_once_a_full_disk_has_room(tmp_path: Path) -> None:
     """An error that says so; nothing is visible, and the copy goes on when there is room."""
     source = save_example(tmp_path / "input", 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -219,7 +219,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nxd_ckpt.convert.locations.open_storage", open_storage)
 
 
-def test_to_a_store_and_back(tmp_path: Path, stores: None) -> None:
+def test_a_copy_to_a_store_and_back_is_the_same(tmp_path: Path, stores: None) -> None:
     """Between a directory and an object store, and within one: the same files."""
     source = save_example(tmp_path / "input", 2)
     store = f"store://{tmp_path.name}"

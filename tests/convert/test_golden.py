@@ -82,7 +82,7 @@ def test_unsharded_files_hold_the_shards_of_all_ranks(golden: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["b_dp2_zero1_xser", "e_dp2_tp2_bf16_master_pt", *ZERO1[-3:]])
-def test_there_and_back_again(golden: Path, tmp_path: Path, name: str) -> None:
+def test_there_and_back_again_is_what_nxd_saved(golden: Path, tmp_path: Path, name: str) -> None:
     """Over full files, or another number of ranks, to the first number: everything is as NxD saved it."""
     source = saved(golden, name)
     checkpoint = open_checkpoint(source.directory, "step_3")

@@ -79,7 +79,7 @@ def test_a_tag_that_another_job_completed_meanwhile(
     assert target.is_dir("t/optim")
 
 
-def test_killed_in_the_middle(tmp_path: Path) -> None:
+def test_a_conversion_killed_in_the_middle_shows_nothing(tmp_path: Path) -> None:
     """SIGKILL between two ranks' files: nothing is visible, the input is as it was, and a second run succeeds."""
     source = save_example(tmp_path / "input", 2)
     before = contents(source)
@@ -98,7 +98,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     assert before == contents(source)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_of_the_attempt(tmp_path: Path) -> None:
     """The error names the file; nothing of the attempt is left."""
     source = save_example(tmp_path / "input", 2)
     before = contents(source)

@@ -134,7 +134,7 @@ def test_processes_that_mean_different_results_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("everyone", ["yes", "no"])
-def test_ranks_of_a_running_job(tmp_path: Path, everyone: str) -> None:
+def test_ranks_of_a_running_job_convert_alone_or_together(tmp_path: Path, everyone: str) -> None:
     """One of them converts by itself while the others do something else; or all do together, as often as they like."""
     source = save_example(tmp_path / "input", 2)
     targets = [tmp_path / "output" / name for name in ("first", "second")]

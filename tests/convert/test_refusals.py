@@ -61,7 +61,7 @@ def refused(
         ({"convert_to_full": True, "num_workers": 0}, "num_workers"),
     ],
 )
-def test_arguments_that_make_no_sense(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
     """Neither or both modes, no size or an impossible one, no worker."""
     source = save_example(tmp_path / "input", 2)
     with pytest.raises(InvalidArgument, match=complaint):
@@ -133,7 +133,7 @@ def test_an_output_that_touches_the_input(tmp_path: Path, output: Callable[[Path
     refused(InvalidArgument, "one lies inside the other", source, output(source), **options)
 
 
-def test_an_output_that_exists(tmp_path: Path) -> None:
+def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> None:
     """It is replaced only on request, and never if it is not a checkpoint; an empty directory may be there."""
     source = save_example(tmp_path / "input", 2)
     (tmp_path / "mine").mkdir()
@@ -160,7 +160,7 @@ def test_an_input_that_is_no_tag(foreign: Path, tmp_path: Path) -> None:
     refused(CheckpointNotFound, "interrupted", foreign, tmp_path / "out")
 
 
-def test_an_input_of_nxd_0_1_to_0_5(tmp_path: Path) -> None:
+def test_an_input_of_nxd_0_1_to_0_5_is_refused(tmp_path: Path) -> None:
     """Those have no files that could be taken over."""
     source = tmp_path / "old"
     source.mkdir()
@@ -168,7 +168,7 @@ def test_an_input_of_nxd_0_1_to_0_5(tmp_path: Path) -> None:
     refused(UnsupportedState, "0.1 to 0.5", source, tmp_path / "out")
 
 
-def test_an_input_without_a_zero1_optimizer(golden: Path, tmp_path: Path) -> None:
+def test_an_input_without_a_zero1_optimizer_is_refused(golden: Path, tmp_path: Path) -> None:
     """A plain optimizer is the same for any number of ranks; a model alone has none."""
     plain = saved(golden, "g_dp2_tp2_nozero1_xser").directory / "step_3"
     save_as_every_rank(tmp_path / "model", "step_1", [Topology()], lambda rank: {"model": {"weight": torch.ones(2)}})
@@ -200,7 +200,7 @@ def test_ranks_files_that_are_missing(golden: Path, foreign: Path, tmp_path: Pat
     refused(PartNotFound, "missing from one of them", staged, tmp_path / "out")
 
 
-def test_files_of_two_saves(golden: Path, foreign: Path, tmp_path: Path) -> None:
+def test_files_of_two_saves_are_refused(golden: Path, foreign: Path, tmp_path: Path) -> None:
     """A rank's file of another step, of another number of ranks, or of another run: the shards do not fit together."""
     original = (foreign / RANK_1).read_bytes()
 

@@ -114,7 +114,7 @@ def test_every_strategy_holds_all(tmp_path: Path, strategy: str, use_safetensors
 
 @settings(max_examples=15)
 @given(case=cases(), strategy=st.sampled_from(sorted(STRATEGIES)), use_safetensors=st.booleans())
-def test_any_job(case: Case, strategy: str, use_safetensors: bool) -> None:
+def test_every_weight_of_any_job_comes_out_whole(case: Case, strategy: str, use_safetensors: bool) -> None:
     """Whatever the sizes, cuts, stages, param groups and files: every weight, its state and its options, whole."""
     with TemporaryDirectory() as name:
         directory = Path(name)
@@ -147,7 +147,7 @@ def test_any_job(case: Case, strategy: str, use_safetensors: bool) -> None:
         assert None is difference(expected, flat(optimizer))
 
 
-def test_tags_of_nxd(golden: Path, tmp_path: Path) -> None:
+def test_tags_of_nxd_are_unsharded(golden: Path, tmp_path: Path) -> None:
     """Alone on tensor parallelism as they are, entries by position; else once it is said how parameters were cut."""
     alone = saved(golden, "a_dp2_zero1_pt")
     model_path, optim_path = unshard_checkpoint(alone.directory / "step_3", tmp_path / "alone")
@@ -227,7 +227,7 @@ def _no_memory(*given: object) -> None:
 
 
 @pytest.mark.parametrize("use_safetensors", [False, True])
-def test_from_a_store_into_another(tmp_path: Path, use_safetensors: bool) -> None:
+def test_a_tag_is_unsharded_from_a_store_into_another(tmp_path: Path, use_safetensors: bool) -> None:
     """URLs on both sides; a second one replaces it on request."""
     store = f"memory://{uuid.uuid4().hex}"
     save_checkpoint(f"{store}/run", "step_1", model(), run_id="one")

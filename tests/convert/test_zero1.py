@@ -121,7 +121,7 @@ def test_where_links_do_not_work_files_are_copied(tmp_path: Path, monkeypatch: p
     assert contents(source / "model") == contents(tmp_path / "elsewhere" / "dp3" / "model")
 
 
-def test_the_optimizer_alone(tmp_path: Path) -> None:
+def test_the_optimizer_is_converted_alone_on_request(tmp_path: Path) -> None:
     """With ``optim_only`` the result is a tag that holds nothing else, and says so."""
     source = save_example(tmp_path, 2)
 

@@ -30,20 +30,20 @@ def elements(*parts: Box) -> list[int]:
 
 
 @given(one=boxes(), other=boxes())
-def test_intersection(one: Box, other: Box) -> None:
+def test_an_intersection_holds_the_common_elements(one: Box, other: Box) -> None:
     """The common part holds exactly the common elements, and there is none where there are none."""
     common = one.intersect(other)
     assert sorted(set(elements(one)) & set(elements(other))) == ([] if common is None else elements(common))
 
 
 @given(one=boxes(), other=boxes())
-def test_difference(one: Box, other: Box) -> None:
+def test_a_difference_holds_what_the_other_has_not(one: Box, other: Box) -> None:
     """What is left of a box holds exactly the elements that the other has not, each once."""
     assert sorted(set(elements(one)) - set(elements(other))) == elements(*one.minus(other))
 
 
 @given(one=boxes(), other=boxes())
-def test_containment(one: Box, other: Box) -> None:
+def test_a_box_contains_those_whose_elements_it_has(one: Box, other: Box) -> None:
     """A box contains those whose elements it has; an empty one is in every box."""
     assert (set(elements(other)) <= set(elements(one))) == one.contains(other)
 

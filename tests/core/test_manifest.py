@@ -187,7 +187,7 @@ def read_or_refused(load: Callable[[bytes, str], Any], data: bytes) -> Any:
 
 
 @given(data=st.data(), junk=JUNK)
-def test_an_index_with_another_value_anywhere(data: st.DataObject, junk: Any) -> None:
+def test_an_index_with_another_value_is_read_or_refused_by_name(data: st.DataObject, junk: Any) -> None:
     """Whatever stands in the place of a value, it is read as it is or refused by name: no other error escapes."""
     document = json.loads(dump_index(data.draw(st.sampled_from([INDEX, LEADERS_INDEX]))))
     changed = with_other(document, data.draw(st.sampled_from(paths_of(document))), junk)
@@ -198,7 +198,7 @@ def test_an_index_with_another_value_anywhere(data: st.DataObject, junk: Any) ->
 
 
 @given(data=st.data(), junk=JUNK)
-def test_a_manifest_with_another_value_anywhere(data: st.DataObject, junk: Any) -> None:
+def test_a_manifest_with_another_value_is_read_or_refused_by_name(data: st.DataObject, junk: Any) -> None:
     """The same for a manifest whose digest was made to fit."""
     document = json.loads(dump_manifest(data.draw(st.sampled_from([MANIFEST, MESH_MANIFEST]))))
     changed = with_other(document, data.draw(st.sampled_from(paths_of(document))), junk)

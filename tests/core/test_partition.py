@@ -30,24 +30,24 @@ def held(partition: Partition, shape: tuple[int, ...], tp: int, ep_rank: int = 0
     return [along(partition.pieces(shape, tp_rank, tp, ep_rank), dim) for tp_rank in range(tp)]
 
 
-def test_column_parallel() -> None:
+def test_a_column_parallel_weight_is_cut_by_rows() -> None:
     """A weight of 6 rows over 3 ranks: two rows each, in order."""
     assert [[0, 1], [2, 3], [4, 5]] == held(Partition(0, num_partitions=3), (2, 5), tp=3)
 
 
-def test_row_parallel() -> None:
+def test_a_row_parallel_weight_is_cut_by_columns() -> None:
     """Cut along dimension 1, rows stay whole."""
     partition = Partition(1, num_partitions=2)
     assert [[0, 1], [2, 3]] == held(partition, (5, 2), tp=2, dim=1)
     assert [[0, 1, 2, 3, 4]] * 2 == held(partition, (5, 2), tp=2, dim=0)
 
 
-def test_fused_gate_and_up() -> None:
+def test_fused_gate_and_up_are_cut_each_by_itself() -> None:
     """partition_stride 2: the whole is gate then up, and each rank holds its half of gate, then its half of up."""
     assert [[0, 1, 4, 5], [2, 3, 6, 7]] == held(Partition(0, 2, 2), (4, 3), tp=2)
 
 
-def test_replicated() -> None:
+def test_what_has_no_attributes_is_whole_on_every_rank() -> None:
     """Norms and row-parallel biases carry no attributes: every rank holds them whole."""
     assert [[0, 1, 2]] * 4 == held(Partition(), (3,), tp=4)
     assert Partition().replicated_over_tp
@@ -80,7 +80,7 @@ def test_adjacent_ranks_share_heads_on_trn2() -> None:
     assert [[0, 1], [0, 1], [2, 3], [2, 3]] == held(partition, (2, 8), tp=4)
 
 
-def test_fused_qkv_of_unequal_sizes() -> None:
+def test_fused_qkv_of_unequal_sizes_is_cut_in_three() -> None:
     """8 rows of q in the order of Trn1's heads, 4 of k and 4 of v, both held twice: one parameter, three cuts."""
     partition = Partition(0, fused=(Section(8, 4, (0, 2, 1, 3)), Section(4, 2), Section(4, 2)))
     expected = [
@@ -94,7 +94,7 @@ def test_fused_qkv_of_unequal_sizes() -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_experts_and_tensor_parallel(dim: int) -> None:
+def test_experts_are_cut_over_ep_and_tp(dim: int) -> None:
     """Expert weights: experts over ep on dimension 0, and columns or rows over tp on another."""
     partition = Partition(dim, num_partitions=2, expert=True)
     shape = (3, 4, 4)
@@ -194,7 +194,7 @@ def test_json_that_means_nothing_is_refused(fields: dict[str, Any]) -> None:
         ({"partition_dim": 0, "partition_stride": 2, "fused": (Section(4, 2),)}, "leave those out"),
     ],
 )
-def test_arguments_that_no_rank_could_honour(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_no_rank_could_honour_are_refused(arguments: dict[str, Any], message: str) -> None:
     """``partitions=`` comes from users: what cannot be is said at once."""
     with pytest.raises(InvalidArgument, match=message):
         Partition(**arguments)

@@ -58,6 +58,6 @@ def test_runs_are_as_long_as_possible(case: tuple[Box, tuple[int, ...]]) -> None
         (Box((2, 0), (0, 5)), (4, 5), []),
     ],
 )
-def test_runs_by_example(box: Box, shape: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
+def test_whole_rows_are_one_run(box: Box, shape: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
     """Whole tensors and whole rows are one run; columns are one a row."""
     assert expected == list(contiguous_runs(box, shape))

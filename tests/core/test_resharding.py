@@ -110,7 +110,7 @@ def test_replicated_kv_heads_are_read_from_one_of_their_ranks() -> None:
     assert [1, 1, 1, 3] == [places[0][0].tp_rank for places in found if places]
 
 
-def test_holders_of_a_small_part_of_a_large_job() -> None:
+def test_holders_of_a_small_part_are_found_without_listing_ranks() -> None:
     """Of 64 x 16 x 64 ranks, one row of one expert's slice is on one: found without listing them."""
     partition = Partition(partition_dim=1, num_partitions=64, expert=True)
     wanted = Box((33, 700, 5), (1, 1, 1))

@@ -35,7 +35,7 @@ def spec(*shape: int, **partition: object) -> ParameterSpec:
     ],
     ids=["replicated", "all ranks", "fewer stay", "fewer than those", "strided", "fused"],
 )
-def test_rescaled(partition: Partition, tp: int, new_tp: int, expected: Partition) -> None:
+def test_partitions_are_rescaled(partition: Partition, tp: int, new_tp: int, expected: Partition) -> None:
     """As many partitions as ranks stay as many as ranks, fewer stay as many as they are."""
     assert expected == rescaled("w", partition, tp, new_tp)
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize(("given_number", "expected"), [(None, None), (-1, None), (1, 1), (7, 7)])
-def test_numbers_that_mean_something(given_number: int | None, expected: int | None) -> None:
+def test_none_and_minus_one_keep_all(given_number: int | None, expected: int | None) -> None:
     """None and -1 keep all, as NxD has it."""
     assert expected == validate_num_kept(given_number)
 
@@ -39,7 +39,7 @@ def test_enough_is_kept(tags: list[TagInfo], kept: int | None) -> None:
     assert all((a.order_time, a.tag) < (b.order_time, b.tag) for a in going for b in staying)
 
 
-def test_oldest_first() -> None:
+def test_the_oldest_go_first() -> None:
     """The order in which they go: an interruption leaves the newest."""
     tags = [TagInfo(name, time, True, True) for name, time in (("c", 3.0), ("a", 1.0), ("b", 2.0))]
     assert ["a", "b"] == tags_to_remove(tags, 1)

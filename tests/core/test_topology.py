@@ -70,7 +70,7 @@ def test_live_groups_give_the_topology_back(topology: Topology) -> None:
     assert topology == topology_from_groups(topology.rank, **transposed(topology), ep=topology.ep)
 
 
-def test_the_standard_order() -> None:
+def test_the_standard_order_is_pp_dp_tp() -> None:
     """pp outermost, then dp, tp fastest: rank 5 of dp=2 x tp=4."""
     topology = Topology(dp=2, tp=4, rank=5)
     assert Coordinates(pp_rank=0, dp_rank=1, tp_rank=1) == topology.coordinates
@@ -124,12 +124,12 @@ def test_what_no_job_can_be(arguments: dict[str, Any], message: str) -> None:
         Topology(**arguments)
 
 
-def test_groups_that_leave_a_rank_out() -> None:
+def test_groups_that_leave_a_rank_out_are_refused() -> None:
     """Replica groups that do not cover the world are not a topology."""
     with pytest.raises(InvalidArgument, match=r"cover the ranks 0\.\.1"):
         topology_from_groups(0, [[0, 1]], [[0]], [[0], [1]])
 
 
-def test_described_for_people() -> None:
+def test_a_topology_is_described_for_people() -> None:
     """As messages show it."""
     assert "dp=4 tp=2 pp=1 ep=2" == Topology(dp=4, tp=2, ep=2).describe()

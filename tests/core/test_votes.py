@@ -36,7 +36,7 @@ def test_a_failed_rank_fails_the_save() -> None:
         judge(ballots, TOPOLOGY)
 
 
-def test_another_tag_on_one_rank() -> None:
+def test_another_tag_on_one_rank_is_shown() -> None:
     """Ranks that do not save the same thing are shown with what differs, and nothing else."""
     ballots = votes()
     ballots[3] = replace(ballots[3], plan={**PLAN, "tag": "step_4"})
@@ -44,7 +44,7 @@ def test_another_tag_on_one_rank() -> None:
         judge(ballots, TOPOLOGY)
 
 
-def test_another_state_on_a_replica() -> None:
+def test_another_state_on_a_replica_is_refused() -> None:
     """Replicas share the writing of one list of tensors: another list would lose some of them."""
     ballots = votes()
     ballots[6] = replace(ballots[6], replica="other")

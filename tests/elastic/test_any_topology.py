@@ -104,7 +104,7 @@ def test_a_param_group_of_experts_alone(tmp_path: Path, on: str, to: str) -> Non
     check(tmp_path, weights, layout_of(on, weights), layout_of(to, weights, reverse=True))
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_moved_there_and_back_is_the_same(tmp_path: Path) -> None:
     """Moved twice, through a job of another size, the checkpoint is what it was."""
     weights = weights_of(torch.bfloat16)
     on, over = layout_of("dp2tp2", weights), layout_of("dp3pp2", weights, reverse=True)

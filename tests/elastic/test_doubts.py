@@ -62,7 +62,7 @@ def refuse(directory: Path, error: type[Exception], match: str, model: Any, *oth
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_experts_that_nobody_marked(tmp_path: Path) -> None:
+def test_experts_that_nobody_marked_are_not_taken_for_one(tmp_path: Path) -> None:
     """Expert-parallel ranks that saved other values under one name: on another tp none of them is taken for all."""
     save(tmp_path, Topology(dp=2, tp=2, ep=2), lambda rank: {"model": {"experts": torch.full((2, 3), 1.0 + rank // 2)}})
     live = Model({"experts": torch.zeros(2, 3)})
@@ -125,7 +125,7 @@ def test_a_tie_that_was_broken(tmp_path: Path) -> None:
     refuse(tmp_path, errors.OptimizerMismatch, "tied", live, adam(live))
 
 
-def test_tensors_inside_an_entry(tmp_path: Path) -> None:
+def test_tensors_inside_an_entry_load_on_the_same_sizes_only(tmp_path: Path) -> None:
     """A list of tensors in an optimizer's state says nothing of how they are cut."""
 
     def what(rank: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_tensors_inside_an_entry(tmp_path: Path) -> None:
     refuse(tmp_path, errors.OptimizerMismatch, "w/history: saved as a list", live, adam(live), topology=Topology())
 
 
-def test_tensors_inside_extra_state(tmp_path: Path) -> None:
+def test_tensors_inside_extra_state_load_where_all_ranks_agree(tmp_path: Path) -> None:
     """They are read as tensors on the same sizes; on others only what is equal on all ranks can be taken."""
     for equal in (True, False):
         directory = tmp_path / str(equal)
@@ -158,7 +158,7 @@ def test_tensors_inside_extra_state(tmp_path: Path) -> None:
                 load_checkpoint(directory, "tag", other, topology=Topology())
 
 
-def test_one_name_on_two_stages(tmp_path: Path) -> None:
+def test_one_name_on_two_stages_must_mean_one_tensor(tmp_path: Path) -> None:
     """Where they differ, neither is taken."""
     save(tmp_path, Topology(pp=2), lambda rank: {"model": {"shared": torch.full((2,), float(rank))}})
     live = Model({"shared": torch.zeros(2)})

@@ -142,7 +142,7 @@ def test_a_models_own_state_dict_beside_a_live_optimizer(tmp_path: Path, make: A
 
 
 @pytest.mark.parametrize("make", [adamw, zero1, zero1_with_masters])
-def test_another_dict_beside_a_live_optimizer(tmp_path: Path, make: Any) -> None:
+def test_a_dict_beside_a_live_optimizer_is_refused(tmp_path: Path, make: Any) -> None:
     """ZeRO-1 without saved master weights takes them from its parameters, which must be loaded by then: refused."""
     expected = saved_run(tmp_path, make)
     model = Net(1.0)

@@ -94,7 +94,7 @@ def test_damage_that_one_rank_needs_stops_all(xla_ranks: RankPool, damaged: Path
 
 
 @pytest.mark.parametrize("shard", [0, 3])
-def test_damage_in_a_shard(tmp_path: Path, shard: int) -> None:
+def test_damage_in_a_shard_reaches_those_whose_rows_lie_in_it(tmp_path: Path, shard: int) -> None:
     """A ZeRO-1 shard's damage reaches those whose rows lie in it: here the first quarter of the rows, not the last."""
     save_job(tmp_path, WEIGHTS, layout(0, dp=2, tp=2))
     flip(tmp_path / "step_1" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", 6 * MIB)

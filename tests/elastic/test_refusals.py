@@ -76,7 +76,7 @@ def test_another_set_of_trained_parameters(tmp_path: Path, trained_at_save: bool
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_another_whole_shape(kept: Path, optimizer: bool) -> None:
+def test_another_whole_shape_is_refused(kept: Path, optimizer: bool) -> None:
     """Both whole shapes are named, whatever the ranks' own shapes are."""
     weights = changed("block0_norm", lambda weight: replace(weight, shape=(9,)))
     live = fresh(weights, layout_of("dp3", weights), LIVE.topology)
@@ -86,7 +86,7 @@ def test_another_whole_shape(kept: Path, optimizer: bool) -> None:
     assert None is difference(before, live.held())
 
 
-def test_another_dtype(kept: Path) -> None:
+def test_another_dtype_is_refused(kept: Path) -> None:
     """Values are not cast silently on another topology either."""
     weights = changed("embed", lambda weight: replace(weight, dtype=torch.bfloat16))
     live = fresh(weights, layout_of("dp3", weights), LIVE.topology)
@@ -159,7 +159,7 @@ def test_a_gradient_on_some_ranks_only(tmp_path: Path) -> None:
     refuse(tmp_path, live, errors.IncompatibleState, "experts.*gradient", partitions=whole.partitions)
 
 
-def test_entries_of_another_shape(tmp_path: Path) -> None:
+def test_entries_of_another_shape_load_on_the_same_cut_only(tmp_path: Path) -> None:
     """What is not shaped like its parameter (a factored moment) cannot be cut anew; on the same cut it loads."""
     saved, live = (replace(layout, zero1=False) for layout in (SAVED, LIVE))
 

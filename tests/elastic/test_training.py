@@ -95,7 +95,7 @@ def test_training_goes_on_on_other_sizes(xla_ranks: RankPool, tmp_path: Path, se
     follow(xla_ranks, tmp_path, setups)
 
 
-def test_replicas_that_share_the_reading(xla_ranks: RankPool, tmp_path: Path) -> None:
+def test_training_goes_on_where_replicas_share_the_reading(xla_ranks: RankPool, tmp_path: Path) -> None:
     """The same, where one of the data-parallel replicas reads what all of them want and broadcasts it."""
     [setups] = chain("tp4", "dp4", "dp2tp2", dtype="bfloat16", options=XSER).values
     follow(xla_ranks, tmp_path, setups, share_reads=True)

@@ -43,7 +43,7 @@ def runtime_facts(rank: int) -> dict[str, Any]:
     }
 
 
-def test_runtime_facts(xla_ranks: RankPool) -> None:
+def test_who_and_how_many_is_answered_everywhere_alike(xla_ranks: RankPool) -> None:
     """Every way to ask torch-xla or c10d who and how many gives the emulated world's answer."""
     expected = [
         {
@@ -84,7 +84,7 @@ def xm_collectives(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_xla_model_collectives(xla_ranks: RankPool) -> None:
+def test_xla_model_collectives_work_across_processes(xla_ranks: RankPool) -> None:
     """Each function of xla_model: plain, in place, grouped, scaled and bucketized; order is the group's."""
     for rank, results in enumerate(xla_ranks.run(xm_collectives)):
         group = group_of(rank)
@@ -159,7 +159,7 @@ def c10d_collectives(rank: int) -> dict[str, Any]:
     return {"objects": objects} | {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def test_torch_distributed_collectives(xla_ranks: RankPool) -> None:
+def test_torch_distributed_collectives_work_on_xla_tensors(xla_ranks: RankPool) -> None:
     """torch.distributed on XLA tensors: all ranks, subgroups, objects, point to point, functional forms."""
     everyone = [0, 1, 2, 3]
     for rank, results in enumerate(xla_ranks.run(c10d_collectives)):

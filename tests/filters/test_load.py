@@ -180,7 +180,7 @@ def test_names_are_not_exchanged_by_position(run: Path, tmp_path: Path) -> None:
     load_checkpoint(run, "t", None, stepped(model), key_mapping=mapping, param_names=[[*SAVED]])
 
 
-def test_names_before_and_after_a_wrapper(run: Path, tmp_path: Path) -> None:
+def test_a_prefix_finds_names_before_and_after_a_wrapper(run: Path, tmp_path: Path) -> None:
     """A prefix finds a wrapped model's tensors, or a part of a larger one; mapped names are whole ones."""
     inner = Named(SAVED)
     save_checkpoint(tmp_path, "t", torch.nn.ModuleDict({"module": inner}), stepped(inner), durable=False)

@@ -59,7 +59,7 @@ def test_boxes_of_a_run_are_that_run(shape: list[int], data: st.DataObject) -> N
     assert len(boxes) <= 2 * len(shape) + 1
 
 
-def test_blocks_of_a_part() -> None:
+def test_blocks_of_a_part_are_those_that_its_bytes_lie_in() -> None:
     """Those that its bytes lie in: of rows a few side by side, of columns all; each once."""
     rows, columns = 4096, CRC_BLOCK // 1024 // 4  # a row is 1,024th of a block
     span = StorageSpan("data/0", BEFORE, rows * columns * 4, None)

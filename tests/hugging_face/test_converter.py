@@ -60,7 +60,7 @@ def test_a_full_state_becomes_a_tag_and_comes_back(tmp_path: Path) -> None:
     assert [] == differences(state, weights(tmp_path / "out"))
 
 
-def test_an_interleaved_pipeline(tmp_path: Path) -> None:
+def test_an_interleaved_pipelines_chunks_are_found(tmp_path: Path) -> None:
     """Five layers in four chunks, of which the last has two; each rank's file holds every second chunk."""
     job, tag = Job(Model(layers=5)), tmp_path / "run" / "step_0"
     state = job.model.state()
@@ -113,7 +113,7 @@ def as_megatron(held: State) -> State:
 
 
 @pytest.mark.parametrize("qkv_linear", [False, True])
-def test_a_megatron_style_llama(tmp_path: Path, qkv_linear: bool) -> None:
+def test_a_megatron_style_llama_is_converted(tmp_path: Path, qkv_linear: bool) -> None:
     """Other names; q, k and v are one tensor, or with grouped-query attention k and v are."""
     job = Job(Model(heads=4, kv_heads=2 if qkv_linear else 4), tp=2, pp=2, qkv="linear" if qkv_linear else "coalesced")
     state, tag = job.model.state(), tmp_path / "run" / "step_0"
@@ -157,7 +157,7 @@ def test_an_existing_output_is_replaced_on_request(tmp_path: Path, capsys: pytes
     assert "--overwrite" in shown
 
 
-def test_padded_heads(tmp_path: Path) -> None:
+def test_padded_heads_are_added_and_left_out(tmp_path: Path) -> None:
     """Six query heads on eight ranks: two are padding, in both directions."""
     job = Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8)
     state, tag = job.model.state(), tmp_path / "run" / "step_0"
@@ -187,7 +187,7 @@ def test_a_yaml_file_of_nxd_training_tells_sizes(tmp_path: Path, family: str) ->
         assert [] == differences(model.state(), weights(out))
 
 
-def test_a_yaml_file_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_yaml_file_of_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Is named."""
     (tmp_path / "other.yaml").write_text("- 1")
     flags = ["--convert_to_full_state", "--nxdt_yaml_config", str(tmp_path / "other.yaml")]
@@ -195,7 +195,7 @@ def test_a_yaml_file_of_something_else(tmp_path: Path, capsys: pytest.CaptureFix
     assert "other.yaml: not a configuration of NxD Training" in capsys.readouterr().err
 
 
-def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here from the cache of huggingface_hub; what is not there is named."""
     pytest.importorskip("huggingface_hub")
     cached = tmp_path / "hub" / "models--me--llama"

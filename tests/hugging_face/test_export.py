@@ -77,7 +77,7 @@ def test_checkpoints_of_old_versions_are_exported(tmp_path: Path) -> None:
 
 @given(job=jobs(), converted=st.booleans())
 @settings(max_examples=15)
-def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job, converted: bool) -> None:
+def test_any_job_is_exported(tmp_path_factory: pytest.TempPathFactory, job: Job, converted: bool) -> None:
     """Random sizes, numbers of heads and copies, written as NxD writes them or its converter, in windows that cut
     through tensors."""
     directory, state = tmp_path_factory.mktemp("any"), job.model.state()

@@ -25,7 +25,7 @@ def command(tmp_path: Path, *arguments: str) -> int:
     return main(["export", str(tag), str(tmp_path / "out"), "--config", str(config), *heads, *arguments])
 
 
-def test_it_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line says what was done; --quiet says nothing."""
     assert 0 == command(tmp_path, "--size-per-shard", "1kB")
     assert "is exported to" in capsys.readouterr().out

@@ -115,7 +115,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
 
 @given(job=jobs())
 @settings(max_examples=15)
-def test_any_job(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+def test_any_job_is_imported(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
     """Random sizes, numbers of heads and copies."""
     path = tmp_path_factory.mktemp("any")
     state = write_model(path / "hf", job.model)
@@ -270,7 +270,7 @@ def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
     assert [] == differences(job.rank(doubled), loaded(tag, Topology()))
 
 
-def test_tensors_larger_than_a_wave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_than_a_wave_need_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and transposed, in waves that cut through them: memory does not grow with the model."""
     monkeypatch.setattr(filling, "WAVE", 8 * 2**20)
     state = {name: torch.randn(1024, 1500) for name in ("a.weight", "b.weight")}

@@ -114,7 +114,7 @@ def test_a_rank_reads_hardly_more_than_its_part(tmp_path: Path) -> None:
         assert sum(one.nbytes for one in log) <= 1.1 * sum(tensor.nbytes for tensor in expected.values())
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_gets_memory_for_its_part(tmp_path: Path) -> None:
     """Gets memory for this rank's part; parameters stay the same objects, with attributes, and so do ties."""
     state = write_model(tmp_path, JOB.model)
     at = Topology(tp=4, rank=2)
@@ -132,7 +132,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tied_weights(tmp_path: Path, device: str) -> None:
+def test_tied_weights_are_loaded(tmp_path: Path, device: str) -> None:
     """A head that the files leave out is that of the embedding, tied in the live model or not."""
     model = Model()
     state = write_model(tmp_path, model)
@@ -217,7 +217,7 @@ def _with_computed_meta(model: torch.nn.Module) -> None:
         (_with_computed_meta, r"computed of the live model are on the meta device and in no file"),
     ],
 )
-def test_names_that_differ(
+def test_names_that_differ_are_refused(
     tmp_path: Path,
     change: Callable[[torch.nn.Module], None],
     complaint: str,

@@ -133,7 +133,7 @@ def test_tied_embeddings_have_one_state(tmp_path: Path) -> None:
     assert {names[0]: {"step": 1}} == found["state"]
 
 
-def test_a_tag_without_an_optimizer(tmp_path: Path) -> None:
+def test_a_tag_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     """Has none to export."""
     job = Job(Model())
     with pytest.raises(PartNotFound, match="was saved without an optimizer"):

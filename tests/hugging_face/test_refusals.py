@@ -77,14 +77,14 @@ def test_what_does_not_fit(
     refused(tmp_path, kind, complaint, **options)
 
 
-def test_values_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     """They would become infinite."""
     state = JOB.model.state()
     state["model.norm.weight"][3] = 1e9
     refused(tmp_path, DtypeMismatch, r"model\.norm\.weight: cast from float32 to .*float16", state, dtype="float16")
 
 
-def test_damage_in_the_checkpoint(tmp_path: Path) -> None:
+def test_damage_in_the_checkpoint_is_noticed(tmp_path: Path) -> None:
     """Bytes that changed are noticed where they are read, and an existing directory stays."""
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = write_as_nxd(tmp_path / "run", JOB, JOB.model.state())
@@ -134,7 +134,7 @@ def test_input_and_output_must_be_apart(tmp_path: Path) -> None:
         export_checkpoint(tag, tag / "hf", mapping="llama")
 
 
-def test_a_tag_without_a_model(tmp_path: Path) -> None:
+def test_a_tag_without_a_model_is_refused(tmp_path: Path) -> None:
     """Has nothing to export."""
     tag = write_as_nxd(tmp_path / "run", JOB, JOB.model.state())
     (tag / "optim").mkdir()

@@ -65,7 +65,7 @@ def is_one_of_nxds(tag: Path, *references: str) -> bool:
 
 
 @pytest.mark.plain
-def test_checkpoint(tmp_path: Path) -> None:
+def test_what_nxds_tests_expect_of_a_checkpoint_is_there(tmp_path: Path) -> None:
     """Saved before the first step: the optimizer's directory of tensors is there, and empty."""
     tag = save_and_load(tmp_path / "ckpts", "unittest", {})
     assert is_one_of_nxds(tag, MODEL, OPTIMIZER)
@@ -74,7 +74,7 @@ def test_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
-def test_checkpoint_dcp(tmp_path: Path) -> None:
+def test_the_optimizer_is_a_torch_dcp_directory(tmp_path: Path) -> None:
     """The optimizer in a torch DCP directory."""
     tag = save_and_load(tmp_path / "ckpts", "unittest_dcp", {"use_zero1_dcp": True}, use_zero1_dcp=True)
     assert is_one_of_nxds(tag, MODEL)
@@ -82,7 +82,7 @@ def test_checkpoint_dcp(tmp_path: Path) -> None:
 
 
 @pytest.mark.plain
-def test_checkpoint_without_lower_precision_weights(tmp_path: Path) -> None:
+def test_master_weights_stand_for_lower_precision_ones(tmp_path: Path) -> None:
     """Master weights stand for them: the model's directory of tensors is there, and empty."""
     left_out = {"avoid_saving_lower_precision_weights": True}
     tag = save_and_load(tmp_path / "ckpts", "unittest-z1-dist", {}, in_bfloat16, **left_out)
@@ -103,7 +103,7 @@ def test_conversions_and_copies_make_empty_directories_too(tmp_path: Path) -> No
 
 
 @pytest.mark.xla
-def test_checkpoint_for_torch_xla(tmp_path: Path) -> None:
+def test_torch_xla_reads_the_checkpoint(tmp_path: Path) -> None:
     """``xser.load`` reads both files."""
     import torch_xla.utils.serialization as xser
 

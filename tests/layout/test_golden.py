@@ -140,7 +140,7 @@ def test_the_converters_full_files(golden: Path, form: str, source: str) -> None
 
 @pytest.mark.parametrize("form", ["pt", "xser"])
 @pytest.mark.parametrize(("output", "dp"), [("full_to_dp4", 4), ("sharded_to_dp3", 3)])
-def test_the_converters_shards(golden: Path, form: str, output: str, dp: int) -> None:
+def test_the_converters_shards_are_read(golden: Path, form: str, output: str, dp: int) -> None:
     """What the converter sharded anew reads as any optimizer: inline tensors, no info, an empty ``.tensors``."""
     tag = open_tag(LocalStorage(golden / "k_convert" / form), output)
     assert {"dp": dp, "tp": 1, "pp": 1, "ep": 1} == tag.topology().sizes

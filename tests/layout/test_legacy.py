@@ -51,7 +51,7 @@ def whole(tag: TagLayout, tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["tp_rank_{:02d}", "tp_rank_{:02d}/checkpoint.pt"])
-def test_0_1_one_file_per_tp_rank(tmp_path: Path, name: str) -> None:
+def test_0_1_is_read_from_one_file_per_tp_rank(tmp_path: Path, name: str) -> None:
     """0.1 and 0.2: the payload beside the ``tp_rank`` that NxD added to it."""
     for tp in range(2):
         save({"model": model(tp), "epoch": 3, "tp_rank": tp}, tmp_path / name.format(tp))
@@ -62,7 +62,7 @@ def test_0_1_one_file_per_tp_rank(tmp_path: Path, name: str) -> None:
     assert {"epoch": 3} == tag.user_content()
 
 
-def test_0_1_bare_state_dict(tmp_path: Path) -> None:
+def test_0_1_is_read_from_a_bare_state_dict(tmp_path: Path) -> None:
     """A payload may be the model's state dict itself; NxD's ``tp_rank`` is no part of it."""
     save({**model(0), "tp_rank": 0}, tmp_path / "tp_rank_00")
     tag = open_directory(tmp_path)
@@ -76,7 +76,7 @@ def test_0_1_bare_state_dict(tmp_path: Path) -> None:
     )
 
 
-def test_0_3_payload_with_everything(tmp_path: Path) -> None:
+def test_0_3_is_read_from_a_payload_with_everything(tmp_path: Path) -> None:
     """0.3 to 0.5, pt: model, optimizer, scheduler and the rest in one payload per tp and pp rank."""
     plain = {
         "state": {0: {"exp_avg": torch.ones(2)}},
@@ -107,7 +107,7 @@ def test_0_3_payload_with_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("xser", [True, False])
-def test_a_checkpoint_of_lightning(tmp_path: Path, xser: bool) -> None:
+def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, xser: bool) -> None:
     """NxD's plugin writes each ``.ckpt`` as such a directory: a state dict, lists of optimizers and schedulers."""
     payload = {
         "epoch": 2,
@@ -136,7 +136,7 @@ def test_several_optimizers_are_left_to_the_script(tmp_path: Path) -> None:
     assert difference([zero1(0), zero1(1)], tag.user_content()["optimizer_states"]) is None
 
 
-def test_0_5_xser(tmp_path: Path) -> None:
+def test_0_5_xser_is_read(tmp_path: Path) -> None:
     """0.5, xser: a file of references with ``.tensors`` beside it, and no info file."""
     save_xser({"model": model(5), "step": 1}, tmp_path / "tp_rank_00_pp_rank_00", info=False)
     tag = open_directory(tmp_path)

@@ -58,7 +58,7 @@ def test_the_names_of_golden_checkpoints(golden: Path) -> None:
             assert expected == actual, described.parent.name
 
 
-def test_full_and_own_names() -> None:
+def test_full_names_and_foreign_ones_are_told_apart() -> None:
     """The converter's "full" names, and those that are not NxD's."""
     at = Coordinates(pp_rank=1, dp_rank=103, tp_rank=2)
     assert "optim/full_tp_rank_02_pp_rank_01.pt" == names.optimizer_file(Topology(tp=4, pp=2), at, "zero1_full")
@@ -69,7 +69,7 @@ def test_full_and_own_names() -> None:
     assert "rank_content/rank_00103.pt" == names.rank_content_file(103)
 
 
-def test_xser_names() -> None:
+def test_xser_names_lie_beside_their_file() -> None:
     """The files beside a file of references."""
     assert "model/a.pt.info.pt" == names.info_file("model/a.pt")
     assert "model/a.pt.tensors/tensor_7.pt" == names.tensor_file("model/a.pt", 7)

@@ -34,7 +34,7 @@ def save(tree: Any, path: Path) -> None:
     torch.save(tree, path)
 
 
-def test_xser_of_0_6_without_info(tmp_path: Path) -> None:
+def test_xser_of_0_6_is_read_without_info(tmp_path: Path) -> None:
     """NxD 0.6 wrote references and tensors, and nothing that tells dtype and shape."""
     save_xser(STATE, tmp_path / "step_1" / MODEL, info=False)
     tag = open_tag(LocalStorage(tmp_path), "step_1")
@@ -110,7 +110,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
             part()
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A directory of something else is refused, and the error shows what it holds."""
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(PartNotFound, match=r"no checkpoint of neuronx_distributed.*notes\.txt"):
@@ -188,7 +188,7 @@ def test_a_given_topology_decides(tmp_path: Path) -> None:
     assert given == open_tag(LocalStorage(tmp_path), "t", topology=given).topology()
 
 
-def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
+def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     """Expert-parallel ranks must divide the data-parallel ones; else files are missing or of two saves."""
     for ep in range(2):
         save(STATE, tmp_path / "t" / f"model/dp_rank_00_ep_rank_{ep:02d}_tp_rank_00_pp_rank_00.pt")

@@ -77,7 +77,7 @@ def strays(server: S3Server, bucket: str, prefix: str, url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
-def test_kills_at_any_time_of_an_upload(s3_server: S3Server, tmp_path: Path, rounds: int) -> None:
+def test_after_a_kill_all_that_is_visible_is_complete(s3_server: S3Server, tmp_path: Path, rounds: int) -> None:
     """After each kill all that is visible is complete; the next run leaves neither objects nor uploads of the dead."""
     seed = time.time_ns()
     print("seed", seed)

@@ -108,7 +108,7 @@ def test_a_store_that_refuses_everything(proxy: S3Proxy, s3_server: S3Server, bu
     assert all(torch.equal(state_of(1.0)[name], state[name]) for name in state)
 
 
-def test_an_endpoint_where_nobody_answers(bucket: str) -> None:
+def test_an_endpoint_where_nobody_answers_is_named(bucket: str) -> None:
     """Is an error that says what to check."""
     options = {**options_for(("127.0.0.1", 9)), "retries": 0}
     url = f"s3://{bucket}/run"
@@ -118,7 +118,7 @@ def test_an_endpoint_where_nobody_answers(bucket: str) -> None:
         assert "check endpoint_url" in str(error)
 
 
-def test_a_bucket_that_is_read_only(proxy: S3Proxy, s3_server: S3Server, bucket: str) -> None:
+def test_a_bucket_that_is_read_only_is_loaded_from(proxy: S3Proxy, s3_server: S3Server, bucket: str) -> None:
     """Refuses saves, and is loaded from."""
     url, state = f"s3://{bucket}/run", small(0)
     with Checkpointer(url, storage_options=s3_server.options) as saver:
@@ -134,7 +134,7 @@ def test_a_bucket_that_is_read_only(proxy: S3Proxy, s3_server: S3Server, bucket:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_credentials_that_expire_in_the_middle(s3_server: S3Server, bucket: str, victim: int) -> None:
+def test_credentials_that_expire_in_the_middle_fail_the_save(s3_server: S3Server, bucket: str, victim: int) -> None:
     """Of one rank's part of an async save: it fails on both, nothing is seen, and renewed ones save again."""
     url = f"s3://{bucket}/run"
     with S3Proxy(s3_server.address) as one, S3Proxy(s3_server.address) as other:
@@ -169,7 +169,7 @@ def test_credentials_that_expire_in_the_middle(s3_server: S3Server, bucket: str,
 
 
 @pytest.mark.parametrize("prefix", ["", "/run 7/a+b%20c/é~&=#?'()"])
-def test_names_of_all_kinds(s3_server: S3Server, bucket: str, prefix: str) -> None:
+def test_names_of_all_kinds_are_kept(s3_server: S3Server, bucket: str, prefix: str) -> None:
     """The root of a bucket, and characters that URLs and XML treat specially, in directories and tags."""
     url, options, tags = f"s3://{bucket}{prefix}", s3_server.options, ["a b", "1+1%3D2", "<é>&\"'?#"]
     with Checkpointer(url, storage_options=options) as saver:
@@ -184,7 +184,7 @@ def test_names_of_all_kinds(s3_server: S3Server, bucket: str, prefix: str) -> No
     assert [] == [key for key in s3_server.keys(bucket) if tags[0] in key] + s3_server.unfinished(bucket)
 
 
-def test_names_that_begin_alike(s3_server: S3Server, bucket: str) -> None:
+def test_names_that_begin_alike_are_different(s3_server: S3Server, bucket: str) -> None:
     """``run7`` has nothing to do with ``run70``, nor ``step_1`` with ``step_10``."""
     options = s3_server.options
     for run in ("run7", "run70"):

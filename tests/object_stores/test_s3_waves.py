@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("cap", [8 * MIB, 20 * MIB])
-def test_waves_of_a_save_to_s3(s3_server: S3Server, cap: int) -> None:
+def test_a_save_to_s3_in_waves_arrives_bit_for_bit(s3_server: S3Server, cap: int) -> None:
     """A tensor that is larger than the staging memory and than a part, between small ones, arrives bit for bit."""
     url, options = f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_server.options
     small = {f"small.{number}": torch.rand(MIB // 4 + number) for number in range(12)}

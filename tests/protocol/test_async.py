@@ -192,13 +192,13 @@ def many_async_saves(rank: int, path: Path) -> list[str]:
     return visible_tags(path)
 
 
-def test_a_row_of_async_saves(tmp_path: Path) -> None:
+def test_each_of_a_row_of_async_saves_succeeds(tmp_path: Path) -> None:
     """Each save waits for the one before; all succeed, and the last ones are kept."""
     assert [["step_8", "step_9"]] * 2 == Job(2, many_async_saves, tmp_path, group=True).values()
     assert (8, 9) == (saved_value(tmp_path, "step_8", 2), saved_value(tmp_path, None, 2))
 
 
-def test_timings_and_bytes(tmp_path: Path) -> None:
+def test_a_save_tells_its_timings_and_bytes(tmp_path: Path) -> None:
     """A save that is done tells seconds by phase and its bytes, the manifest the same for all ranks."""
     with Checkpointer(tmp_path) as saver:
         pending = saver.save("t", {"weight": torch.ones(1000)})

@@ -57,7 +57,7 @@ def second_saves(rank: int, path: Path) -> list[BaseException | None]:
     return errors
 
 
-def test_ranks_that_disagree_in_a_later_save(tmp_path: Path) -> None:
+def test_ranks_that_disagree_in_a_later_save_are_told(tmp_path: Path) -> None:
     """On the tag, the format, or what there is to save: RanksDisagree on all, naming ranks and values; all goes on."""
     for errors in Job(2, second_saves, tmp_path, group=True).values():
         assert [RanksDisagree] * 3 == [type(error) for error in errors]
@@ -76,7 +76,7 @@ def replicas_differ(rank: int, path: Path, use_xser: bool) -> BaseException | No
 
 
 @pytest.mark.parametrize("use_xser", [False, True])
-def test_replicas_that_hold_different_models(tmp_path: Path, use_xser: bool) -> None:
+def test_replicas_that_hold_different_models_are_told(tmp_path: Path, use_xser: bool) -> None:
     """Data-parallel ranks share the writing of one state: shapes that differ are RanksDisagree, on both."""
     for error in Job(2, replicas_differ, tmp_path, use_xser, group=True).values():
         assert RanksDisagree is type(error)
@@ -103,7 +103,7 @@ def saves_elsewhere(rank: int, path: Path, same_name: bool) -> BaseException | N
 
 
 @pytest.mark.parametrize("same_name", [True, False])
-def test_a_directory_that_is_not_shared(tmp_path: Path, same_name: bool) -> None:
+def test_a_directory_that_is_not_shared_is_refused(tmp_path: Path, same_name: bool) -> None:
     """Paths that differ, or one path on disks of their own: said on all ranks, before any data are written."""
     errors = Job(2, saves_elsewhere, tmp_path, same_name, group=True).values()
     assert [DirectoryNotShared] * 2 == [type(error) for error in errors]
@@ -290,7 +290,7 @@ def first_save_without_rank_0(rank: int, path: Path) -> CheckpointError | None:
     return saves_once(rank, path)
 
 
-def test_a_first_save_without_rank_0(tmp_path: Path) -> None:
+def test_a_first_save_without_rank_0_names_it(tmp_path: Path) -> None:
     """The others get an error of ours that names rank 0, though it is gone with its store."""
     error = Job(2, first_save_without_rank_0, tmp_path, group=True).outcomes()[1]
     error = error.error if isinstance(error, Raised) else error

@@ -14,7 +14,7 @@ from tests.protocol.campaign import PHASES, Campaign
 
 @pytest.mark.plain
 @pytest.mark.once
-def test_a_kill_in_every_phase_of_a_save(tmp_path: Path) -> None:
+def test_what_is_visible_after_a_kill_in_any_phase_is_complete(tmp_path: Path) -> None:
     """A few kills, each at a random operation of another phase; after each, a new run loads and saves."""
     seed = time.time_ns()
     print("seed", seed)

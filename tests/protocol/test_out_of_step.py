@@ -35,7 +35,7 @@ def first_saves(rank: int, path: Path, alone: int) -> str:
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_first_save_that_one_rank_made_alone(tmp_path: Path, alone: int) -> None:
+def test_after_a_first_save_of_one_rank_alone_all_can_save(tmp_path: Path, alone: int) -> None:
     """It fails there; saves and loads of all ranks then work, in this directory and others."""
     outcomes = Job(2, first_saves, tmp_path, alone, group=True).values()
     assert PeerTimeout.__name__ == outcomes[alone]
@@ -61,7 +61,7 @@ def later_saves(rank: int, path: Path, alone: int, times: int) -> list[str]:
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_later_save_that_one_rank_made_alone(tmp_path: Path, alone: int) -> None:
+def test_after_a_later_save_of_one_rank_alone_all_can_save(tmp_path: Path, alone: int) -> None:
     """It fails, or its outcome is unknown; the next saves that all make work, and are whole."""
     outcomes = Job(2, later_saves, tmp_path, alone, 2, group=True).values()
     assert [[SaveFailed, OutcomeUnknown][alone].__name__] * 2 == outcomes[alone]

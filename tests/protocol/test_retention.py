@@ -53,7 +53,7 @@ def test_an_overwritten_tag_is_the_newest(tmp_path: Path) -> None:
     assert (2, 2, 1) == (value_of(tmp_path), value_of(tmp_path, "a"), value_of(tmp_path, "b"))
 
 
-def test_the_same_tag_again_and_again(tmp_path: Path) -> None:
+def test_the_same_tag_can_be_saved_again_and_again(tmp_path: Path) -> None:
     """Even where only one is kept."""
     assert [["only"]] * 3 == save_all(tmp_path, ["only"] * 3, 1)
     assert 2 == value_of(tmp_path)

@@ -62,7 +62,7 @@ def operations_of(save: Save) -> int:
 
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
-def test_death_before_every_operation(save: Save) -> None:
+def test_what_is_visible_after_a_death_anywhere_is_complete(save: Save) -> None:
     """What is visible then is complete; the next job's first save leaves no key of the dead one's."""
     count = operations_of(save)
     assert count > 30
@@ -84,7 +84,7 @@ def test_death_before_every_operation(save: Save) -> None:
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
 @pytest.mark.parametrize("again", ["same", "another"])
-def test_a_failure_of_every_operation(save: Save, again: str) -> None:
+def test_after_a_failure_anywhere_a_save_knows_its_outcome(save: Save, again: str) -> None:
     """The save says whether its tag is there, and the same job's next one, of that tag or another, leaves no stray."""
 
     def fail() -> None:

@@ -81,7 +81,7 @@ SUSPENDED: list[tuple[str, Moment]] = [
 
 @pytest.mark.parametrize("moment", [moment for _, moment in SUSPENDED], ids=[name for name, _ in SUSPENDED])
 @pytest.mark.parametrize("tag", ["t", "other"])
-def test_a_job_that_was_taken_over_and_wakes_up(moment: Moment, tag: str) -> None:
+def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment, tag: str) -> None:
     """It publishes nothing and overwrites nothing, whether its successor saves the same tag or another one."""
     store = MemoryStorage()
     sleeper = Process(store)
@@ -109,7 +109,7 @@ def test_a_job_that_was_taken_over_and_wakes_up(moment: Moment, tag: str) -> Non
     ("ended", "step"),
     [(False, 2), (True, 2), *(pytest.param(ended, 1, marks=pytest.mark.soak) for ended in (False, True))],
 )
-def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ended: bool, step: int) -> None:
+def test_of_two_jobs_the_later_ones_save_stays(monkeypatch: pytest.MonkeyPatch, ended: bool, step: int) -> None:
     """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
     back; the other says what it knows."""
     monkeypatch.setattr("nxd_ckpt.runtime.coordination.lease._EXCHANGE_TAKES", 0.0)  # here an exchange takes no time
@@ -145,7 +145,7 @@ def test_a_job_that_wakes_up_at_any_moment(monkeypatch: pytest.MonkeyPatch, ende
         assert {"first": 1, "t": 3, "u": 4} == values(store), operations[number]
 
 
-def test_a_job_that_wakes_up_only_to_die() -> None:
+def test_the_done_of_a_job_that_wakes_up_to_die_is_no_tag() -> None:
     """Its ``done``, beside which all else was removed, makes no tag; the name can be saved to."""
     store = MemoryStorage()
     sleeper = Process(store)
@@ -173,7 +173,7 @@ def test_a_job_that_wakes_up_only_to_die() -> None:
     assert {"first": 1, "other": 3, "t": 4} == values(store)
 
 
-def test_a_key_that_another_job_took_meanwhile() -> None:
+def test_a_key_that_another_job_took_meanwhile_stays_its() -> None:
     """Is an error of the save, and stays that job's."""
     store = MemoryStorage()
     process = Process(store)
@@ -188,7 +188,7 @@ def test_a_key_that_another_job_took_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("taken", ["done", "manifest.json", "checkpoint"])
-def test_a_marker_that_another_job_wrote_meanwhile(taken: str) -> None:
+def test_a_marker_that_another_job_wrote_is_not_overwritten(taken: str) -> None:
     """The save fails and says so; nothing of theirs is overwritten."""
     store = MemoryStorage()
     process = Process(store)
@@ -203,7 +203,7 @@ def test_a_marker_that_another_job_wrote_meanwhile(taken: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["t/done", "t/manifest.json", "t/checkpoint"])
-def test_a_reply_that_is_lost(key: str) -> None:
+def test_a_lost_reply_does_not_hide_whether_the_tag_is_there(key: str) -> None:
     """A marker that was written though the storage said that it failed: the save knows whether its tag is there."""
     store = MemoryStorage()
     process = Process(store)
@@ -269,7 +269,7 @@ def test_the_others_write_once_rank_0_has_begun() -> None:
     assert {"first": 2} == values(store, 2)
 
 
-def test_a_rank_that_ends_while_it_waits_for_rank_0() -> None:
+def test_a_rank_that_ends_gives_rank_0_a_short_while() -> None:
     """After an exception it gives rank 0 a short while, not the timeout; it wrote nothing, and votes so."""
     store = MemoryStorage()
     processes = ranks(store, "one")
@@ -287,7 +287,7 @@ def test_a_rank_that_ends_while_it_waits_for_rank_0() -> None:
     assert [] == strays(store)
 
 
-def test_ranks_that_mean_different_tags() -> None:
+def test_ranks_that_mean_different_tags_are_told_both() -> None:
     """Said on both, with both names; the one that rank 0 does not mean is never written to."""
     store = MemoryStorage()
     processes = ranks(store, "one")
@@ -304,7 +304,7 @@ def test_ranks_that_mean_different_tags() -> None:
     assert [] == strays(store)
 
 
-def test_a_rank_that_fails_while_the_other_still_writes() -> None:
+def test_the_next_save_waits_for_the_rank_that_still_writes() -> None:
     """The next save of the same tag waits until that one has left it: no key of the failed attempt is in its tag."""
     store = MemoryStorage()
     processes = ranks(store, "one")
@@ -326,7 +326,7 @@ def test_a_rank_that_fails_while_the_other_still_writes() -> None:
     assert [] == strays(store)
 
 
-def test_a_rank_that_dies_before_its_vote() -> None:
+def test_a_rank_that_dies_before_its_vote_is_named() -> None:
     """The save fails on the other within the timeout, naming it; the next job removes what was written."""
     store = MemoryStorage()
     processes = ranks(store, "one")
@@ -349,7 +349,7 @@ def test_a_rank_that_dies_before_its_vote() -> None:
     [(before("write", "/begin"), SaveFailed, False), (before("write", "verdict.json"), type(None), True)],
     ids=["before it begins", "before its verdict"],
 )
-def test_a_rank_0_that_dies(moment: Moment, error: type[Any], visible: bool) -> None:
+def test_without_rank_0_others_know_whether_a_tag_is_there(moment: Moment, error: type[Any], visible: bool) -> None:
     """Who waits for it to begin writes nothing and fails; who waits for its verdict finds that the tag is there."""
     store = MemoryStorage()
     processes = ranks(store, "one")
@@ -365,7 +365,7 @@ def test_a_rank_0_that_dies(moment: Moment, error: type[Any], visible: bool) -> 
 
 
 @pytest.mark.parametrize("number", range(0, 60, 4))
-def test_both_ranks_die_at_once(number: int) -> None:
+def test_a_tag_is_old_gone_or_new_after_both_ranks_died(number: int) -> None:
     """At any time in a save over a tag, which is then as it was, gone, or new; the next job leaves no stray."""
     store = MemoryStorage()
     processes = ranks(store, "one")

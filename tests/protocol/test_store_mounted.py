@@ -128,7 +128,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("victim", "name", "pattern"), KILLS, ids=lambda value: str(value).replace("/", "|"))
-def test_sigkill_in_a_save_over_a_tag(tmp_path: Path, victim: int, name: str, pattern: str) -> None:
+def test_what_is_visible_after_a_kill_is_complete(tmp_path: Path, victim: int, name: str, pattern: str) -> None:
     """What is visible is complete, whoever looks; the next job's first save removes what is not."""
     path = tmp_path / "checkpoints"
     job = Job(2, dies, path, "one", victim, name, pattern)
@@ -145,7 +145,7 @@ def test_sigkill_in_a_save_over_a_tag(tmp_path: Path, victim: int, name: str, pa
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_conversion_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+def test_a_conversion_commits_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     """It commits as a save does, its workers too: what fails leaves nothing, and what succeeds is a tag."""
     source = save_example(tmp_path / "input", 2)
     damaged = save_example(tmp_path / "damaged", 2)

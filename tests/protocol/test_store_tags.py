@@ -111,7 +111,7 @@ def test_what_is_no_checkpoint_is_left_alone(store: MemoryStorage, job: Process)
     job.end()
 
 
-def test_overwrite_on_a_file_system(tmp_path: Path) -> None:
+def test_overwrite_false_refuses_on_a_file_system(tmp_path: Path) -> None:
     """By default and with True a tag is replaced, with False refused, and nothing else will do."""
     with Checkpointer(tmp_path) as saver:
         for value, overwrite in enumerate([False, None, True]):

@@ -55,7 +55,7 @@ def test_files_written_in_waves_are_bit_identical(tmp_path: Path, use_xser: bool
     assert [] == [name for name in at_once if at_once[name] != in_waves[name]]
 
 
-def test_waves_into_a_store() -> None:
+def test_waves_into_a_store_wait_for_their_uploads() -> None:
     """Uploads of a whole wave go on side by side; they are waited for before the next wave takes their memory."""
     log: list[Operation] = []
     state = {f"tensor.{number}": torch.full((256 * 1024,), float(number)) for number in range(20)}

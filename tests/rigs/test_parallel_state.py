@@ -16,7 +16,7 @@ pytestmark = pytest.mark.plain
 NAME = "neuronx_distributed.parallel_layers.parallel_state"
 
 
-def test_standard_order() -> None:
+def test_ranks_are_ordered_as_by_nxd() -> None:
     """Ranks are ordered pp outermost, then dp, then tp; ep splits dp and is its faster part."""
     with installed_parallel_state(FakeParallelState(tp=2, pp=2, ep=2, world=16, rank=11)):
         state = importlib.import_module(NAME)

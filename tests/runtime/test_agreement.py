@@ -16,7 +16,7 @@ from tests.runtime.ranks import on_ranks
 pytestmark = pytest.mark.plain
 
 
-def test_gather_and_broadcast() -> None:
+def test_rank_0_gathers_and_all_get_its_broadcast() -> None:
     """Rank 0 gets all values by rank, and all get rank 0's; time after time."""
 
     def talk(agreement: Agreement) -> list[Any]:
@@ -58,7 +58,7 @@ def test_an_exception_that_is_not_ours_travels_too() -> None:
     assert "on rank 0: KeyError: 'missing'" == str(other)
 
 
-def test_all_pass() -> None:
+def test_each_gets_its_own_result_if_all_pass() -> None:
     """Each gets its own result."""
     assert [0, 10, 20] == on_ranks(3, lambda agreement: on_all(agreement, lambda: agreement.rank * 10))
 
@@ -104,14 +104,14 @@ def test_the_store_does_not_fill_up() -> None:
     assert 1 >= store.num_keys()  # rank 0's sign of life
 
 
-def test_alone() -> None:
+def test_a_single_process_agrees_with_itself() -> None:
     """A single process agrees with itself."""
     assert ["x"] == Alone().gather("x")
     assert "x" == Alone().broadcast("x")
     assert isinstance(meet(0, 1, 5.0, "load"), Alone)
 
 
-def test_no_group_no_agreement() -> None:
+def test_there_is_no_agreement_without_a_group() -> None:
     """Several ranks that nothing joins."""
     assert None is meet(1, 4, 5.0, "load")
 

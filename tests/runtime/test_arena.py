@@ -30,7 +30,7 @@ def test_memory_is_page_aligned_and_reused() -> None:
     assert b"abc" == bytes(again[:3])
 
 
-def test_growth() -> None:
+def test_an_arena_grows_up_to_its_cap() -> None:
     """A larger request gets new memory, up to the cap; beyond it raises."""
     arena = Arena(10 * PAGE)
     del_me = arena.reserve(PAGE)

@@ -40,7 +40,7 @@ class Reader:
 
 
 @pytest.mark.parametrize(("mib", "most"), [([1] * 300, 64), ([100] * 5, 200), ([1, 100, 1, 1, 100, 100, 3], 200)])
-def test_bounded_and_in_order(mib: list[int], most: int) -> None:
+def test_what_waits_is_bounded_and_in_order(mib: list[int], most: int) -> None:
     """Two tensors of any size, or 64 MiB of smaller ones, wait at a time; the next is read while one is taken."""
     reader = Reader()
     delivery = Delivery(cast("LeafReader", reader), reader.fill)

@@ -87,7 +87,7 @@ def moved_out(path: Path) -> int:
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_publish(tmp_path: Path, old: bool) -> None:
+def test_after_publishing_a_tag_holds_the_new_content_only(tmp_path: Path, old: bool) -> None:
     """The tag holds the new content; staging, journal and the old content are gone."""
     storage = prepare(tmp_path, old=old)
     journal.publish(storage, ATTEMPT, TAG)
@@ -97,7 +97,7 @@ def test_publish(tmp_path: Path, old: bool) -> None:
     assert [] == storage.list(TRASH)
 
 
-def test_a_death_at_any_operation_of_a_swap(tmp_path: Path) -> None:
+def test_after_a_death_in_a_swap_the_old_or_the_new_tag_is_whole(tmp_path: Path) -> None:
     """After recovery the old tag or the new one is there, whole, and nothing waits to be finished."""
     count, out = len(operations(tmp_path / "rehearsal", old=True)), moved_out(tmp_path / "another")
     found = []
@@ -111,7 +111,7 @@ def test_a_death_at_any_operation_of_a_swap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_death_at_any_operation_of_a_recovery(tmp_path: Path, renames: int) -> None:
+def test_a_recovery_can_be_interrupted_anywhere(tmp_path: Path, renames: int) -> None:
     """Recovery can be interrupted and done again, from each of the states that a swap leaves."""
     out = moved_out(tmp_path / "rehearsal")
     for number in range(20):
@@ -151,7 +151,7 @@ def test_an_error_at_any_operation_is_undone_at_once(tmp_path: Path, old: bool) 
             assert {b"new"} == content(storage), operation
 
 
-def test_two_recover_at_once(tmp_path: Path) -> None:
+def test_of_two_that_recover_at_once_the_second_finds_it_done(tmp_path: Path) -> None:
     """Whoever comes second finds it done: here another process finishes just before each operation."""
     out = moved_out(tmp_path / "rehearsal")
     for number in range(12):
@@ -223,7 +223,7 @@ def test_trash_is_kept_while_a_journal_needs_it(tmp_path: Path) -> None:
     assert {b"old"} == content(storage)
 
 
-def test_remove_tag(tmp_path: Path) -> None:
+def test_a_tag_is_removed_by_one_rename(tmp_path: Path) -> None:
     """One rename out of sight; the deletion comes later."""
     storage = prepare(tmp_path, old=True)
     journal.remove_tag(storage, TAG, ATTEMPT)

@@ -41,7 +41,7 @@ def write(storage: LocalStorage, held: Lease) -> None:
     storage.write(LEASE, json.dumps(held.__dict__).encode())
 
 
-def test_acquire_and_release(storage: LocalStorage) -> None:
+def test_a_lease_is_taken_and_given_back(storage: LocalStorage) -> None:
     """A free directory is taken and given back; its holder is this process."""
     held = lease.acquire(storage, "one", 1.0)
     assert held == lease.read(storage)

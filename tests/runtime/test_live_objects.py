@@ -52,7 +52,7 @@ def test_the_later_of_two_names_of_one_memory_wins(tmp_path: Path) -> None:
     assert torch.equal(torch.full((8, 8), 2.0), memory)
 
 
-def test_saves_in_and_out_of_inference_mode(tmp_path: Path) -> None:
+def test_a_save_in_inference_mode_does_not_hinder_later_ones(tmp_path: Path) -> None:
     """A save in an evaluation loop leaves nothing behind that later saves could not write to."""
     with Checkpointer(tmp_path) as checkpointer:
         for step, inside in enumerate([True, False, True, False]):

@@ -454,7 +454,7 @@ def test_whatever_changes(tmp_path: Path, step: Step) -> None:
 
 @pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize("kind", CHAINS)
-def test_one_change_after_the_other(tmp_path: Path, kind: str, use_xser: bool) -> None:
+def test_a_reused_plan_follows_one_change_after_the_other(tmp_path: Path, kind: str, use_xser: bool) -> None:
     """Each differs from the one before it by as little as can be."""
     found = trained()
     found.arguments["use_xser"] = use_xser
@@ -486,7 +486,7 @@ def _as_far_as_it_goes(step: Step) -> Step:
     return partial
 
 
-def test_the_first_training_steps(tmp_path: Path) -> None:
+def test_a_reused_plan_follows_the_first_training_steps(tmp_path: Path) -> None:
     """State appears, then counts and values change."""
     same_as_fresh(tmp_path, [job()], [train, train, values, train])
 
@@ -613,7 +613,7 @@ def _cut(found: Job) -> None:
 
 
 @pytest.mark.parametrize("use_xser", [False, True])
-def test_zero1(tmp_path: Path, use_xser: bool) -> None:
+def test_a_reused_plan_follows_a_zero1_optimizer(tmp_path: Path, use_xser: bool) -> None:
     """Two ranks: state appears parameter by parameter, master weights come and go, weights change their dtype."""
     jobs = _zero1_jobs()
     for each in jobs:
@@ -622,7 +622,7 @@ def test_zero1(tmp_path: Path, use_xser: bool) -> None:
     same_as_fresh(tmp_path, jobs, steps)
 
 
-def test_zero1_without_lower_precision_weights(tmp_path: Path) -> None:
+def test_a_reused_plan_follows_weights_that_are_left_out(tmp_path: Path) -> None:
     """They are left out, and back again."""
     jobs = _zero1_jobs(save_master_weights=True)
     for each in jobs:
@@ -699,7 +699,7 @@ def _new_values(found: Job) -> None:
 
 @pytest.mark.parametrize("cap", [4 * MIB, None])
 @pytest.mark.parametrize("use_xser", [False, True])
-def test_states_that_grow_and_shrink(tmp_path: Path, cap: int | None, use_xser: bool) -> None:
+def test_states_that_grow_and_shrink_are_staged_apart(tmp_path: Path, cap: int | None, use_xser: bool) -> None:
     """In waves or at once, with an arena that grows: nothing is staged to where something else lies now."""
     small, large = _sized(10, 1000), _sized(1_200_000, 10, 400_000, 0, 90_000)
     optimizer = {"state": {}, "param_groups": [{"params": [], "lr": 1}]}
@@ -746,7 +746,7 @@ def test_a_good_save_after_a_failed_one(tmp_path: Path, operation: str, use_xser
 
 @pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize("change", [train, values, all_bfloat16, untied_data, renamed, another_group], ids=_name)
-def test_changes_after_an_async_save(tmp_path: Path, change: Step, use_xser: bool) -> None:
+def test_changes_after_an_async_save_are_not_in_it(tmp_path: Path, change: Step, use_xser: bool) -> None:
     """What changes while a planned save is being written, numbers and dtypes too, is not in it."""
     found = trained()
     found.arguments["use_xser"] = use_xser

@@ -32,7 +32,7 @@ def test_all_tasks_run_once(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_waiting_for_the_first_of_them(threads: int) -> None:
+def test_who_waits_for_the_first_needs_only_those(threads: int) -> None:
     """Only those need to be done; with no other thread, only those are."""
     done: list[int] = []
     with ReadPool(threads) as pool:

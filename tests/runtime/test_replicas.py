@@ -257,7 +257,7 @@ def test_who_does_not_say_is_measured(
     assert [shared] * 3 == opened([None] * 3, rates, nbytes)
 
 
-def test_the_rate_of_a_broadcast() -> None:
+def test_the_rate_of_a_broadcast_is_measured_on_every_member() -> None:
     """It is measured on every member, in bytes per second."""
     assert all(0 < rate < 1e12 for rate in replicas(3, lambda agreement, group: group.rate()))
 

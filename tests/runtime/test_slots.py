@@ -126,7 +126,7 @@ def test_a_holder_that_moves_is_waited_for(run_id: str, monkeypatch: pytest.Monk
     assert clock.now >= 4.5
 
 
-def test_no_limit(run_id: str) -> None:
+def test_without_a_limit_no_slot_is_taken(run_id: str) -> None:
     """``None`` takes no slot at all."""
     with writing_slot(run_id, None, 0.0) as one, writing_slot(run_id, None, 0.0) as other:
         one()

@@ -95,7 +95,7 @@ def test_tensors_come_in_the_order_of_the_tree(tree: Any) -> None:
         ([ONE], [1.0]),
     ],
 )
-def test_unlike(one: Any, other: Any) -> None:
+def test_other_types_keys_or_orders_are_unlike(one: Any, other: Any) -> None:
     """Another type of number, key or container, another order, another tensor that is the same object."""
     assert known(one).likeness != known(other).likeness
 
@@ -104,7 +104,7 @@ def test_unlike(one: Any, other: Any) -> None:
     ("one", "other"),
     [(0.0, -0.0), (1.0, 1.0 + 2**-52), (255, 256), ("a", "b"), (1j, -1j), (torch.int8, torch.int16), (b"", b"0")],
 )
-def test_other_values(one: Any, other: Any) -> None:
+def test_other_values_are_alike_and_not_the_same(one: Any, other: Any) -> None:
     """Alike, and not the same."""
     first, second = known([one]), known([other])
     assert first.likeness == second.likeness
@@ -147,7 +147,7 @@ ITSELF.append(ITSELF)
         ITSELF,
     ],
 )
-def test_what_could_change_unseen(tree: Any) -> None:
+def test_what_could_change_unseen_is_planned_anew(tree: Any) -> None:
     """Then nothing is known, and everything is planned anew."""
     assert structure_of(tree) is None
 

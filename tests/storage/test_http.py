@@ -119,7 +119,7 @@ def test_what_reads_a_directory_reads_what_a_server_shows_of_it(
     assert handler is not Ranges or Ranges.ranges > 0
 
 
-def test_tags_without_times(tmp_path: Path) -> None:
+def test_a_tag_without_a_time_is_to_be_named(tmp_path: Path) -> None:
     """Of neuronx_distributed's nothing else tells which is the latest: then one is to be named."""
     for tag in ("one", "two"):
         (tmp_path / "run" / tag / "model").mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_tags_without_times(tmp_path: Path) -> None:
     assert torch.equal(STATE["w"], loaded["w"])
 
 
-def test_a_server_without_index_pages(directory: Path, tmp_path: Path) -> None:
+def test_a_server_without_index_pages_serves_archives_only(directory: Path, tmp_path: Path) -> None:
     """Nothing tells what is there, but for an archive, which has its own list."""
     pack_checkpoint(directory / "run" / "a", tmp_path / "a.tar")
     with serving(tmp_path, Unlisted) as url:
@@ -160,7 +160,7 @@ def test_a_busy_server_is_no_missing_file(directory: Path) -> None:
         load_checkpoint(url, "a", {}, storage_options={"retries": 0})
 
 
-def test_a_large_file_without_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_without_ranges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be sent anew for each piece: said by name."""
     monkeypatch.setattr("nxd_ckpt.storage.http_storage._WITHOUT_RANGES", 999)
     (tmp_path / "run").mkdir()

@@ -33,7 +33,7 @@ def read(storage: LocalStorage, places: list[tuple[int, int]]) -> list[bytes]:
 
 @given(st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 10_000)), max_size=20), st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_ranges(storage: LocalStorage, places: list[tuple[int, int]], ascending: bool) -> None:
+def test_any_ranges_are_read(storage: LocalStorage, places: list[tuple[int, int]], ascending: bool) -> None:
     """Overlapping, empty, side by side or far apart, in their order or not."""
     places = sorted(places) if ascending else places
     assert [DATA[offset : offset + length] for offset, length in places] == read(storage, places)
@@ -73,13 +73,13 @@ def test_a_system_call_that_returns_early(storage: LocalStorage, monkeypatch: py
     assert [DATA[offset : offset + length] for offset, length in places] == read(storage, places)
 
 
-def test_beyond_the_end(storage: LocalStorage) -> None:
+def test_reading_beyond_the_end_is_an_eof_error(storage: LocalStorage) -> None:
     """EOFError, also for the last of several."""
     with pytest.raises(EOFError, match="file: 3 bytes missing at byte 100000"):
         read(storage, [(0, 10), (len(DATA) - 5, 8)])
 
 
-def test_a_missing_file(storage: LocalStorage) -> None:
+def test_a_missing_file_cannot_be_opened(storage: LocalStorage) -> None:
     """Cannot be opened."""
     with pytest.raises(FileNotFoundError):
         storage.open("other")

@@ -107,7 +107,7 @@ def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monk
     assert [len(data)] * 3 == [storage.size(f"key{number}") for number in range(3)]
 
 
-def test_many_keys(storage: Storage) -> None:
+def test_more_keys_than_a_page_holds_are_listed_and_removed(storage: Storage) -> None:
     """More than a page of a listing, and than a request removes."""
     for number in range(1100):
         storage.write(f"folder/{number:04}", b"")
@@ -131,7 +131,7 @@ def _read(storage: Storage) -> bytes:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes(storage: Storage, method: str) -> None:
+def test_a_storage_works_in_other_processes(storage: Storage, method: str) -> None:
     """A storage that was used already works in a process that was forked, or that it was sent to."""
     storage.write("key", b"data")
     with multiprocessing.get_context(method).Pool(1) as pool:

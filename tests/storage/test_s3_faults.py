@@ -71,7 +71,9 @@ def on(pattern: str, fault: Fault) -> Fault:
 
 @pytest.mark.parametrize("pattern", [CREATE, PUT_PART, COMPLETE])
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.kind} {fault.status}")
-def test_an_upload_in_parts(proxy: S3Proxy, s3_server: S3Server, storage: Storage, pattern: str, fault: Fault) -> None:
+def test_an_upload_survives_failures(
+    proxy: S3Proxy, s3_server: S3Server, storage: Storage, pattern: str, fault: Fault
+) -> None:
     """Succeeds, whichever of its requests fails twice, and no unfinished upload is left."""
     proxy.faults.append(on(pattern, fault))
     upload(storage, DATA)
@@ -81,7 +83,7 @@ def test_an_upload_in_parts(proxy: S3Proxy, s3_server: S3Server, storage: Storag
 
 
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.kind} {fault.status}")
-def test_small_files(proxy: S3Proxy, storage: Storage, fault: Fault) -> None:
+def test_requests_of_small_files_are_tried_again(proxy: S3Proxy, storage: Storage, fault: Fault) -> None:
     """Written by a writer, at once, conditionally, or exchanged; read, listed, removed: each request fails twice."""
     upload(storage, SMALL)
     proxy.faults += [on(pattern, fault) for pattern in (PUT, GET, HEAD, LIST, DELETE)]
@@ -158,7 +160,7 @@ def test_a_download_that_fails_for_good(proxy: S3Proxy) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [len(SMALL), len(DATA)])
-def test_bytes_that_change_on_their_way(proxy: S3Proxy, s3_server: S3Server, storage: Storage, nbytes: int) -> None:
+def test_changed_bytes_are_refused(proxy: S3Proxy, s3_server: S3Server, storage: Storage, nbytes: int) -> None:
     """The store compares the digest that goes along, and refuses them; nothing is seen."""
     proxy.faults.append(Fault("PUT", "corrupt", nbytes=77))
     with pytest.raises(OSError, match=r"BadDigest.*changed on their way"):

@@ -30,7 +30,7 @@ def test_the_directory_that_a_name_lies_in(place: str, expected: tuple[str, str]
     assert expected == directory_and_name(place)
 
 
-def test_joining() -> None:
+def test_names_are_joined_below_a_place() -> None:
     """Puts names below a place."""
     assert "s3://bucket/run/tag" == join("s3://bucket/", "run", "tag")
     assert "data/run/tag" == join("data/run", "tag")

@@ -39,7 +39,7 @@ def test_what_may_go_away_is_tried_again(tmp_path: Path, error: OSError) -> None
     assert all(0 <= wait <= 20 for wait in waits)
 
 
-def test_it_gives_up(tmp_path: Path) -> None:
+def test_it_gives_up_with_the_last_error(tmp_path: Path) -> None:
     """With the error of the last try."""
     seen, hook = failing_first(100, ConnectionResetError("reset"))
     storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=2, sleep=lambda wait: None)
@@ -67,7 +67,7 @@ def test_conditional_writes_are_not_tried_again(tmp_path: Path) -> None:
     assert ["link_new"] == seen
 
 
-def test_a_throttle() -> None:
+def test_a_throttle_lets_bytes_through_at_its_rate() -> None:
     """Lets bytes through at its rate, and a pause is not made up for."""
     now = 100.0
     waits: list[float] = []
@@ -87,7 +87,7 @@ def test_a_throttle() -> None:
     assert [0.5, 1.0, 2.0, 1.0] == waits
 
 
-def test_one_throttle_for_all_of_a_process() -> None:
+def test_those_that_name_one_rate_share_a_throttle() -> None:
     """That name the same rate."""
     assert shared_throttle(1e6) is shared_throttle(1e6)
     assert shared_throttle(1e6) is not shared_throttle(2e6)
