@@ -175,7 +175,7 @@ class Pieces(HookedStorage):
         if due:
             self._at(self.local.path(operation.key))
         if after:
-            time.sleep(0.02)  # else they might all be read before the thread of the second has its turn again
+            time.sleep(0.2)  # else they might all be read before the thread of the second has its turn again
 
 
 def fail(error: BaseException) -> Callable[[Path], None]:
