@@ -1,0 +1,211 @@
+"""One file of a directory: opened for what it is, read in few system calls, and written past the page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.storage.system import flags, read_at, sync_file, write_at
+
+NEW_FILE = flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC")
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """A descriptor to read a file from, and its size in bytes. Opening a FIFO would block: this never does.
+
+    Raises:
+        MalformedFile: it is no regular file, nor a link to one.
+    """
+    try:
+        fd = os.open(path, flags("O_RDONLY", "O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY"))
+    except OSError as error:
+        raise _of_path(error, path) from error
+    try:
+        return fd, _checked(os.fstat(fd), path, stat.S_IFREG).st_size
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def stat_of(path: Path, *kinds: int) -> os.stat_result:
+    """What stat(2) says. Raises MalformedFile for what is of none of these kinds."""
+    try:
+        return _checked(path.stat(), path, *kinds)
+    except OSError as error:
+        raise _of_path(error, path) from error
+
+
+def _checked(found: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind not in kinds:
+        raise MalformedFile(f"{path} is {_KINDS.get(kind, 'something else')}, expected {_KINDS[kinds[0]]}")
+    return found
+
+
+def _of_path(error: OSError, path: Path) -> Exception:
+    """What is to be raised for an error of opening a file."""
+    if error.errno == errno.ENOTDIR or (error.errno == errno.ELOOP and not path.is_symlink()):
+        # A file, or a link to itself, stands where one of its directories should.
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOENT and path.is_symlink()):
+        what = "a socket" if error.errno == errno.ENXIO else f"a link that leads nowhere ({error.strerror})"
+        return MalformedFile(f"{path} is {what}, expected a file")
+    return error
+
+
+class LocalReader:
+    """Neighbouring ranges share a system call, what lies between them (headers of small records) is read along."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd, _ = open_regular(path)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, buffers in _runs(ranges):
+            self._read(offset, buffers)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _read(self, offset: int, buffers: list[memoryview]) -> None:
+        left = sum(map(len, buffers))
+        while left:
+            try:
+                count = read_at(self._fd, buffers, offset)
+            except OSError as error:
+                error.filename = str(self._path)  # many files are being read: which one it was, only we know
+                raise
+            if count == 0:
+                raise EOFError(f"{self._path}: {left} bytes missing at byte {offset}")
+            left, offset = left - count, offset + count
+            if left:
+                buffers = _after(count, buffers)
+
+
+_HOLE = memoryview(bytearray(8 * 2**10))
+"""Memory for what is read along, of the length from which on a read of its own is cheaper. Nobody looks into it."""
+_BUFFERS = 1000
+"""Buffers that a system call fills, at most; Linux takes 1,024."""
+_BYTES = 2**30
+"""Bytes that a system call reads, about; some systems refuse more than twice as many."""
+
+
+def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, buffers to be filled one after the other) of every system call."""
+    begin, end, buffers = 0, 0, list[memoryview]()
+    for offset, buffer in ranges:
+        if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS and offset - begin < _BYTES:
+            if offset > end:
+                buffers.append(_HOLE[: offset - end])
+        else:
+            if buffers:
+                yield begin, buffers
+            begin, buffers = offset, []
+        buffers.append(buffer)
+        end = offset + len(buffer)
+    if buffers:
+        yield begin, buffers
+
+
+def _after(count: int, buffers: list[memoryview]) -> list[memoryview]:
+    """``buffers`` without their first ``count`` bytes."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+class LocalWriter:
+    """Large aligned writes bypass the page cache where the file system takes that, all others go through it.
+
+    Direct writes cost what the disk costs; buffered ones are copied first, and their sync then competes with every
+    other dirty page of the host. Where a file system refuses (tmpfs, some network ones), all writes are buffered.
+    """
+
+    def __init__(self, path: Path, nbytes: int, durable: bool) -> None:
+        self._path, self._nbytes, self._durable = path, nbytes, durable
+        self._fd = os.open(path, NEW_FILE, 0o666)
+        self._direct = -1
+        if durable and nbytes >= _DIRECT_FROM:
+            with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or not on this disk
+                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        first = -offset % _ALIGNMENT
+        last = first + self._write_direct(offset + first, view[first:])
+        _write_all(self._fd, view[:first], offset)
+        _write_all(self._fd, view[last:], offset + last)
+
+    def _write_direct(self, offset: int, view: memoryview) -> int:
+        """Write the leading part that direct IO can take; how many bytes that was."""
+        length = len(view) // _ALIGNMENT * _ALIGNMENT
+        if self._direct < 0 or length < _DIRECT_FROM or view.readonly or _address(view) % _ALIGNMENT:
+            return 0
+        try:
+            _write_all(self._direct, view[:length], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            os.close(self._direct)  # opened, but not meant
+            self._direct = -1
+            return 0
+        return length
+
+    def settle(self) -> None:
+        """Nothing: every write is done when it returns."""
+
+    def close(self) -> None:
+        """Raises OSError where the file did not get its full length: a full disk may say so only here."""
+        try:
+            found = os.fstat(self._fd).st_size
+            if found != self._nbytes:
+                raise OSError(f"{self._path}: wrote {found} bytes, expected {self._nbytes}")
+            if self._durable:
+                sync_file(self._fd)
+        finally:
+            self._close()
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._close()
+            self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+_ALIGNMENT = 4096
+_DIRECT_FROM = 256 * 2**10
+"""Bytes from which on a write bypasses the page cache."""
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = write_at(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
