@@ -13,10 +13,10 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.convert.adapters import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.convert.head_copies import are_converted
+from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
-from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.worker_pool import joined
@@ -31,7 +31,7 @@ from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, O
 from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.progress import report, watched
+from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
@@ -193,7 +193,7 @@ class _Job:
             tensors,
             {name: tuple(self._mapping.closest(name)) for name in self.mapped.unknown},
             tuple(self.mapped.missing),
-            {shard.file: shard.layout.nbytes for shard in self.shards},
+            {shard.file: shard.image.nbytes for shard in self.shards},
         )
 
     def last_files(self) -> Iterator[ModelFile]:
@@ -232,16 +232,13 @@ def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
     decided_by_rank0(agreement, output.begin)
-    writer = ShardWriter(
-        job.opened, lambda name: job.mapped.assembly(job.tensors[name]), output.storage, output.folder
-    )
     mine = job.shards[agreement.rank :: agreement.world_size]
-    nbytes = sum(shard.layout.nbytes for shard in mine)
+    nbytes, written = sum(shard.image.nbytes for shard in mine), Counter()
     try:
-        with watched("export", nbytes, lambda: writer.written.nbytes, progress and agreement.rank == 0):
+        with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
             for turn in range(-(-len(job.shards) // agreement.world_size)):
                 # One file each at a time: nobody waits for others longer than a file takes.
-                on_all(agreement, partial(_write_one, job, writer, mine, turn))
+                on_all(agreement, partial(_write_shards, job, output, mine[turn : turn + 1], written))
         decided_by_rank0(agreement, lambda: _finish(job, output))
     except BaseException:
         if agreement.rank == 0:
@@ -249,10 +246,10 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
         raise
 
 
-def _write_one(job: _Job, writer: ShardWriter, shards: Sequence[Shard], turn: int) -> None:
-    if turn < len(shards):
-        with job.opened.kept():
-            writer.write(shards[turn])
+def _write_shards(job: _Job, output: Output, shards: Sequence[Shard], written: Counter) -> None:
+    with job.opened.kept(), job.opened.reader() as reader:
+        files = [shard.planned(lambda name: job.mapped.assembly(job.tensors[name])) for shard in shards]
+        write_images(reader, output.storage, output.folder, [files], written.add)
 
 
 def _finish(job: _Job, output: Output) -> None:

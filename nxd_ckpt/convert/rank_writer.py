@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from nxd_ckpt.convert.file_passthrough import PassedFiles
-from nxd_ckpt.convert.filling import filled
+from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.inputs import open_input
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.core.manifest import RankLine
@@ -17,7 +16,7 @@ from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.save.plan import SavePlan, plan_save
 from nxd_ckpt.runtime.save.publication import Publication
-from nxd_ckpt.runtime.save.writing import WRITERS, FileWriter, write_index
+from nxd_ckpt.runtime.save.writing import FileWriter, write_index
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that each step wrote; what it raises stops the writing."""
@@ -51,7 +50,9 @@ class RankWriter:
         started = time.monotonic()
         topologies = [self._job.topology.at(rank) for rank in ranks]
         plans = [self._plan(topology) for topology in topologies]
-        writers = self._write_files(plans, publication.folder, progress)
+        with self._input.reader() as reader:
+            sets = [plan.files for plan in plans]
+            writers = write_images(reader, self._storage, publication.folder, sets, progress)
         votes = []
         for topology, plan, writer in zip(topologies, plans, writers, strict=True):
             carried = self._input.bring(topology, publication.folder, progress)
@@ -71,21 +72,6 @@ class RankWriter:
         plan = plan_save(self._input.state(topology), topology)
         return replace(plan, parts=self._job.parts)
 
-    def _write_files(self, plans: Sequence[SavePlan], folder: str, progress: Progress) -> list[FileWriter]:
-        with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads, self._input.reader() as reader:
-            writers = [FileWriter(self._storage, folder, plan.files, _Steps(progress), threads) for plan in plans]
-            try:
-                for waves in filled(reader, [plan.files for plan in plans]):
-                    for one in waves:
-                        writers[one.number].write(one.wave, one.views)
-                for writer in writers:
-                    writer.finish()
-            except BaseException:
-                for writer in writers:
-                    writer.abort()
-                raise
-        return writers
-
     def _write_index(
         self, writer: FileWriter, plan: SavePlan, carried: PassedFiles, topology: Topology, publication: Publication
     ) -> RankLine:
@@ -97,14 +83,3 @@ class RankWriter:
             parameters={**written.parameters, **carried.parameters},
         )
         return RankLine(*write_index(self._storage, publication, names.index_file(topology.coordinates), index))
-
-
-class _Steps:
-    """Tells ``progress`` how many bytes each step wrote, of a writer that tells how many it wrote so far."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._reported = progress, 0
-
-    def __call__(self, nbytes: int) -> None:
-        self._progress(nbytes - self._reported)
-        self._reported = nbytes

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.formats.safetensors import FileLayout, TensorForm, lay_out
+from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
+from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout.hugging_face import SINGLE
+from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
 
 _UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 _UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -26,8 +28,15 @@ class Shard:
     forms: tuple[TensorForm, ...]
 
     @cached_property
-    def layout(self) -> FileLayout:
+    def image(self) -> SafetensorsImage:
         return lay_out(self.forms, _METADATA)
+
+    def planned(self, leaf: Callable[[str], Assembly]) -> PlannedFile:
+        """The file to be written; ``leaf`` says by a tensor's name what it is made of."""
+        forms = self.image.forms
+        leaves = [replace(leaf(form.name), dtype=form.dtype) for form in forms]
+        named = (NamedTensor(form.name, number, form.dtype, form.shape, None) for number, form in enumerate(forms))
+        return PlannedFile(self.file, self.image.holding(leaves), tuple(named))
 
 
 def plan_shards(forms: Sequence[TensorForm], size_per_shard: int, single: str = SINGLE) -> list[Shard]:

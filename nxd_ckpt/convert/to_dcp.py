@@ -7,16 +7,18 @@ import time
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.convert.dcp_writer import DcpWriter
+from nxd_ckpt.convert.dcp_files import plan_files
+from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.job import Converted
 from nxd_ckpt.convert.locations import locate_apart, locate_input
 from nxd_ckpt.convert.output import TORCH_DCP, Output
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.options.torch_forms import ToDcpKeywords, ToDcpOptions
-from nxd_ckpt.runtime.progress import report, watched
+from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
@@ -54,20 +56,26 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     with opened.kept():
         state = _state(opened, chosen)
         output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
-        writer = DcpWriter(opened, state, output.storage, output.folder)
-    done = Converted(source.path, target.path, None, writer.nbytes)
+        files = plan_files(state)
+    nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
+    done = Converted(source.path, target.path, None, nbytes)
     if chosen.dry_run:
         return done
+    written = Counter()
     try:
         output.begin()
-        with opened.kept(), watched("convert", writer.nbytes, lambda: writer.written, chosen.progress):
-            metadata = writer.write()
-        output.storage.write(f"{output.folder}/{METADATA}", metadata)
+        with (
+            opened.kept(),
+            watched("convert", sum(file.image.nbytes for file in files), lambda: written.nbytes, chosen.progress),
+            opened.reader() as reader,
+        ):
+            [writer] = write_images(reader, output.storage, output.folder, [files], written.add)
+        output.storage.write(f"{output.folder}/{METADATA}", dump_metadata(writer.chunks()))
         output.publish()
     except BaseException:
         output.discard()
         raise
-    report("converted", f"{source.path} to {target.path}", writer.written, started)
+    report("converted", f"{source.path} to {target.path}", nbytes, started)
     return done
 
 

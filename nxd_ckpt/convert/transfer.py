@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import groupby
 
+from nxd_ckpt.convert.prefetch import prefetched
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.runtime.arena import Arena
 from nxd_ckpt.storage.base import Storage, Writer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import sync_path
@@ -110,22 +110,14 @@ def sync(storage: Storage, key: str) -> None:
 
 def _read(storage: Storage, key: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
     """The file's pieces and where each begins; a piece is valid until the next one is asked for."""
-    # Anonymous maps begin on a page: from there local files are written without another copy.
-    memories = [memoryview(mmap.mmap(-1, min(_PIECE, nbytes))) for _ in range(0, min(nbytes, 2 * _PIECE), _PIECE)]
-    with closing(storage.open(key)) as reader, ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
+    with closing(storage.open(key)) as reader:
 
-        def fill(number: int) -> memoryview:
-            start = number * _PIECE
-            piece = memories[number % 2][: nbytes - start]
+        def fill(start: int, arena: Arena) -> tuple[int, memoryview]:
+            piece = arena.reserve(min(_PIECE, nbytes - start))
             reader.read_ranges([(start, piece)])
-            return piece
+            return start, piece
 
-        ahead = [thread.submit(fill, 0)] if nbytes else []
-        for number, start in enumerate(range(0, nbytes, _PIECE)):
-            piece = ahead.pop().result()
-            if start + _PIECE < nbytes:
-                ahead.append(thread.submit(fill, number + 1))
-            yield start, piece
+        yield from prefetched(range(0, nbytes, _PIECE), fill, _PIECE)
 
 
 class _Digests:

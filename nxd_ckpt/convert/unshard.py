@@ -10,12 +10,11 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.output import Kind, Output
-from nxd_ckpt.convert.shard_writer import ShardWriter
 from nxd_ckpt.convert.shards import Shard
 from nxd_ckpt.convert.source import open_source
-from nxd_ckpt.convert.torch_writer import planned, write_torch_files
 from nxd_ckpt.convert.unsharded import (
     CHUNKS,
     INDEX,
@@ -23,6 +22,7 @@ from nxd_ckpt.convert.unsharded import (
     ONE_FILE,
     OPTIM,
     Item,
+    UnshardedFile,
     UnshardStrategy,
     files_of,
     index_of,
@@ -33,9 +33,11 @@ from nxd_ckpt.convert.unsharded import (
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.options.torch_forms import Strategy, UnshardKeywords, UnshardOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, is_url, join, local_path
@@ -135,37 +137,26 @@ class _Part:
         if safetensors:
             items, others = split(items, name)
         files = files_of(name, items, strategy, _EXTENSIONS[safetensors])
-        self._leaves = {item.name: Assembly.of(item.value) for item in items if safetensors}
-        self._shards = [Shard(file.key, tuple(map(_form, file.items))) for file in files if safetensors]
-        self._planned = [planned(file) for file in files if not safetensors]
+        self._files = [_safetensors(file) if safetensors else _torch_file(file) for file in files]
         single = strategy.name == ONE_FILE
         self.place = files[0].key if single else name
         self._documents = _values(opened, others, name)
         if not single:
             self._documents[f"{name}/{INDEX}"] = index_of(files)
-        self._sizes = {shard.file: shard.layout.nbytes for shard in self._shards}
-        self._sizes |= {file.key: file.image.nbytes for file in self._planned}
 
     @property
     def nbytes(self) -> int:
         """Of all tensors' files."""
-        return sum(self._sizes.values())
+        return sum(file.image.nbytes for file in self._files)
 
     def sizes(self) -> dict[str, int]:
         """Every file with its bytes."""
-        return self._sizes | {name: len(content) for name, content in self._documents.items()}
+        sizes = {file.key: file.image.nbytes for file in self._files}
+        return sizes | {name: len(content) for name, content in self._documents.items()}
 
     def write(self, output: Output, written: Counter) -> None:
-        if self._planned:
-            before = written.nbytes
-
-            def progress(nbytes: int) -> None:
-                written.nbytes = before + nbytes
-
-            write_torch_files(self._opened, self._planned, output.storage, output.folder, progress)
-        writer = ShardWriter(self._opened, self._leaves.__getitem__, output.storage, output.folder, written)
-        for shard in self._shards:
-            writer.write(shard)
+        with self._opened.reader() as reader:
+            write_images(reader, output.storage, output.folder, [self._files], written.add)
         for name, content in self._documents.items():
             output.storage.write(f"{output.folder}/{name}", content)
         if self.place == self.name:
@@ -198,8 +189,20 @@ def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
     return parts
 
 
-def _form(item: Item) -> TensorForm:
-    return TensorForm(item.name, item.value.dtype, tuple(item.value.shape))
+def _torch_file(file: UnshardedFile) -> PlannedFile:
+    """Raises UnsafePickle for what cannot be pickled."""
+    named = [(item.name, leaf) for item in file.items for _, leaf in iter_tensors(item.value)]
+    image = image_of(file.tree())
+    storage_of = {id(leaf): number for number, leaf in enumerate(image.tensors)}
+    tensors = (NamedTensor(name, storage_of[id(leaf)], leaf.dtype, leaf.shape, None) for name, leaf in named)
+    return PlannedFile(file.key, image, tuple(tensors))
+
+
+def _safetensors(file: UnshardedFile) -> PlannedFile:
+    """Raises UnsupportedState for a dtype that they have not."""
+    leaves = {item.name: Assembly.of(item.value) for item in file.items}
+    forms = (TensorForm(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
+    return Shard(file.key, tuple(forms)).planned(leaves.__getitem__)
 
 
 def _path(target: Location, given: StrPath, name: str) -> StrPath:

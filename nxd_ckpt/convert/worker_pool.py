@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from nxd_ckpt.convert.filling import TOGETHER
+from nxd_ckpt.convert.image_writer import TOGETHER
 from nxd_ckpt.convert.job import Job
 from nxd_ckpt.convert.rank_writer import RankWriter
 from nxd_ckpt.core.votes import Vote

@@ -11,13 +11,14 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import InvalidArgument, MalformedFile, UnsupportedState
+from nxd_ckpt.formats.image import StorageRecord
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
 from nxd_ckpt.formats.zip_directory import Pread
 
@@ -73,16 +74,40 @@ class Header:
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """A file to be written: its first bytes, each tensor with the offset of its bytes in the file, and its size."""
+class SafetensorsImage:
+    """As an :class:`~nxd_ckpt.formats.image.Image`: ``head``, and a storage for each of ``forms``."""
 
-    head: bytes
-    tensors: tuple[tuple[TensorForm, int], ...]
-    nbytes: int
+    head: bytes = field(repr=False)
+    forms: Sequence[TensorForm]
+    storages: Sequence[StorageRecord] = field(repr=False)
+    tensors: Sequence[Any] = field(default=(), repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.storages[-1].end if self.storages else len(self.head)
+
+    @property
+    def tensor_nbytes(self) -> int:
+        return self.storages[-1].end if self.storages else 0
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [(0, self.nbytes)]
+
+    def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
+        """The file's, before its first tensor; there is nothing before the others."""
+        return (self.storages[index].offset, b"") if index else (0, self.head)
+
+    def tail(self, crcs: Sequence[int]) -> bytes:
+        return b"" if self.storages else self.head
+
+    def holding(self, tensors: Sequence[Any]) -> SafetensorsImage:
+        """The same file of these tensors, one for each of ``forms``."""
+        return replace(self, tensors=tensors)
 
 
-def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> FileLayout:
-    """A file of these tensors. They are sorted as the library sorts them, so that each is aligned to its dtype.
+def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> SafetensorsImage:
+    """A file of such tensors. They are sorted as the library sorts them, so that each is aligned to its dtype.
 
     Raises:
         UnsupportedState: the format has no such dtype.
@@ -103,8 +128,10 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> FileL
     if len(text) > _LONGEST:
         raise InvalidArgument(f"{len(begins)} tensors need a header of {len(text)} bytes; use a smaller size_per_shard")
     head = _LENGTH.pack(len(text)) + text
-    placed = tuple((form, len(head) + begin) for form, begin in zip(ordered, begins, strict=True))
-    return FileLayout(head, placed, len(head) + at)
+    placed = zip(ordered, begins, strict=True)
+    return SafetensorsImage(
+        head, ordered, [StorageRecord(form.name, len(head) + begin, form.nbytes) for form, begin in placed]
+    )
 
 
 def read_header(pread: Pread, size: int, file: str) -> Header:

@@ -9,13 +9,14 @@ records differs: the pickle comes after the tensors, so that where these lie doe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from nxd_ckpt.formats import zip_container
 from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.image import StorageRecord
 from nxd_ckpt.formats.pickling import pickle_tree
 from nxd_ckpt.formats.zip_container import Record
 
@@ -26,27 +27,9 @@ _ARCHIVE = "archive/"
 
 
 @dataclass(frozen=True)
-class StorageRecord:
-    """One tensor's place in the file: its ``nbytes`` tight, row-major bytes belong at ``offset``."""
-
-    __slots__ = ("nbytes", "offset", "record_name")
-
-    record_name: str
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
-
-
-@dataclass(frozen=True)
 class ZipImage:
-    """A torch zip file of ``nbytes`` bytes but for its tensors' contents.
-
-    Those go where ``storages`` says, which are in file order; ``tensors`` are what belongs there. The first
-    ``tensor_nbytes`` bytes are storages with a header before each, the rest is the pickle and the directory.
-    """
+    """A torch zip file, as an :class:`~nxd_ckpt.formats.image.Image`: before each tensor stands its record's header,
+    the rest is the pickle and the directory."""
 
     nbytes: int
     storages: Sequence[StorageRecord]
@@ -63,14 +46,10 @@ class ZipImage:
         """(offset, bytes) of each torch file in this one."""
         return [(0, self.nbytes)]
 
-    def header(self, index: int, crc: int) -> tuple[int, bytes]:
-        """(offset, bytes) of what lies between the storage before number ``index`` and that itself.
-
-        ``crc``, the CRC-32 of the storage's bytes, stands in it: it can only be written once its tensor is
-        hashed. Lengths and offsets do not depend on it.
-        """
+    def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
+        """(offset, bytes) of the header before storage number ``index``, in which its CRC-32 stands."""
         record = self._records[index]
-        return record.header_offset, zip_container.local_header(record, crc)
+        return record.header_offset, zip_container.local_header(record, crcs[index])
 
     def tail(self, crcs: Sequence[int]) -> bytes:
         """Everything from ``tensor_nbytes`` on; ``crcs`` are those of all storages, in order."""
@@ -92,47 +71,68 @@ class ZipImage:
 
 
 @dataclass(frozen=True)
-class ValuesImage:
-    """As a :class:`ZipImage`: torch zip files one behind the other, each of one value that holds no tensor."""
+class JoinedImage:
+    """As a :class:`ZipImage`: torch zip files one behind the other, which lie where ``spans`` says."""
 
-    archives: Sequence[bytes] = field(repr=False)
-    storages: Sequence[StorageRecord] = ()
-    tensors: Sequence[Any] = ()
-    tensor_nbytes: int = 0
+    spans: Sequence[tuple[int, int]]
+    storages: Sequence[StorageRecord]
+    tensors: Sequence[Any] = field(repr=False)
+    _archives: Sequence[ZipImage] = field(repr=False)
+    _first: Sequence[int] = field(repr=False)  # of each archive the number of its first storage
 
     @staticmethod
-    def of(values: Iterable[Any]) -> ValuesImage:
-        """Raises UnsafePickle for what cannot be pickled at all."""
-        return ValuesImage([image_of(value).tail(()) for value in values])
+    def of(values: Iterable[Any]) -> JoinedImage:
+        """A file for each of ``values``; raises as :func:`image_of`."""
+        archives, end = [image_of(value) for value in values], 0
+        spans, storages, first = list[tuple[int, int]](), list[StorageRecord](), list[int]()
+        for archive in archives:
+            start = -(-end // 64) * 64 if archive.storages else end  # so that tensors are aligned in memory
+            end = start + archive.nbytes
+            spans.append((start, archive.nbytes))
+            first.append(len(storages))
+            storages += [replace(storage, offset=start + storage.offset) for storage in archive.storages]
+        return JoinedImage(spans, storages, [one for archive in archives for one in archive.tensors], archives, first)
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.archives))
+        return sum(self.spans[-1]) if self.spans else 0
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of each torch file in this one."""
-        ends = list(accumulate(map(len, self.archives)))
-        return [(end - len(archive), len(archive)) for end, archive in zip(ends, self.archives, strict=True)]
+    def tensor_nbytes(self) -> int:
+        return self.storages[-1].end if self.storages else 0
 
-    def header(self, index: int, crc: int) -> tuple[int, bytes]:
-        """Never asked for: there are no tensors."""
-        raise IndexError(index)
+    def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
+        """As that of a :class:`ZipImage`; it may hold the end of one file, and whole ones that hold no tensor."""
+        number = self._archive_of(index)
+        first, (start, _) = self._first[number], self.spans[number]
+        offset, header = self._archives[number].header(index - first, crcs[first : index + 1])
+        if index > first:
+            return start + offset, header
+        begin = self.storages[index - 1].end if index else 0
+        return begin, self._tails(index, number, crcs).ljust(start - begin, b"\0") + header
 
     def tail(self, crcs: Sequence[int]) -> bytes:
-        """All of it."""
-        return b"".join(self.archives)
+        """Everything from ``tensor_nbytes`` on."""
+        return self._tails(len(self.storages), len(self._archives), crcs)
 
-    def holding(self, tensors: Sequence[Any]) -> ValuesImage:
-        """The same."""
-        return self
+    def holding(self, tensors: Sequence[Any]) -> JoinedImage:
+        """The same files for other tensors."""
+        return replace(self, tensors=tensors)
 
-    def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> ValuesImage:
+    def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> JoinedImage:
         """The image of other values, a list."""
-        return ValuesImage.of(tree)
+        return JoinedImage.of(tree)
 
+    def _archive_of(self, index: int) -> int:
+        """The number of the archive that the storage is in."""
+        return bisect_right(self._first, index) - 1
 
-Image = ZipImage | ValuesImage
+    def _tails(self, index: int, end: int, crcs: Sequence[int]) -> bytes:
+        """What follows the last storage before number ``index``, of its archive and those up to number ``end``."""
+        begin = self._archive_of(index - 1) if index else 0
+        bounds = [*self._first[begin:end], index]
+        tails = zip(self._archives[begin:end], bounds, bounds[1:], strict=False)
+        return b"".join(archive.tail(crcs[first:last]) for archive, first, last in tails)
 
 
 def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipImage:

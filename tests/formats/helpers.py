@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.tensors import byte_view, dtype_name, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
-from nxd_ckpt.formats.torch_zip_writer import ZipImage
 
 
 def pread_of(data: bytes) -> Callable[[int, int], bytes]:
@@ -34,7 +34,7 @@ def saved(tree: Any, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def rendered(image: ZipImage) -> bytes:
+def rendered(image: Image) -> bytes:
     """The file of an image whose tensors are on the CPU. Every byte is written exactly once."""
     data, written = bytearray(image.nbytes), bytearray(image.nbytes)
     contents = [tight_bytes(tensor) for tensor in image.tensors]
@@ -47,9 +47,9 @@ def rendered(image: ZipImage) -> bytes:
     return bytes(data)
 
 
-def literals_of(image: ZipImage, crcs: list[int]) -> list[tuple[int, bytes]]:
+def literals_of(image: Image, crcs: list[int]) -> list[tuple[int, bytes]]:
     """(offset, bytes) of everything in an image's file that is not a tensor, by offset."""
-    headers = [image.header(index, crc) for index, crc in enumerate(crcs)]
+    headers = [image.header(index, crcs) for index in range(len(crcs))]
     return [*headers, (image.tensor_nbytes, image.tail(crcs))]
 
 

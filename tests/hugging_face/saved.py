@@ -8,12 +8,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology
+from nxd_ckpt.convert import image_writer
 from nxd_ckpt.layout.hugging_face import INDEX
 from nxd_ckpt.layout.names import rank_file
+from nxd_ckpt.runtime.save import waves
 from tests.hugging_face.reference import Job, Model, State
 from tests.interop.saving import save_as_every_rank
 
@@ -108,3 +111,12 @@ def write_model(path: Path, model: Model, shards: int = 1) -> State:
         save_file(held, path / file, metadata={"format": "pt"})
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return state
+
+
+def use_small_waves(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have images filled in waves of so many bytes, which cut through tensors."""
+    for module in (image_writer, waves):
+        patch.setattr(module, "CRC_BLOCK", 16)
+    patch.setattr(image_writer, "WAVE", nbytes)
+    patch.setattr(image_writer, "PAGE", 0)
+    patch.setattr(waves, "_ALIGNMENT", 1)

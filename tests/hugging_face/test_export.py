@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt.convert import export_checkpoint, shard_writer
+from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.convert.export import Export
 from nxd_ckpt.options.hugging_face import Dtype
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
+from tests.hugging_face.saved import differences, save_job, use_small_waves, weights, write_as_nxd, write_config
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -83,7 +83,7 @@ def test_any_job_is_exported(tmp_path_factory: pytest.TempPathFactory, job: Job,
     directory, state = tmp_path_factory.mktemp("any"), job.model.state()
     job = replace(job, converted=converted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer, "_WINDOW", 64)
+        use_small_waves(patch, 64)
         export(write_as_nxd(directory / "run", job, state), directory / "out", job, size_per_shard=500)
     assert [] == differences(state, weights(directory / "out"))
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load
 
 import nxd_ckpt
-from nxd_ckpt.convert import export_checkpoint, output, pack_checkpoint, shard_writer
+from nxd_ckpt.convert import export_checkpoint, image_writer, output, pack_checkpoint
 from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.storage.base import Storage
@@ -139,7 +139,7 @@ def test_what_an_interrupted_export_left_is_removed(tmp_path: Path, monkeypatch:
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     with monkeypatch.context() as patch:
         patch.setattr(output.Output, "discard", lambda self: None)  # as if it had been killed
-        patch.setattr(shard_writer.ShardWriter, "_fill", _no_memory)
+        patch.setattr(image_writer, "_fill", _no_memory)
         with pytest.raises(MemoryError):
             export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
     assert not (tmp_path / "out").exists()

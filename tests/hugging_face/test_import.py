@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import export_checkpoint, filling, import_checkpoint
+from nxd_ckpt.convert import export_checkpoint, image_writer, import_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -272,7 +272,7 @@ def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
 
 def test_tensors_larger_than_a_wave_need_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and transposed, in waves that cut through them: memory does not grow with the model."""
-    monkeypatch.setattr(filling, "WAVE", 8 * 2**20)
+    monkeypatch.setattr(image_writer, "WAVE", 8 * 2**20)
     state = {name: torch.randn(1024, 1500) for name in ("a.weight", "b.weight")}
     (tmp_path / "hf").mkdir()
     save_file(state, tmp_path / "hf" / "model.safetensors")

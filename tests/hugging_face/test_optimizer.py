@@ -12,7 +12,7 @@ import torch
 
 from nxd_ckpt import Topology
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import export_checkpoint, shard_writer
+from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
     DigestMismatch,
@@ -25,7 +25,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.storage.local import LocalStorage
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
+from tests.hugging_face.saved import differences, save_job, use_small_waves, weights, write_as_nxd, write_config
 from tests.hugging_face.trained import document, expected_document, expected_tensors, export, save_trained, tensors
 from tests.interop.saving import save_as_every_rank
 
@@ -72,7 +72,7 @@ def test_every_job_exports_its_optimizer(tmp_path: Path, name: str, zero1: bool,
 
 def test_its_files_are_never_taken_for_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file each, in windows that cut through tensors: an index says which is the model's."""
-    monkeypatch.setattr(shard_writer, "_WINDOW", 1024)
+    use_small_waves(monkeypatch, 1024)
     tag = save_trained(tmp_path / "run", COPIES, dp=2, zero1=True)
     export(tag, tmp_path / "out", COPIES, dtype="bfloat16")
     names = ["config.json", "model.safetensors", "model.safetensors.index.json", "optimizer.json"]

@@ -18,7 +18,8 @@ import torch
 
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
-from nxd_ckpt.runtime.save.staging import Stager, Wave
+from nxd_ckpt.runtime.save.staging import Stager
+from nxd_ckpt.runtime.save.waves import Wave
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags

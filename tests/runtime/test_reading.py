@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.convert.filling import read_run
+from nxd_ckpt.convert.image_writer import read_run
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.entries import TensorEntry
 from nxd_ckpt.errors import DigestMismatch

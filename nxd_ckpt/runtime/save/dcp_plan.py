@@ -23,7 +23,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, Path
-from nxd_ckpt.formats.torch_zip_writer import ValuesImage, image_of
+from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile, pieces_of
 
@@ -109,7 +109,7 @@ class _Plan:
         file = names.dcp_file(self._topology.rank, 0)
         return PlannedFile(
             file,
-            ValuesImage.of(entry.value for entry in entries),
+            JoinedImage.of(entry.value for entry in entries),
             part=self._part,
             contents=self._called.values,
             chunks=tuple((entry.position, DcpChunk(entry.at, file=_base(file))) for entry in entries),

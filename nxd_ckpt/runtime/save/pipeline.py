@@ -17,7 +17,8 @@ from nxd_ckpt.runtime.save.background import Helpers, SaveProgress, Worker
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.planner import Planner
 from nxd_ckpt.runtime.save.saving import Saving
-from nxd_ckpt.runtime.save.staging import Stager, Wave, plan_waves
+from nxd_ckpt.runtime.save.staging import Stager
+from nxd_ckpt.runtime.save.waves import Wave, plan_waves
 from nxd_ckpt.runtime.save.writing import WRITERS
 
 logger = logging.getLogger("nxd_ckpt")

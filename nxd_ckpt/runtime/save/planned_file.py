@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.adapters.state import StateTensor
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.formats.torch_zip_writer import Image
+from nxd_ckpt.formats.image import Image
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,13 @@ class PlannedFile:
     tensors: tuple[NamedTensor, ...] = ()
     part: str = ""
     contents: Callable[[Any], Any] | None = None
-    pickling: Callable[[Image], Image] | None = None
+    pickling: Callable[[Any], Image] | None = None
     chunks: tuple[tuple[int, DcpChunk], ...] = ()
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """A tensor's name for each storage, by number."""
+        return {tensor.storage: tensor.name for tensor in self.tensors}
 
     def settled(self) -> PlannedFile:
         """The file with its final image."""

@@ -15,8 +15,8 @@ import torch
 
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
-from nxd_ckpt.formats.torch_zip_writer import Image
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState, plan_objects, plan_save
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.structure import Structure, structure_of
@@ -86,7 +86,7 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
     return options, trees
 
 
-def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Image], Image]:
+def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Any], Image]:
     """How to pickle ``tree`` into the file, later: what is true of its tensors now is noted down for that."""
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
     leaves = {number: Assembly(*form_of(tensor), ()) for number, tensor in tensors.items()}

@@ -32,7 +32,7 @@ from nxd_ckpt.runtime.save.host_semaphore import writing_slot
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.publication import is_visible, publication_of
 from nxd_ckpt.runtime.save.session import Session
-from nxd_ckpt.runtime.save.staging import Wave
+from nxd_ckpt.runtime.save.waves import Wave
 from nxd_ckpt.runtime.save.writing import FileWriter, write_index, write_small
 
 logger = logging.getLogger("nxd_ckpt")
@@ -341,7 +341,7 @@ class Saving:
         now = time.monotonic()
         if now - self._reported > self.session.timeout / 10:
             self._reported = now
-            voting.report_progress(self.session.storage, self.attempt, self.session.topology.rank, nbytes)
+            voting.report_progress(self.session.storage, self.attempt, self.session.topology.rank, self.nbytes)
 
     def _count(self, name: str, started: float) -> None:
         self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started

@@ -21,12 +21,12 @@ from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.torch_zip_writer import StorageRecord
+from nxd_ckpt.formats.image import StorageRecord
 from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.publication import Publication
-from nxd_ckpt.runtime.save.staging import Span, Wave
+from nxd_ckpt.runtime.save.waves import Span, Wave
 from nxd_ckpt.storage.base import Storage, Writer
 
 _CHUNK = 16 * 2**20
@@ -56,10 +56,9 @@ class _OpenFile:
         """(offset, bytes) of the next header; the blocks of its storage are all known."""
         index = len(self.crcs)
         nbytes = self.planned.image.storages[index].nbytes
-        crc = crc32.combine_blocks(self.blocks[index], nbytes)
-        offset, header = self.planned.image.header(index, crc)
-        self.crcs.append(crc)
-        self.crc32 = crc32.combine(crc32.crc32(header, self.crc32), crc, nbytes)
+        self.crcs.append(crc32.combine_blocks(self.blocks[index], nbytes))
+        offset, header = self.planned.image.header(index, self.crcs)
+        self.crc32 = crc32.combine(crc32.crc32(header, self.crc32), self.crcs[-1], nbytes)
         return offset, header
 
     def tail(self) -> bytes:
@@ -81,7 +80,7 @@ class _Written:
 class FileWriter:
     """Writes one rank's planned files below ``folder``, wave by wave.
 
-    ``progress`` is called with the bytes written so far after every chunk, by one of the ``threads`` at a time.
+    ``progress`` is called with the bytes of every chunk that was written, by one of the ``threads`` at a time.
     """
 
     def __init__(
@@ -100,16 +99,14 @@ class FileWriter:
         self.nbytes = 0
 
     def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
-        """Digest and write one staged wave. Files that are whole in it are finished and synced."""
+        """Digest and write the next wave. Files that end in it are completed and synced."""
         small: list[Future[None]] = []
         try:
             for span, view in zip(wave, views, strict=True):
-                if span.storage is not None:
-                    self._write_part(span, view)
-                elif len(view) < _SMALL:
-                    small.append(self._threads.submit(self._write_whole, span.file, view))
+                if len(view) < _SMALL and span.is_whole(self._files[span.file].image):
+                    small.append(self._threads.submit(self._write_span, span, view))
                 else:
-                    self._write_whole(span.file, view, self._threads)
+                    self._write_span(span, view, self._threads)
             for written in small:
                 written.result()
             for handle in self._open.values():
@@ -118,61 +115,54 @@ class FileWriter:
         finally:
             _end(small)
 
-    def _write_whole(self, number: int, view: memoryview, ahead: Executor | None = None) -> None:
-        """``view`` is the file's tensors and their headers, the latter not filled in yet."""
-        with _naming(self._files[number].key):
-            handle = self._create(number)
+    def _write_span(self, span: Span, view: memoryview, ahead: Executor | None = None) -> None:
+        with _naming(self._files[span.file].key):
+            handle = self._open.pop(span.file, None) or self._create(span.file)
+            image = handle.planned.image
             try:
-                self._write_tensors(handle, view, ahead)
-                self._complete(number, handle)
+                if span.is_part:
+                    self._write_part(handle, span, view)
+                else:
+                    self._write_tensors(handle, span, view, ahead)
+                if (span.storages.stop, span.stop) == (len(image.storages), image.tensor_nbytes):
+                    self._complete(span.file, handle)
+                else:
+                    self._open[span.file] = handle
             except BaseException:
                 handle.writer.abort()
                 raise
 
-    def _write_tensors(self, handle: _OpenFile, view: memoryview, ahead: Executor | None) -> None:
-        storages, done = handle.planned.image.storages, 0
-        with closing(_digested(view, _stretches(storages), ahead)) as stretches:
+    def _write_tensors(self, handle: _OpenFile, span: Span, view: memoryview, ahead: Executor | None) -> None:
+        """``view`` is tensors and their headers, the latter not filled in yet."""
+        self._put_missing_header(handle)
+        storages, done = handle.planned.image.storages, span.start
+        with closing(_digested(view, span.start, _stretches(storages, span.storages), ahead)) as stretches:
             for stretch in stretches:
                 for crcs in stretch:
                     handle.blocks.append(crcs)
                     offset, header = handle.header()
-                    view[offset : offset + len(header)] = header
-                number = len(handle.blocks)
-                end = storages[number - 1].end
-                ready = end if number == len(storages) else end // _CHUNK * _CHUNK
+                    view[offset - span.start : offset - span.start + len(header)] = header
+                end = storages[len(handle.blocks) - 1].end
+                ready = end if end == span.stop else end // _CHUNK * _CHUNK
                 if ready > done:
-                    self._put(handle.writer, done, view[done:ready])
+                    self._put(handle.writer, done, view[done - span.start : ready - span.start])
                     done = ready
 
-    def _write_part(self, span: Span, view: memoryview) -> None:
-        assert span.storage is not None
-        with _naming(self._files[span.file].key):
-            if span.file not in self._open:
-                self._open[span.file] = self._create(span.file)
-            handle = self._open[span.file]
-            self._open_storage(handle, span.storage)
-            handle.blocks[-1] += crc32.block_crcs(view)
-            self._put(handle.writer, span.start, view)
-
-    def _open_storage(self, handle: _OpenFile, index: int) -> None:
-        """Put the headers of the storages before number ``index``: empty ones are in no span."""
-        while len(handle.blocks) <= index:
-            if handle.blocks:
-                self._put_header(handle)
+    def _write_part(self, handle: _OpenFile, span: Span, view: memoryview) -> None:
+        if span.start == handle.planned.image.storages[span.storages.start].offset:
+            self._put_missing_header(handle)
             handle.blocks.append([])
+        handle.blocks[-1] += crc32.block_crcs(view)
+        self._put(handle.writer, span.start, view)
 
-    def _put_header(self, handle: _OpenFile) -> None:
-        offset, header = handle.header()
-        self._put(handle.writer, offset, memoryview(header))
+    def _put_missing_header(self, handle: _OpenFile) -> None:
+        """Put that of a storage which came in parts, once all of it is there."""
+        if len(handle.crcs) < len(handle.blocks):
+            offset, header = handle.header()
+            self._put(handle.writer, offset, memoryview(header))
 
     def finish(self) -> None:
-        """Complete the files that went in several waves, then make all their names durable."""
-        for number, handle in list(self._open.items()):
-            with _naming(handle.planned.key):
-                self._open_storage(handle, len(handle.planned.image.storages) - 1)
-                self._put_header(handle)
-                self._complete(number, handle)
-            del self._open[number]
+        """Make the names of all files durable."""
         for folder in tensors_dirs(planned.key for planned in self._files):
             with _naming(f"{folder}/"):
                 self._storage.make_dir(f"{self._folder}/{folder}")
@@ -231,7 +221,8 @@ class FileWriter:
         return _OpenFile(planned, writer, [])
 
     def _complete(self, number: int, handle: _OpenFile) -> None:
-        """Put what follows the tensors, and close the file."""
+        """Put what is missing but for tensors, and close the file."""
+        self._put_missing_header(handle)
         image = handle.planned.image
         self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
         handle.writer.close()
@@ -243,26 +234,31 @@ class FileWriter:
             writer.write_at(offset + start, part)
             with self._lock:
                 self.nbytes += len(part)
-                self._progress(self.nbytes)
+                self._progress(len(part))
 
 
 _Stretches = Generator[Blocks, None, None]
 
 
-def _stretches(places: Sequence[StorageRecord]) -> Iterator[Sequence[StorageRecord]]:
-    """Neighbouring storages of about :data:`_CHUNK` bytes together, or one that is larger."""
-    first = 0
-    for index, place in enumerate(places):
-        if place.end - places[first].offset >= _CHUNK or index == len(places) - 1:
-            yield places[first : index + 1]
-            first = index + 1
+def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Sequence[StorageRecord]]:
+    """Neighbours among the ``storages`` with these numbers, of about :data:`_CHUNK` bytes together, or a larger one."""
+    first = numbers.start
+    for number in numbers:
+        if storages[number].end - storages[first].offset >= _CHUNK or number == numbers[-1]:
+            yield storages[first : number + 1]
+            first = number + 1
 
 
-def _digested(view: memoryview, stretches: Iterable[Sequence[StorageRecord]], ahead: Executor | None) -> _Stretches:
-    """The digests of each stretch of storages in ``view``; ``ahead`` computes the next while one is being used."""
+def _digested(
+    view: memoryview, start: int, stretches: Iterable[Sequence[StorageRecord]], ahead: Executor | None
+) -> _Stretches:
+    """The digests of each stretch of storages in ``view``, which begins at byte ``start`` of its file.
+
+    ``ahead`` computes the next while one is being used.
+    """
 
     def digest(places: Sequence[StorageRecord]) -> Blocks:
-        return [crc32.block_crcs(view[place.offset : place.end]) for place in places]
+        return [crc32.block_crcs(view[place.offset - start : place.end - start]) for place in places]
 
     if ahead is None:
         yield from map(digest, stretches)

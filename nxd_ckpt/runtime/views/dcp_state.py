@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name, itemsize, map_tensors
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
@@ -34,6 +35,10 @@ class DcpTensor:
     shape: tuple[int, ...]
     path: Path
     source: str | torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
 
 
 class DcpState:
