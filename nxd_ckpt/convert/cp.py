@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing_extensions import Unpack
 
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
-from nxd_ckpt.convert.cp_publication import copy_publication
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.options import takes
@@ -23,7 +22,7 @@ from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.publication import Publication, copy_publication
 from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage.urls import StrPath
@@ -135,6 +134,7 @@ def _copy(
         session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
     if opened.manifest is None:  # no digest tells its files from those of a later save
         opened.require_kept()
+    session.require()
     try:
         publication.publish(session, order_time)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.conversion import convert
 from nxd_ckpt.convert.inputs import open_dcp
 from nxd_ckpt.convert.job import Converted, DcpTarget, Job
-from nxd_ckpt.convert.locations import locate_output, location_of
+from nxd_ckpt.convert.locations import locate_made, locate_output
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.partition import Partition
@@ -46,7 +46,7 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
 
     def prepare(process: int, processes: int) -> Job:
         chosen.validate()
-        source = location_of(dcp_directory, "input", chosen.storage_options)
+        source = locate_made(dcp_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
         opened = open_dcp(source, chosen.names)
         if not opened.parts.model and opened.parts.optimizer is None:

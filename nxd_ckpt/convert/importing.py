@@ -11,7 +11,7 @@ from nxd_ckpt.convert.conversion import convert
 from nxd_ckpt.convert.import_plan import Import, import_plan
 from nxd_ckpt.convert.inputs import open_model
 from nxd_ckpt.convert.job import Job
-from nxd_ckpt.convert.locations import Location, locate_output, location_of
+from nxd_ckpt.convert.locations import Location, locate_made, locate_output
 from nxd_ckpt.convert.model_files import config_in, read_config
 from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.manifest import Parts
@@ -50,7 +50,7 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
 
     def prepare(process: int, processes: int) -> Job:
         chosen.validate()
-        source = location_of(hf_directory, "input", chosen.storage_options)
+        source = locate_made(hf_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
         what = _target(source, chosen)
         plans.append(import_plan(source, target, what))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import (
@@ -21,6 +24,8 @@ from nxd_ckpt.storage.urls import (
     local_path,
     open_storage,
 )
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,33 @@ class Location:
         """The storage of the directory."""
         return open_storage(self.directory, durable, self.options)
 
+    def replacement(self, storage: Storage) -> Replacement:
+        """What is written here that is no tag: under which names, before it gets this one. Where there are renames."""
+        return Replacement(storage, f".{self.name}.incomplete", self.name, f".{self.name}.replaced")
+
+
+def settle(place: Location, storage: Storage) -> None:
+    """Give what was to become ``place`` its name, if that was interrupted between two renames. Raises OSError."""
+    replacement = place.replacement(storage)
+    if storage.renames and replacement.is_there(replacement.aside) and not replacement.is_there(place.name):
+        logger.warning("%s was being replaced when that was interrupted: it is finished now", place.path)
+        replacement.settle()
+
 
 def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
     """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
-    place = location_of(path, "input", options)
+    place = locate_made(path, options)
     if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
         place = _only_tag(place)
     require_directory(place.open(), place.name, "input")
+    return place
+
+
+def locate_made(path: StrPath, options: Options | None) -> Location:
+    """The input ``path``, which may be an output of ours; see :func:`settle`."""
+    place = location_of(path, "input", options)
+    with suppress(OSError):  # where nothing can be renamed, errors come from those who look for it
+        settle(place, place.open())
     return place
 
 

@@ -1,22 +1,20 @@
-"""The directory that an export makes: it appears when it is whole, and what was there stays until then.
+"""What an export, an unsharding or a packing makes: it appears when it is whole, and what was there stays until then.
 
-On a file system it is written beside its place and renamed. An object store cannot: there the files are written in
-place, that which readers look for first (the index, or the one file) at the end.
+On a file system it is written beside its place, and gets its name at the end (see runtime.coordination.replacement). An
+object store has no renames: there the files are written in place, that which readers look for first (the index, or the
+one file) at the end.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nxd_ckpt.convert.locations import Location
+from nxd_ckpt.convert.locations import Location, settle
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import DirEntry
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
@@ -40,43 +38,75 @@ TORCH_DCP = Kind("torch DCP checkpoint", ("*.distcp", ".metadata"))
 
 
 class Output:
-    """The directory ``place``. Raises InvalidArgument where it must not be written; nothing was touched then."""
+    """The directory ``place``, or without a ``kind`` the file. It is written as ``folder``, a key of ``storage``.
 
-    def __init__(self, place: Location, *, overwrite: bool, durable: bool, kind: Kind = HUGGING_FACE) -> None:
+    Raises InvalidArgument where it must not be written; nothing was touched then.
+    """
+
+    def __init__(self, place: Location, *, overwrite: bool, durable: bool, kind: Kind | None = HUGGING_FACE) -> None:
         self.place, self.storage, self._kind = place, place.open(durable), kind
-        self._existed = self._check(overwrite)
+        settle(place, self.storage)
+        self._check(overwrite)
 
     @property
     def folder(self) -> str:
-        """The key below which files are written."""
-        return f".{self.place.name}.incomplete" if self.storage.renames else self.place.name
+        """The key below which files are written, or of the file."""
+        return self.place.replacement(self.storage).finished if self.storage.renames else self.place.name
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Within, it is written. It is visible afterwards; if anything is raised, nothing of it is left."""
+        try:
+            self.begin()
+            yield
+            self.publish()
+        except BaseException:
+            self.discard()
+            raise
 
     def begin(self) -> None:
-        """Make room: remove what an export left that was interrupted, and on a store what is to be replaced."""
-        self.storage.remove(self.folder)
-        self.storage.make_dir(self.folder)
+        """Make room: remove what an interrupted one left, and on a store what is to be replaced."""
+        self._remove_remains()
+        if self._kind is not None:
+            self.storage.make_dir(self.folder)
 
     def publish(self) -> None:
         """Make it visible, all files being written."""
-        storage, name = self.storage, self.place.name
-        storage.sync_dir(self.folder)
+        storage, replacement = self.storage, self.place.replacement(self.storage)
+        if self._kind is not None:
+            storage.sync_dir(self.folder)
         if not storage.renames:
             return
-        old = f".{name}.replaced"
-        storage.remove(old)
-        if self._existed:
-            storage.rename(name, old)
-        storage.rename(self.folder, name)
-        storage.sync_dir("")
-        storage.remove(old)
+        try:
+            replacement.make()
+            storage.sync_dir("")
+        except OSError:
+            with suppress(OSError):  # whoever opens it next tries again
+                replacement.undo()
+            raise
+        self._remove_remains()
 
     def discard(self) -> None:
         """Remove what was written of one that failed."""
         with suppress(OSError):
             self.storage.remove(self.folder)
 
-    def _check(self, overwrite: bool) -> bool:
+    def _remove_remains(self) -> None:
+        storage, replacement = self.storage, self.place.replacement(self.storage)
+        storage.remove(self.folder)
+        if storage.renames and replacement.is_there(replacement.aside):
+            # What is half removed must not have the name of what may be put back.
+            storage.rename(replacement.aside, replacement.finished)
+            storage.remove(replacement.finished)
+
+    def _check(self, overwrite: bool) -> None:
         path, name = self.place.path, self.place.name
+        if self._kind is None:
+            if self.storage.is_dir(name):
+                raise InvalidArgument(f"output {path} is a directory; choose another path")
+            if self.storage.is_file(name) and not overwrite:
+                raise InvalidArgument(f"output {path} exists; pass overwrite=True to replace it")
+            return
         if self.storage.is_file(name):
             raise InvalidArgument(f"output {path} is a file; choose another path")
         held = self.storage.list(name)
@@ -90,7 +120,6 @@ class Output:
                 f"output {path} holds {', '.join(foreign[:5])}, which no {self._kind.noun} has; it is left alone: "
                 "choose another path"
             )
-        return self.storage.is_dir(name)
 
     def _files(self, entry: DirEntry) -> Iterator[str]:
         """The entry itself, and of a directory what is in it."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from typing_extensions import Unpack
 
 from nxd_ckpt.convert.compressed_writer import CompressedWriter
 from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, verify
-from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
+from nxd_ckpt.convert.locations import locate_apart, locate_input
+from nxd_ckpt.convert.output import Output
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.transfer import pour
 from nxd_ckpt.core.options import takes
@@ -23,7 +23,7 @@ from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compression_of
-from nxd_ckpt.storage.base import Storage, Writer
+from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
 
 _PAGE = 4096
@@ -67,8 +67,10 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
     started = time.monotonic()
     source = locate_input(tag, chosen.storage_options)
     target = locate_apart(out, source, chosen.written_with)
-    storage = target.open(chosen.durable)
-    _check(target, storage, chosen.overwrite)
+    if not target.name.endswith(ARCHIVES):
+        raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
+    compression_of(target.name)
+    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=None)
     opened = open_source(source)
     with opened.kept():
         members = list(_members(opened))
@@ -78,10 +80,10 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
     if chosen.dry_run:
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
-    with watched("pack", nbytes, lambda: written.nbytes, chosen.progress), opened.kept(verified=True):
-        _write(opened, head, members, nbytes, storage, target.name, written)
+    with output.made(), opened.kept(verified=True), watched("pack", nbytes, lambda: written.nbytes, chosen.progress):
+        _write(opened, head, members, nbytes, output, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
-    return Packed(source.path, target.path, len(members), storage.size(target.name))
+    return Packed(source.path, target.path, len(members), output.storage.size(target.name))
 
 
 @dataclass(frozen=True)
@@ -148,30 +150,10 @@ def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT)
 
 
-def _check(target: Location, storage: Storage, overwrite: bool) -> None:
-    if not target.name.endswith(ARCHIVES):
-        raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
-    compression_of(target.name)
-    if storage.is_file(target.name):
-        if not overwrite:
-            raise InvalidArgument(f"output {target.path} exists; pass overwrite=True to replace it")
-    elif storage.is_dir(target.name):
-        raise InvalidArgument(f"output {target.path} is a directory; choose another path")
-
-
 def _write(
-    opened: OpenTag,
-    head: bytes,
-    members: Sequence[_Member],
-    nbytes: int,
-    storage: Storage,
-    name: str,
-    written: Counter,
+    opened: OpenTag, head: bytes, members: Sequence[_Member], nbytes: int, output: Output, written: Counter
 ) -> None:
-    """Write the archive, and then make it visible under ``name``."""
-    key = f".{name}.incomplete" if storage.renames else name
-    storage.remove(key)  # what an interrupted one left; on a store, what is replaced
-    compressed = compression_of(name)
+    storage, key, compressed = output.storage, output.folder, compression_of(output.place.name)
     writer = CompressedWriter(storage, key, compressed, nbytes) if compressed else storage.create(key, nbytes)
     try:
         writer.write_at(0, head)
@@ -181,12 +163,8 @@ def _write(
         if opened.manifest is None:  # no digest tells its files from those of a later save
             opened.require_kept()
         writer.close()
-        if storage.renames:
-            _show(storage, key, name)
     except BaseException:
         writer.abort()
-        with suppress(OSError):
-            storage.remove(key)
         raise
 
 
@@ -202,14 +180,3 @@ def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> 
     verify(file, found, blocks, where)
     end = member.offset + file.nbytes
     writer.write_at(end, bytes(member.end - end))
-
-
-def _show(storage: Storage, key: str, name: str) -> None:
-    """Give the whole file its name; what had it before stays until then."""
-    old = f".{name}.replaced"
-    storage.remove(old)
-    if storage.is_file(name):
-        storage.rename(name, old)
-    storage.rename(key, name)
-    storage.sync_dir("")
-    storage.remove(old)

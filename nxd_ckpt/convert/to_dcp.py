@@ -62,19 +62,15 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     if chosen.dry_run:
         return done
     written = Counter()
-    try:
-        output.begin()
+    planned = sum(file.image.nbytes for file in files)
+    with output.made():
         with (
             opened.kept(),
-            watched("convert", sum(file.image.nbytes for file in files), lambda: written.nbytes, chosen.progress),
+            watched("convert", planned, lambda: written.nbytes, chosen.progress),
             opened.reader() as reader,
         ):
             [writer] = write_images(reader, output.storage, output.folder, [files], written.add)
         output.storage.write(f"{output.folder}/{METADATA}", dump_metadata(writer.chunks()))
-        output.publish()
-    except BaseException:
-        output.discard()
-        raise
     report("converted", f"{source.path} to {target.path}", nbytes, started)
     return done
 

@@ -115,15 +115,9 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     if chosen.dry_run:
         return done
     written = Counter()
-    try:
-        output.begin()
-        with watched("unshard", nbytes, lambda: written.nbytes, chosen.progress), opened.kept():
-            for part in reversed(parts):  # of a store the model, which readers look for, comes last
-                part.write(output, written)
-        output.publish()
-    except BaseException:
-        output.discard()
-        raise
+    with output.made(), opened.kept(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
+        for part in reversed(parts):  # of a store the model, which readers look for, comes last
+            part.write(output, written)
     report("unsharded", f"{source.path} to {target.path}", nbytes, started)
     return done
 

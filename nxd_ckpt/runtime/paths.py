@@ -13,6 +13,7 @@ VOTES = f"{HIDDEN}/votes"
 TRASH = f"{HIDDEN}/trash"
 RUNS = f"{HIDDEN}/runs"
 PROBES = f"{HIDDEN}/probes"
+COPIES = f"{HIDDEN}/copies"
 
 
 def staging_dir(attempt: str) -> str:

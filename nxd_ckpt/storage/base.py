@@ -23,7 +23,7 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
@@ -127,6 +127,14 @@ class Storage(Protocol):
         """When it was last modified; 0 where the store does not tell."""
 
     def set_time(self, key: str, seconds: float) -> None: ...
+
+
+@runtime_checkable
+class Swapping(Protocol):
+    """What a storage may also be able to do."""
+
+    def swap(self, one: str, other: str) -> bool:
+        """Give two files or directories each other's name, at once; False where that cannot be done."""
 
 
 def checked_length(nbytes: int, limit: int, where: str) -> int:

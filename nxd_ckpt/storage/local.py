@@ -15,7 +15,7 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length
 from nxd_ckpt.storage.local_files import NEW_FILE, LocalReader, LocalWriter, open_regular, stat_of
-from nxd_ckpt.storage.system import sync_path
+from nxd_ckpt.storage.system import exchange, sync_path
 
 
 class LocalStorage:
@@ -124,6 +124,10 @@ class LocalStorage:
             raise FileExistsError(f"cannot rename {old} to {new}: it exists")
         new.parent.mkdir(parents=True, exist_ok=True)
         os.rename(old, new)
+
+    def swap(self, one: str, other: str) -> bool:
+        """Give two files or directories each other's name, at once; False where the file system cannot."""
+        return exchange(self._own(one), self._own(other))
 
     def remove(self, key: str) -> None:
         path = self._own(key)

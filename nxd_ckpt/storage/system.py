@@ -6,6 +6,8 @@ for a system's name: what is not there is done in another way, or (:func:`requir
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 from collections import defaultdict
@@ -28,6 +30,16 @@ _moving = threading.Lock()
 """Of a descriptor's position, where reads and writes cannot be told one of their own."""
 _held: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 """What stands in for locks on files, among the threads of this process."""
+
+
+_WORKING_DIRECTORY, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
+_CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+_renameat2: Callable[..., int] | None
+try:
+    _renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+except (AttributeError, OSError, TypeError):  # not Linux, or an older libc
+    _renameat2 = None
 
 
 def flags(*names: str) -> int:
@@ -57,6 +69,18 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
     with _moving:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, view[:_PIECE])
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two files or directories each other's name, at once; False where system or file system cannot."""
+    if _renameat2 is None:
+        return False
+    if _renameat2(_WORKING_DIRECTORY, os.fsencode(one), _WORKING_DIRECTORY, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
 def sync_file(fd: int) -> None:

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Swapping, Writer
 
 
 class Operation(NamedTuple):
@@ -97,6 +97,10 @@ class HookedStorage:
     def rename(self, source: str, target: str) -> None:
         self.hook(Operation("rename", f"{source} -> {target}"))
         self.inner.rename(source, target)
+
+    def swap(self, one: str, other: str) -> bool:
+        self.hook(Operation("swap", f"{one} <-> {other}"))
+        return isinstance(self.inner, Swapping) and self.inner.swap(one, other)
 
     def remove(self, key: str) -> None:
         self.hook(Operation("remove", key))

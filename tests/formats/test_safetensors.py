@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.safetensors import Header, TensorForm, lay_out, read_header
 from nxd_ckpt.formats.tensors import dtype_name, itemsize
-from tests.formats.helpers import tensors, tight_bytes
+from tests.formats.helpers import rendered, tensors, tight_bytes
 
 pytestmark = pytest.mark.plain
 
@@ -36,12 +36,8 @@ def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
 
 
 def written(state: States, metadata: dict[str, str]) -> bytes:
-    layout = lay_out((TensorForm(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in state.items()), metadata)
-    data = bytearray(layout.nbytes)
-    data[: len(layout.head)] = layout.head
-    for form, offset in layout.tensors:
-        data[offset : offset + form.nbytes] = tight_bytes(state[form.name])
-    return bytes(data)
+    image = lay_out((TensorForm(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in state.items()), metadata)
+    return rendered(image.holding([state[form.name] for form in image.forms]))
 
 
 def states() -> st.SearchStrategy[States]:

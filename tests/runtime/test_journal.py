@@ -12,6 +12,7 @@ import pytest
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.coordination import journal
 from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir
+from nxd_ckpt.storage import local
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
@@ -19,6 +20,15 @@ from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 ATTEMPT, TAG = "run-1", "tag"
+
+WITH_TWO_RENAMES = pytest.mark.parametrize("exchanges", [False], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["exchange", "two renames"])
+def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the file system can exchange two names."""
+    if not request.param:
+        monkeypatch.setattr(local, "exchange", lambda one, other: False)
 PARTS = ("model/weights", "manifest.json", "done")
 
 
@@ -83,7 +93,8 @@ def operations(path: Path, *, old: bool) -> list[Operation]:
 def moved_out(path: Path) -> int:
     """The number of the operation that takes the old tag away."""
     log = operations(path, old=True)
-    return next(n for n, done in enumerate(log) if done.name == "rename" and done.key.startswith(f"{TAG} ->"))
+    renames = [number for number, done in enumerate(log) if done.key.startswith(f"{TAG} ->")]
+    return renames[0] if renames else next(number for number, done in enumerate(log) if done.name == "swap")
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -189,6 +200,7 @@ def test_a_damaged_journal_moves_nothing(tmp_path: Path, damaged: bytes, caplog:
     assert {b"new"} == content(storage)
 
 
+@WITH_TWO_RENAMES
 def test_a_damaged_journal_keeps_the_trash(tmp_path: Path) -> None:
     """The old tag may lie there: nobody can tell which one it was, and nobody deletes it."""
     storage = prepare(tmp_path, old=True)
@@ -213,6 +225,7 @@ def test_a_journal_never_moves_through_a_link(tmp_path: Path) -> None:
     assert not journal.is_open(storage)
 
 
+@WITH_TWO_RENAMES
 def test_trash_is_kept_while_a_journal_needs_it(tmp_path: Path) -> None:
     """The old tag comes back even if the new one is lost in the middle of the swap."""
     storage = prepare(tmp_path, old=True)

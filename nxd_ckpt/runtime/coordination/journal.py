@@ -1,16 +1,7 @@
 """Putting a finished staging directory into place, also over an existing tag.
 
-A new tag is one atomic rename. Replacing a tag takes two (the old one out, the new one in), so the swap is announced
-in a journal first; whoever opens or lists the directory after a crash finishes or undoes it:
-
-=============================  ==================================================
-found with the journal present  state, and what recovery does
-=============================  ==================================================
-tag and staging                 nothing moved yet: forget the swap, the old tag stays
-no tag, staging                 the old one is out: put the new one in
-tag, no staging                 the new one is in: only the journal remains
-no tag, no staging              the staging is lost: put the old one back
-=============================  ==================================================
+A new tag is one atomic rename. Replacing a tag takes two steps (see runtime.coordination.replacement), so the swap is
+announced in a journal first: it holds the names. Whoever opens or lists the directory after a crash settles it.
 """
 
 from __future__ import annotations
@@ -26,6 +17,7 @@ from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.coordination import intents
 from nxd_ckpt.runtime.coordination.control_files import read_note, set_aside
+from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
 from nxd_ckpt.storage.base import Storage
 
@@ -39,17 +31,16 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
     to replace must not stay away.
     """
     recover(storage)  # an earlier swap of this job may have been left for later
-    replaces = storage.is_dir(tag)
+    replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
     try:
         if replaces:
             storage.make_dir(TRASH)
             storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
             storage.sync_dir(HIDDEN)
-            storage.rename(tag, trash_file(attempt, tag))
-        storage.rename(staging_dir(attempt), tag)
+        replacement.make()
         _sync(storage)
     except OSError:
-        _undo(storage, attempt, tag)
+        _undo(replacement)
         raise
     if replaces:
         try:
@@ -60,21 +51,19 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
         discard_trash(storage)
 
 
-def _undo(storage: Storage, attempt: str, tag: str) -> None:
-    """Take the new tag away and put back the one that it was to replace, as far as the storage lets us.
+def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
+    return Replacement(storage, staging_dir(attempt), tag, trash_file(attempt, tag))
 
-    The journal stays if this fails: whoever opens the directory next tries again.
-    """
-    staging, aside = staging_dir(attempt), trash_file(attempt, tag)
+
+def _undo(replacement: Replacement) -> None:
+    """The journal stays if this fails: whoever opens the directory next tries again."""
+    storage = replacement.storage
     try:
-        if storage.is_dir(tag) and not storage.is_dir(staging):
-            storage.rename(tag, staging)
-        if storage.is_dir(aside):
-            storage.rename(aside, tag)
+        replacement.undo()
         _sync(storage)
         _forget(storage)
     except OSError as error:
-        logger.error("%s: a failed save of %r could not be undone yet: %s", storage.url, tag, error)
+        logger.error("%s: a failed save of %r could not be undone yet: %s", storage.url, replacement.target, error)
 
 
 def recover(storage: Storage) -> None:
@@ -86,12 +75,7 @@ def recover(storage: Storage) -> None:
         announced = _announced(storage)
         if announced is None:
             return
-        attempt, tag = announced
-        staging, aside = staging_dir(attempt), trash_file(attempt, tag)
-        # Another process may recover at the same time: whoever loses the race finds the file gone, and that is fine.
-        with suppress(FileNotFoundError, FileExistsError):
-            if not storage.is_dir(tag):
-                storage.rename(staging if storage.is_dir(staging) else aside, tag)
+        _replacement(storage, *announced).settle()
     except (MalformedFile, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
             raise

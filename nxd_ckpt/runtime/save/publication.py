@@ -4,6 +4,9 @@ Where directories can be renamed, an attempt is *staged*: written out of sight, 
 they cannot (object stores, and some ways to mount them), it is written *in place*, and the tag is there from ``done``
 on, which comes last when a tag is made and goes first when it is removed.
 
+One that ``resumes`` a copy keeps what an interrupted try brought: it gathers where no claim of the directory sweeps, in
+a folder named after the tag, or in place without any intent.
+
 A publication is plain data, so that processes that only write files (a conversion's workers) can have it too.
 """
 
@@ -18,7 +21,7 @@ from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, Outc
 from nxd_ckpt.layout.directory import may_be_replaced
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.runtime.coordination import intents, journal
-from nxd_ckpt.runtime.paths import staging_dir, trash_file
+from nxd_ckpt.runtime.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
@@ -70,11 +73,12 @@ class Staged:
     attempt: str
     tag: str
     overwrite: bool | None = None
+    resumes: bool = False
     in_place: ClassVar[bool] = False
 
     @property
     def folder(self) -> str:
-        return staging_dir(self.attempt)
+        return f"{COPIES}/{self.tag}" if self.resumes else staging_dir(self.attempt)
 
     def begin(self, session: Session) -> None:
         if self.overwrite is False:
@@ -92,6 +96,8 @@ class Staged:
         self.put(storage, DONE, b"1")
         storage.set_time(f"{self.folder}/{DONE}", order_time)
         storage.sync_dir(self.folder)
+        if self.resumes:
+            storage.rename(self.folder, staging_dir(self.attempt))
         journal.publish(storage, self.attempt, self.tag)
 
     def retire(self, storage: Storage, tag: str) -> None:
@@ -103,11 +109,13 @@ class InPlace:
     """For stores without renames: keys are claimed by creating them, never written over, and ``done`` is the commit.
 
     ``done`` holds the tag's order time, because its own cannot be set there, and the attempt, which tells whose it is.
+    Without an attempt it is a tag of NxD's that is copied, and so is its ``done``: ours says that there is a manifest.
     """
 
     attempt: str
     tag: str
     overwrite: bool | None = None
+    resumes: bool = False
     in_place: ClassVar[bool] = True
 
     @property
@@ -119,6 +127,12 @@ class InPlace:
         session.require()
         if not self.overwrite:
             _refuse_existing(storage, self.tag)
+        if self.resumes:
+            storage.remove(f"{self.tag}/{DONE}")  # what is to be replaced is a checkpoint no more
+            storage.discard_unfinished(self.tag)
+            storage.make_dir(self.tag)
+            storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
+            return
         earlier = intents.saves_of(storage, self.tag)
         if not earlier:
             _refuse_what_is_no_checkpoint(storage, self.tag)
@@ -139,7 +153,8 @@ class InPlace:
             raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
 
     def publish(self, session: Session, order_time: float) -> None:
-        storage, done, mark = session.storage, f"{self.tag}/{DONE}", f"{order_time:.0f} {self.attempt}".encode()
+        storage, done = session.storage, f"{self.tag}/{DONE}"
+        mark = f"{order_time:.0f} {self.attempt}".encode() if self.attempt else b"1"
         storage.sync_dir(self.tag)
         session.require()
         try:
@@ -211,6 +226,13 @@ def publication_of(session: Session, counter: int, tag: str, overwrite: bool | N
     """That of this run's attempt ``counter``, as the session's storage allows it."""
     kind = Staged if session.storage.renames else InPlace
     return kind(session.attempt(counter), tag, overwrite)
+
+
+def copy_publication(session: Session, tag: str, overwrite: bool, saved: str | None) -> Publication:
+    """That of this session's one copy, of the attempt ``saved``. Whether a tag may be replaced was asked before."""
+    if session.storage.renames:
+        return Staged(session.attempt(1), tag, overwrite, resumes=True)
+    return InPlace(saved or "", tag, overwrite, resumes=True)
 
 
 def is_visible(storage: Storage, tag: str, attempt: str) -> bool:
