@@ -70,7 +70,7 @@ def locate_input(path: StrPath, options: StorageOptions | None = None) -> Locati
     return place
 
 
-def locate_made(path: StrPath, options: Options | None) -> Location:
+def locate_made(path: StrPath, options: StorageOptions | None) -> Location:
     """The input ``path``, which may be an output of ours; see :func:`settle`."""
     place = location_of(path, "input", options)
     with suppress(OSError):  # where nothing can be renamed, errors come from those who look for it

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.core import document
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.hugging_face import CONFIG
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
@@ -61,13 +62,7 @@ def read_tokenizer(path: str, options: StorageOptions | None) -> list[ModelFile]
 def config_in(files: Iterable[ModelFile], where: str = CONFIG) -> dict[str, Any]:
     """The config.json among them; empty without one. Raises MalformedFile."""
     content = next((file.content for file in files if file.name == CONFIG), b"{}")
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{where}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise MalformedFile(f"{where}: expected a JSON object, found {type(config).__name__}")
-    return config
+    return document.small(content, where)
 
 
 def with_dtype(files: Iterable[ModelFile], dtype: str) -> list[ModelFile]:

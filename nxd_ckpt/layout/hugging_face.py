@@ -5,12 +5,12 @@ Headers are read when a tensor of their file is asked for: a rank opens the file
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import closing
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.core import document
 from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.tensors import TensorStub
@@ -138,10 +138,4 @@ class HuggingFaceDirectory:
             return read_header(pread, self.files.storage.size(key), file).tensors
 
     def _document(self, file: str) -> dict[str, Any]:
-        try:
-            document = json.loads(self.files.storage.read(self.files.key(file)))
-        except (ValueError, RecursionError) as error:
-            raise MalformedFile(f"{self.files.where(file)}: not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise MalformedFile(f"{self.files.where(file)}: expected a JSON object, found {type(document).__name__}")
-        return document
+        return document.small(self.files.storage.read(self.files.key(file)), self.files.where(file))
