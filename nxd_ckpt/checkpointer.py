@@ -17,7 +17,7 @@ from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, RanksDisagree, as_checkpoint_errors
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.checkpointer_options import CheckpointerKeywords, CheckpointerOptions
-from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.forks import require_own
@@ -29,7 +29,7 @@ from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.commit import clean_up
 from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned
-from nxd_ckpt.runtime.save.plan import SavePlan
+from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.saving import Saving
 from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.runtime.turns import Turns
@@ -127,12 +127,12 @@ class Checkpointer:
         started = time.monotonic()
         name, chosen, refused = _understood(tag, tag_values, options)
 
-        def prepared() -> Planned:
+        def captured() -> SaveState:
             require_locks("saving")
             if refused is not None:
                 raise refused
             chosen.validate()
-            state = capture(
+            return capture(
                 self.topology,
                 chosen,
                 model=model,
@@ -141,11 +141,10 @@ class Checkpointer:
                 user_content=user_content,
                 rank_content=rank_content,
             )
-            return self._pipeline.plan(state)
 
         with self._turns.taken(f"save of {name!r}"):
             self._await_arena()
-            saving, pending = self._begin(name, prepared, chosen, async_save, started)
+            saving, pending = self._begin(name, captured, chosen, async_save, started)
         if not async_save:
             self._wait_for(saving, pending)
         return PendingSave(pending)
@@ -193,18 +192,18 @@ class Checkpointer:
     def _begin(
         self,
         tag: str,
-        prepared: Callable[[], Planned],
+        captured: Callable[[], SaveState],
         options: SaveOptions,
         async_save: bool,
         started: float,
     ) -> tuple[Saving, SaveProgress]:
-        """Stage what is ``prepared`` and hand it over to the writer thread, which does the rest."""
+        """Stage what is ``captured`` and hand it over to the writer thread, which does the rest."""
         pending = SaveProgress(tag)
-        planned = self._opened(prepared, tag) if self._session is None else None
+        planned = self._opened(captured, tag) if self._session is None else None
         error: BaseException | None = None
         if planned is None:
             try:
-                planned = prepared()
+                planned = self._pipeline.plan(captured())
             except BaseException as problem:
                 error = problem
         saving = self._saving(tag, planned.plan if planned is not None else None, error, options)
@@ -276,15 +275,15 @@ class Checkpointer:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         self._shut(grace)
 
-    def _opened(self, prepared: Callable[[], Planned], tag: str) -> Planned | None:
+    def _opened(self, captured: Callable[[], SaveState], tag: str) -> Planned | None:
         """As :meth:`_open`; where that fails, threads and memory are given back: nobody may close this Checkpointer."""
         try:
-            return self._open(prepared, tag)
+            return self._open(captured, tag)
         except BaseException:
             self._pipeline.stop()
             raise
 
-    def _open(self, prepared: Callable[[], Planned], tag: str) -> Planned | None:
+    def _open(self, captured: Callable[[], SaveState], tag: str) -> Planned | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
 
         Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
@@ -293,7 +292,7 @@ class Checkpointer:
         agreement = self._meet("save")
         planned: Planned | None = None
         if agreement is not None:
-            agreed = planned = on_all(agreement, prepared)
+            agreed = planned = self._pipeline.plan_together(agreement, captured)
             words = agreement.gather(agreed.plan.agreed(tag, self.topology))
             decided_by_rank0(agreement, lambda: _must_agree(words))
         self._versions = versions()  # reads files: not on a later save's way

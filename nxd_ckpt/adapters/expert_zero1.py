@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     OF_PARAMETERS,
@@ -79,6 +80,9 @@ class ExpertZero1Optimizer:
         ordinary, experts = split(saved)
         self._ordinary.validate_part(ordinary)
         self._experts.validate_part(experts)
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        return {}
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         ordinary, experts = split(saved)

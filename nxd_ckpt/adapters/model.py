@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, placed_of
 from nxd_ckpt.adapters.parameters import (
     form_of,
     is_tensor,
@@ -21,7 +22,7 @@ from nxd_ckpt.adapters.parameters import (
     spec_of,
     traits_of,
 )
-from nxd_ckpt.adapters.state import ModelState, StateTensor, frozen
+from nxd_ckpt.adapters.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
@@ -43,18 +44,19 @@ class ModelAdapter:
     def capture(self, tp: int) -> ModelState:
         """The state of the model on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
 
-        Raises UnsupportedState, naming the tensor, for DTensor, SPMD, meta and sparse ones.
+        Raises UnsupportedState, naming the tensor, for SPMD, meta and sparse ones, and for ``Partial`` DTensors.
         """
         ties, tensors, kept = self._ties, self._tensors, self.kept()
-        tree = frozen({name: self._live[live] for name, live in kept.items()} | self.notes())
+        frozen = Frozen({name: self._live[live] for name, live in kept.items()} | self.notes())
 
         def describe() -> dict[Path, StateTensor]:
             described = {}
-            for path, _ in iter_tensors(tree, torch.Tensor):
+            for path, leaf in iter_tensors(frozen.tree, torch.Tensor):
                 name = "/".join(map(str, path))
                 spec = state.parameters.get(name)
                 expert = spec is not None and spec.partition.expert
-                described[path] = StateTensor(f"model/{name}", spec, tie=ties.get(kept.get(name, name)), expert=expert)
+                about = StateTensor(f"model/{name}", spec, tie=ties.get(kept.get(name, name)), expert=expert)
+                described[path] = frozen.placed(about, leaf)
             return described
 
         def specify() -> dict[str, ParameterSpec]:
@@ -62,7 +64,7 @@ class ModelAdapter:
             return {name: specs[live] for name, live in kept.items() if live in specs}
 
         grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties
-        state = ModelState(tree, describe, grounds, specify)
+        state = ModelState(frozen.tree, describe, grounds, frozen.is_placed, specify)
         return state
 
     def kept(self) -> dict[str, str]:
@@ -164,6 +166,16 @@ class ModelAdapter:
         """Whether assigning to one of its names may be assigning to that live parameter."""
         return True
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether DTensors are among its tensors."""
+        return any(map(is_dtensor, self._tensors.values()))
+
+    def placed(self, names: Iterable[str]) -> dict[Path, Placed]:
+        """How those of ``names`` that are DTensors lie on their meshes, by path. Raises as :meth:`capture`."""
+        live = {name: self._tensors[name] for name in names if is_dtensor(self._tensors.get(name))}
+        return {(name,): placed_of(f"model/{name}", tensor) for name, tensor in live.items()}
+
     def is_on_host(self, name: str) -> bool:
         """Whether it is a live tensor on the CPU."""
         live = self._live.get(name)
@@ -172,7 +184,7 @@ class ModelAdapter:
     @cached_property
     def _ties(self) -> dict[str, str]:
         for name, tensor in self._tensors.items():
-            if not (tensor.is_meta and self._may_be_meta):
+            if not (tensor.is_meta and self._may_be_meta) or is_dtensor(tensor):
                 refuse_unsupported(f"model/{name}", tensor)
         return _find_ties(self._tensors)
 
@@ -207,6 +219,10 @@ class ModuleModel(ModelAdapter):
             )
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
         live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
+        self._wrapped_names: dict[str, str] = {}
+        if any(map(is_dtensor, live.values())):
+            self._wrapped_names = canonical(live, "model")
+            live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
         super().__init__(dict(live), may_be_meta)
         self._model = model
         self._modules = list(model.local_modules()) if self._is_stage else [model]
@@ -237,6 +253,7 @@ class ModuleModel(ModelAdapter):
             super().assign(name, value)
 
     def _owner(self, name: str) -> torch.nn.Module:
+        name = self._wrapped_names.get(name, name)
         owner: torch.nn.Module = self._model.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
         return owner
 

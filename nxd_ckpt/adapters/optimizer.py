@@ -7,16 +7,18 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor
 from nxd_ckpt.adapters.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.optimizer_names import parameter_names
-from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, keeps_nothing
+from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, flat_parameters, keeps_nothing
 from nxd_ckpt.adapters.plain import PlainOptimizer
 from nxd_ckpt.adapters.state import OptimizerForm, State
 from nxd_ckpt.adapters.zero1 import Zero1Optimizer
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.formats.tensors import Path
 
 
 class OptimizerAdapter(Protocol):
@@ -45,6 +47,13 @@ class OptimizerAdapter(Protocol):
 
         Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
         DtypeMismatch for a tensor that does not fit.
+        """
+
+    def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
+        """How those of ``saved``'s tensors, by path, that are put into DTensors lie on their meshes.
+
+        :meth:`load` takes what this rank holds of each in its place. Raises UnsupportedState for a DTensor that is not
+        cut into boxes.
         """
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
@@ -79,7 +88,7 @@ def open_optimizer(
 
     Names come from ``param_names`` (per param group), else from the identity of ``model``'s parameters, else from
     names that torch keeps in the groups. ``zero1_optimizer`` says that a dict, or an optimizer of another kind, holds
-    state of this rank alone.
+    state of this rank alone; of one of DTensors these themselves tell.
 
     Raises InvalidArgument for what is no optimizer, UnsupportedState for shards that do not follow the ``topology``.
     """
@@ -92,9 +101,22 @@ def open_optimizer(
         names = parameter_names([*inner[0].param_groups, *inner[1].param_groups], model, param_names)
         return ExpertZero1Optimizer(optimizer, names, topology)
     names = parameter_names(optimizer.param_groups, model, param_names)
+    if model is not None and model.is_placed:
+        _refuse_others_parameters(names)
     if hasattr(optimizer, "sharding_groups"):
         return Zero1Optimizer(optimizer, names, topology)
-    return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer)
+    on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
+    return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer and not on_meshes)
+
+
+def _refuse_others_parameters(names: Sequence[str]) -> None:
+    """Raise OptimizerMismatch for an optimizer whose parameters are not those of a model of DTensors."""
+    unnamed = [name for name in names if name.startswith("#")]
+    if unnamed:
+        raise OptimizerMismatch(
+            f"optimizer: its parameter {unnamed[0]} is not one of the model's ({len(unnamed)} are not): fully_shard "
+            "and parallelize_module replace parameters, so make the optimizer after them"
+        )
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_names import if_known, parameter_names
 from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
@@ -19,8 +20,8 @@ from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import OptimizerMismatch
-from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.layout.tag import restore_types
 
 
@@ -63,11 +64,18 @@ class DictOptimizer:
         return state_of(self._state, self._describe, (self.kind, self._topology.sizes, self._names, told, model))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
+        if any(is_dtensor(tensor) for _, tensor in iter_tensors(self._state, torch.Tensor)):
+            raise UnsupportedState(
+                "optimizer: the dict given holds DTensors, which would be replaced by whole tensors; pass the optimizer"
+            )
         if self._state and ("base_state" in saved) != ("base_state" in self._state):
             raise OptimizerMismatch(
                 f"optimizer: the checkpoint holds a state dict of {', '.join(map(str, saved))}, the dict given has "
                 f"{', '.join(map(str, self._state))}; pass an empty dict to be filled, or the same kind of optimizer"
             )
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        return {}
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         loaded = restore_types(materialise(saved, read, torch.device("cpu")))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, placed_of
 from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, traits_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
@@ -58,7 +59,8 @@ class Slot:
     """One parameter of an optimizer.
 
     ``key`` is the tensor that its state is kept under and shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
-    number ``shard`` of ``shards``. ``group`` is the param group of ``key``.
+    number ``shard`` of ``shards``. ``group`` is the param group of ``key``. ``placed`` says, in a load, which entries
+    are DTensors, or will be, and how they lie on their meshes.
     """
 
     name: str
@@ -68,6 +70,19 @@ class Slot:
     spec: ParameterSpec | None
     shards: int = 1
     shard: int = 0
+    placed: dict[Any, Placed] = field(default_factory=dict, compare=False)
+
+    def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
+        """Find out how entries lie that are ``saved`` as whole tensors: as ``live`` ones do, else as the parameter."""
+        self.placed.clear()
+        for entry, value in saved.items():
+            model = live.get(entry, self.key if entry != STEP else None)
+            if is_dtensor(model) and is_tensor(value) and form_of(value)[1] == tuple(model.shape):
+                self.placed[entry] = placed_of(self.global_name(entry), model)
+
+    def held(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """What an entry that is new becomes of the ``tensor`` that was loaded."""
+        return like(tensor, self.key) if entry in self.placed else tensor
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """What the state entry at ``parts`` ("exp_avg", ...) is: cut like the parameter if shaped like it."""
@@ -252,7 +267,7 @@ def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot
         overwrite(live, value, read)
         entries[entry] = live
     elif is_tensor(value):
-        _make(entries, entry, value, slot.key.device, read)
+        _make(entries, entry, value, slot.key.device, slot, read)
     else:
         entries[entry] = materialise(value, read, slot.key.device)
 
@@ -265,20 +280,21 @@ def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot,
         else:
             copy_in(live, _like(read(value) if is_tensor(value) else value, live))
     elif not is_tensor(value):
-        entries[entry] = value
+        # What neuronx_distributed counts in a Python number, torch's optimizers of DTensors do in a tensor.
+        entries[entry] = torch.tensor(float(value)) if is_dtensor(slot.key) else value
     elif isinstance(live, (int, float)):
         entries[entry] = type(live)(read(value).item())
     else:
         # torch: the count is on the device only for optimizers whose step runs there as a whole.
         on_device = slot.group.get("capturable") or slot.group.get("fused")
-        _make(entries, entry, value, slot.key.device if on_device else torch.device("cpu"), read)
+        _make(entries, entry, value, slot.key.device if on_device else torch.device("cpu"), slot, read)
 
 
-def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, read: LeafSource) -> None:
+def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: Slot, read: LeafSource) -> None:
     if device.type == "cpu":
-        entries[entry] = _new(leaf, read)
+        entries[entry] = slot.held(entry, _new(leaf, read))
     else:
-        read.then(leaf, lambda value: entries.update({entry: place(value, device)}))
+        read.then(leaf, lambda value: entries.update({entry: slot.held(entry, place(value, device))}))
 
 
 def _new(leaf: Any, read: LeafSource) -> torch.Tensor:

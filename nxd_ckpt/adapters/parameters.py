@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters import dtensor, torch_xla
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
@@ -55,11 +55,15 @@ def traits_of(tensor: torch.Tensor) -> Hashable:
     attributes = vars(tensor)
     # As text: a list could be changed in place.
     partition = str([attributes.get(name) for name in _ATTRIBUTES]) if attributes else None
-    return tensor.dtype, tensor.shape, tensor.device, type(tensor), tensor.requires_grad, partition
+    placed = dtensor.traits_of(tensor)
+    return tensor.dtype, tensor.shape, tensor.device, type(tensor), tensor.requires_grad, partition, placed
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same memory seen the same way; on XLA for the same object only."""
+    local = dtensor.local_of(tensor)
+    if local is not tensor:
+        return "local", id(tensor) if local.numel() == 0 else memory_of(local)
     if tensor.device.type == "cpu" and tensor.numel() > 0:
         return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return id(tensor)
@@ -69,6 +73,7 @@ def memory_for(live: Any) -> torch.Tensor | None:
     """The live tensor, if the bytes of a saved one can be read straight into it: contiguous, on the CPU."""
     if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
         return None
+    live = dtensor.local_of(live)
     return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
 
 
@@ -84,16 +89,11 @@ def materialize(tensor: torch.Tensor) -> None:
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for tensors that are more than plain memory of this process."""
-    if tensor.layout is torch.strided and type(tensor) in _PLAIN and not tensor.is_meta and not torch_xla.is_spmd():
+    known = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
+    if tensor.layout is torch.strided and known and not tensor.is_meta and not torch_xla.is_spmd():
         return
     kind = type(tensor).__name__
-    if kind == "DTensor":
-        advice = (
-            "load a tag into DTensors with torch.distributed.checkpoint.load(..., storage_reader="
-            "nxd_ckpt.adapters.dcp.StorageReader(tag)), and save them with torch.distributed.checkpoint; or keep plain "
-            "tensors with NxD's partition attributes"
-        )
-    elif kind == "XLAShardedTensor" or torch_xla.is_spmd():
+    if kind == "XLAShardedTensor" or torch_xla.is_spmd():
         kind = "in an SPMD program (xr.use_spmd())"
         advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
     elif tensor.is_meta:

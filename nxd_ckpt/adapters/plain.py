@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -73,6 +74,14 @@ class PlainOptimizer:
                 "build the optimizer as when it was saved, or load with optimizer=None"
             )
         check_state(self._by_index(saved), saved["state"], self._optimizer.state)
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        found: dict[Path, Placed] = {}
+        for index, slot in self._by_index(saved).items():
+            entries = saved["state"].get(index, {})
+            slot.place(entries, self._optimizer.state.get(slot.key, {}))
+            found |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
+        return found
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 
@@ -24,7 +25,7 @@ class StateTensor:
     "optim/#3/exp_avg" where the parameter's name is not known. ``spec`` is the parameter that the tensor is shaped like
     (as this rank holds it, not yet cut by ZeRO-1), None for scalars and unknown shapes. ``shard`` of ``shards`` is the
     ZeRO-1 cut of ``spec.shape`` along dimension 0. Equal ``tie`` means the same memory: stored once. ``expert`` says
-    that the tensor belongs to an expert parameter, whatever its shape.
+    that the tensor belongs to an expert parameter, whatever its shape. ``placed`` is how a DTensor lies on its mesh.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StateTensor:
     shard: int = 0
     tie: Hashable | None = None
     expert: bool = False
+    placed: Placed | None = None
 
 
 @dataclass
@@ -40,14 +42,16 @@ class State:
     """One part of a checkpoint as this rank holds it.
 
     ``tree`` is what NxD's state dict is, with live types; its containers are copies, its tensors the live ones (any
-    device). ``describe`` describes every tensor of it, see :attr:`tensors`: only on demand, because that takes longer
-    than copying a small one, and is mostly known already at the next save. ``grounds`` is all that ``describe`` depends
-    on besides the tree: if tree and grounds are equal, so is the description.
+    device), or of DTensors what this rank holds; ``is_placed`` says that there are such. ``describe`` describes every
+    tensor of it, see :attr:`tensors`: only on demand, because that takes longer than copying a small one, and is
+    mostly known already at the next save. ``grounds`` is all that ``describe`` depends on besides the tree: if tree and
+    grounds are equal, so is the description.
     """
 
     tree: dict[str, Any]
     describe: Callable[[], dict[Path, StateTensor]]
     grounds: Any = None
+    is_placed: bool = False
 
     @cached_property
     def tensors(self) -> dict[Path, StateTensor]:
@@ -105,19 +109,51 @@ def state_of(
     tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor], grounds: Any
 ) -> State:
     """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``."""
-    copied = frozen(tree)
-    return State(
-        copied, lambda: {path: describe(path, leaf) for path, leaf in iter_tensors(copied, torch.Tensor)}, grounds
-    )
+    frozen = Frozen(tree)
+
+    def described() -> dict[Path, StateTensor]:
+        leaves = iter_tensors(frozen.tree, torch.Tensor)
+        return {path: frozen.placed(describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
+
+    return State(frozen.tree, described, (grounds, frozen.grounds()), frozen.is_placed)
 
 
-def frozen(tree: dict[str, Any]) -> dict[str, Any]:
+class Frozen:
     """``tree`` with its containers copied: they change while the tensors are being copied, or after (an optimizer's
-    Python ``step``)."""
-    copied: dict[str, Any] = map_tensors(tree, _without_graph, torch.Tensor)
-    return copied
+    Python ``step``). Of DTensors it has what this rank holds."""
 
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self._locals: dict[int, torch.Tensor] = {}
+        self._dtensors: dict[int, torch.Tensor] = {}
+        self.tree: dict[str, Any] = map_tensors(tree, self._freeze, torch.Tensor)
 
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    # Detaching makes a new object; one that needs none keeps its identity, so that sharing stays visible.
-    return tensor.detach() if tensor.requires_grad else tensor
+    @property
+    def is_placed(self) -> bool:
+        """Whether there are DTensors in it."""
+        return bool(self._dtensors)
+
+    def grounds(self) -> Any:
+        """Equal where its DTensors lie on their meshes alike."""
+        return list(map(traits_of, self._dtensors.values()))
+
+    def live(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The DTensor that a leaf of the tree is this rank's part of; any other leaf itself."""
+        return self._dtensors.get(id(leaf), leaf)
+
+    def placed(self, about: StateTensor, leaf: torch.Tensor) -> StateTensor:
+        """What is known of a leaf, with how it lies on its mesh if it is of a DTensor.
+
+        Raises UnsupportedState for one that is not cut into boxes.
+        """
+        live = self._dtensors.get(id(leaf))
+        return about if live is None else replace(about, placed=placed_of(about.name, live))
+
+    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_dtensor(tensor):
+            local = self._locals.get(id(tensor))  # one object each time, so that sharing stays visible
+            if local is None:
+                local = self._locals[id(tensor)] = local_of(tensor)
+                self._dtensors[id(local)] = tensor
+            return local
+        # Detaching makes a new object; one that needs none keeps its identity, for the same reason.
+        return tensor.detach() if tensor.requires_grad else tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import local_of
 from nxd_ckpt.errors import UnsupportedState
 
 _DRAWS = 100_000
@@ -93,7 +94,11 @@ def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def copy_in(live: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite ``live``, in place, with a CPU tensor of its shape and dtype; ``value`` may be reused afterwards."""
+    """Overwrite ``live``, in place, with a CPU tensor of its shape and dtype; ``value`` may be reused afterwards.
+
+    Of a DTensor, what this rank holds of it.
+    """
+    live = local_of(live)
     if is_xla(live) and value.dim() == 0:
         value = _upload_scalar(value, live.device)
     # On XLA `copy_` from the host is an immediate upload, seen through every alias of `live`; assigning `.data` is not.

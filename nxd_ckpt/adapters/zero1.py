@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -110,6 +111,9 @@ class Zero1Optimizer:
             if index not in slots:
                 raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")
             check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        return {}
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         optimizer, base = self._optimizer, self._optimizer.base_optimizer

@@ -29,6 +29,8 @@ def tensors(opened: OpenTag, at: Coordinates, pattern: str) -> list[dict[str, An
 def _of_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
     """Replicas share the writing, so that what a rank holds is in the indexes of others, too."""
     topology = opened.topology
+    if opened.manifest is not None and opened.manifest.leaders is not None:
+        return [_indexed(entry) for entry in opened.index(at).tensors]  # of a mesh job: what this rank wrote
     held: dict[str, dict[str, TensorEntry]] = {file: {} for file in _state_files(opened, at)}
     writers = topology.replicas(at) if opened.parts.use_xser else map(topology.rank_of, (topology.writer_of(at), at))
     for rank in dict.fromkeys(writers):

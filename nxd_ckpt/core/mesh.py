@@ -36,6 +36,17 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    @property
+    def is_ascending(self) -> bool:
+        """Whether ranks ascend along each dimension."""
+        stride = len(self.ranks)
+        for size in self.shape:
+            block, stride = stride, stride // size
+            later = ((place, place + stride) for place in range(len(self.ranks)) if place % block + stride < block)
+            if any(self.ranks[one] > self.ranks[other] for one, other in later):
+                return False
+        return True
+
     def coordinate_of(self, rank: int) -> Coordinate | None:
         """Where the global rank is; None if it is not in this mesh."""
         place = self._places.get(rank)

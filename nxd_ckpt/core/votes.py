@@ -93,8 +93,10 @@ def raise_error_of(vote: Vote) -> None:
         raise SaveFailed(f"rank {vote.rank} failed: {in_words(vote.error)}")
 
 
-def judge(votes: Sequence[Vote], topology: Topology) -> None:
+def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int] | None = None) -> None:
     """Raise unless these votes, one of each rank, add up to one complete checkpoint.
+
+    ``leader_of`` says of each rank of a mesh job which is the first that shares the writing with it.
 
     Raises:
         SaveFailed: a rank failed; the message names it and its error.
@@ -106,12 +108,22 @@ def judge(votes: Sequence[Vote], topology: Topology) -> None:
     for vote in votes:
         if vote.plan != first.plan:
             raise RanksDisagree(_difference(first, vote))
-        leader = topology.rank_of(topology.writer_of(topology.coordinates_of(vote.rank)))
+        leader = _leader(vote.rank, topology) if leader_of is None else leader_of[vote.rank]
+        if vote.replica != votes[leader].replica and leader_of is not None:
+            raise RanksDisagree(
+                f"ranks {leader} and {vote.rank} held the same tensors on the same meshes at the first save, and now "
+                "hold states with different names, shapes, dtypes or placements; tensors would be missing or written "
+                "twice"
+            )
         if vote.replica != votes[leader].replica:
             raise RanksDisagree(
                 f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold model "
                 "states with different names, shapes or dtypes; a replica's tensors would be missing or written twice"
             )
+
+
+def _leader(rank: int, topology: Topology) -> int:
+    return topology.rank_of(topology.writer_of(topology.coordinates_of(rank)))
 
 
 def tp_groups_that_differ(votes: Sequence[Vote], topology: Topology) -> list[list[int]]:

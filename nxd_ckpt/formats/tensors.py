@@ -12,7 +12,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +142,26 @@ class Assembly:
                 offset = tuple(a + b for a, b in zip(source.offset, part.source.offset, strict=True))
                 found.append(Part(part.stub, Box(offset, common.size), common.shifted(window.offset)))
         return Assembly(self.dtype, window.size, tuple(found))
+
+
+class DeferredAssembly(Assembly):
+    """An assembly whose parts ``find`` looks up when they are asked for: those of a box of the tensor, in the box."""
+
+    _find: Callable[[Box], tuple[Part, ...]]
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], find: Callable[[Box], tuple[Part, ...]]) -> None:
+        for name, value in (("dtype", dtype), ("shape", shape), ("_find", find)):
+            object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[type[Assembly], tuple[Any, ...]]:
+        return Assembly, (self.dtype, self.shape, self.parts)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return self._find(Box.whole(self.shape))
+
+    def within(self, window: Box) -> Assembly:
+        return Assembly(self.dtype, window.size, self._find(window))
 
 
 class TensorReference:

@@ -33,6 +33,11 @@ def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
     return map_tensors(tree, refer), tensors
 
 
+def references_of(tree: Any) -> Any:
+    """What the file of references of a state dict pickles."""
+    return split(normalise(tree))[0]
+
+
 def join(tree: Any, leaf: Callable[[int], Any]) -> Any:
     """``tree`` with ``leaf(tid)`` for every reference. Tensors that are inline already (mixed files) stay."""
     return map_tensors(tree, lambda reference: leaf(reference.tid), TensorReference)

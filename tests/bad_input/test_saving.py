@@ -102,15 +102,14 @@ def _one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_rank_group")
-def test_dtensors_are_refused(tmp_path: Path) -> None:
-    """The message names the tensor, torch's own checkpoints, which save such tensors, and the reader that loads tags
-    into them."""
+def test_partial_dtensors_are_refused(tmp_path: Path) -> None:
+    """What is no element of the tensor before ranks add up theirs cannot be saved; the message names it."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial
 
-    sharded = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]))
-    match = r"model/a is DTensor.*storage_reader=nxd_ckpt\.adapters\.dcp\.StorageReader\(tag\).*and save them with"
-    refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, model={"a": sharded}, optimizer=None)
+    summand = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", [0]), [Partial()])
+    match = r"model/a is a DTensor with the placement Partial.*redistribute"
+    refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, model={"a": summand}, optimizer=None)
 
 
 def test_spmd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
+from nxd_ckpt.runtime.load.placing import local_tree
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
@@ -181,7 +182,7 @@ class _Prepared:
         for name, problem in absent.items():
             if found.keys().isdisjoint(self._model.aliases(name)):
                 self._complain(str(problem))
-        return found
+        return local_tree(found, self._model.placed(found))
 
     def _refuse_what_stays_meta(self) -> None:
         filled = self._model.ids(self._leaves)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.adapters.dtensor import refuse_sizes
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
@@ -48,6 +49,8 @@ def load_context(
             zero1_optimizer=opened.parts.optimizer != "plain",
             topology=topology,
         )
+    if live is not None and live.is_placed:
+        refuse_sizes(topology)
     filtered.know_ties(live)
     if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
         filtered.know_shards()
@@ -124,6 +127,18 @@ class LoadContext:
         if given is not None and len(given) == saved.pp:
             return _flat(given[stage])
         return self.opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
+
+    @property
+    def is_mesh_job(self) -> bool:
+        """Whether a mesh job saved the tag, or loads it: then names that this rank lacks may be other ranks'."""
+        manifest = self.opened.manifest
+        saved = manifest is not None and manifest.leaders is not None
+        return saved or (self.model is not None and self.model.is_placed)
+
+    def crosses(self, optimizer: OptimizerAdapter) -> bool:
+        """Whether one side is a plain optimizer and the other ZeRO-1; a mesh job is neither, its tensors are whole."""
+        plain = (self.opened.parts.optimizer == "plain", optimizer.kind == "plain")
+        return plain[0] != plain[1] and self.is_mesh_job and not isinstance(optimizer, DictOptimizer)
 
     def same_sizes(self, part: str) -> bool:
         """Whether this rank's files are simply those of its coordinates."""

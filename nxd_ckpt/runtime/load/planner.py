@@ -14,6 +14,8 @@ from typing import Any
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
 from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.resharding import check_partitions
@@ -21,6 +23,7 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.load.load_context import LoadContext
+from nxd_ckpt.runtime.load.placing import local_tree
 from nxd_ckpt.runtime.load.trees import LoadTrees
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 
@@ -36,6 +39,7 @@ class LoadPlanner:
         self._model, self._optimizer = context.model, context.optimizer
         self._is_regrouped = False
         self._left_alone: frozenset[str] = frozenset()
+        self._strangers: set[str] = set()
 
     def names(self) -> Iterator[str]:
         """The global names of all that the tag holds of model and optimizer, and of what is live."""
@@ -75,19 +79,42 @@ class LoadPlanner:
         model, optimizer, filtered = self._model, self._optimizer, self._filter
         trees = LoadTrees(model, optimizer)
         if model is not None and not filtered.covers("model"):
-            trees.model_tree = self._model_tree(model)
+            trees.model_tree = self._own(model, self._model_tree(model))
             trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
+            trees.model_tree = local_tree(trees.model_tree, model.placed(trees.names))
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
             self._refuse_bare_groups(tree, optimizer)
             trees.optimizer_tree = self._filtered(tree, optimizer)
             optimizer.validate(trees.optimizer_tree)
+            trees.optimizer_tree = local_tree(trees.optimizer_tree, optimizer.placed(trees.optimizer_tree))
         trees.refuse_strangers()
         trees.is_regrouped = self._is_regrouped
+        trees.strangers = sorted(self._strangers)
         trees.keeps = filtered.keeps(trees.names)
         return trees
+
+    def _own(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree without what other ranks of a mesh job may hold; weights of another dtype than the live ones, which
+        NxD trains beside master weights, taken from those."""
+        if not self._context.is_mesh_job or not model.names():
+            return tree
+        live = set(model.names())
+        if self._options.strict_names:
+            self._strangers |= {f"model/{name}" for name in tree if name not in live}
+        tree = {name: leaf for name, leaf in tree.items() if name in live}
+        masters = self._opened.parts.master_weights and model.is_placed
+        return {name: self._exact(name, leaf) if masters and is_tensor(leaf) else leaf for name, leaf in tree.items()}
+
+    def _exact(self, name: str, leaf: Any) -> Any:
+        """The weight; of another dtype than the live one, its master weight, if that has the live dtype."""
+        spec = self._context.specs.get(name)
+        if spec is None or spec.dtype == form_of(leaf)[0]:
+            return leaf
+        found = self._context.state.optimizer.value(name, MASTER_WEIGHTS, spec)
+        return found if is_tensor(found) and form_of(found)[0] == spec.dtype else leaf
 
     def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
         """The names of the tag and of the model, for the error if none match; None if no name is to be loaded."""
@@ -163,7 +190,8 @@ class LoadPlanner:
 
     def _optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
         context = self._context
-        if context.same_sizes("optimizer") and not context.is_recut and not context.is_reordered(optimizer):
+        same = context.same_sizes("optimizer") and not context.is_recut and not context.crosses(optimizer)
+        if same and not context.is_reordered(optimizer):
             tree = self._opened.optimizer_tree(self._topology.coordinates, context.live_names)
             if not context.is_regrouped(optimizer, tree):
                 return tree
@@ -171,7 +199,7 @@ class LoadPlanner:
         if form is None:
             return context.target.optimizer.tree()
         plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
-        if plain[0] != plain[1]:
+        if plain[0] != plain[1] and not context.is_mesh_job:
             kinds = ["plain" if one else "ZeRO-1" for one in plain]
             raise OptimizerMismatch(
                 f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
@@ -189,7 +217,9 @@ class LoadPlanner:
         used = {alias for name in live for alias in context.names(name)}
         unused = [name for name in saved if name not in used and (context.holds_all or name in self._context.specs)]
         unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
-        if unused:
+        if self._context.is_mesh_job:
+            self._strangers |= {f"optim/{name}" for name in unused}
+        elif unused:
             raise OptimizerMismatch(
                 f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
                 "which the live optimizer does not hold; build param_groups as when it was saved (with the same frozen "

@@ -31,6 +31,7 @@ from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.load.renamed_tag import RenamedTag
 from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.runtime.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
+from nxd_ckpt.runtime.load.strangers import refuse_strangers
 from nxd_ckpt.runtime.progress import is_watched, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf
@@ -126,8 +127,12 @@ class PreparedLoad:
         self._broadcast: Broadcast | None = None
 
     def refuse_unmatched(self, agreement: Agreement) -> None:
-        """Raise KeyMismatch on all ranks where no rank's model has a name that is in the tag; all ranks at once."""
+        """Raise KeyMismatch on all ranks where no rank's model has a name that is in the tag; all ranks at once.
+
+        In a mesh job also, or OptimizerMismatch, where a name that is in the tag is in no rank's model or optimizer.
+        """
         refuse_unmatched(agreement, self._topology, bool(self._trees.names), self._trees.unmatched)
+        refuse_strangers(agreement, self._trees.strangers, self.where)
 
     def _take_scheduled_rates(self) -> None:
         if self._scheduler is not None:

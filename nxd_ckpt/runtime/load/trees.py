@@ -24,7 +24,8 @@ class LoadTrees:
 
     ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
     the saved ones in their order, ``keeps`` what of the optimizer stays as it is. ``unmatched`` says, where the model
-    has names to be loaded and the tag not one of them, what there is on both sides.
+    has names to be loaded and the tag not one of them, what there is on both sides. ``strangers`` are the global names
+    that the tag has and this rank of a mesh job does not: it may be another one that holds them.
     """
 
     model: ModelAdapter | None = None
@@ -35,6 +36,7 @@ class LoadTrees:
     is_regrouped: bool = False
     keeps: Keeps = keeps_nothing
     unmatched: str | None = None
+    strangers: list[str] = field(default_factory=list)
 
     @property
     def continues_optimizer(self) -> bool:

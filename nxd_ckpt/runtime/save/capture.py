@@ -35,7 +35,7 @@ def capture(
     """What this rank is asked to save, with tensors still live.
 
     Raises:
-        UnsupportedState: SPMD or DTensor state.
+        UnsupportedState: SPMD or meta state.
         InvalidArgument: ``weights_only`` without a model.
         UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
     """

@@ -23,6 +23,7 @@ from nxd_ckpt.core.manifest import (
     load_index,
     load_parameters,
 )
+from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.retention import tags_to_remove
 from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -42,7 +43,10 @@ logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0 knows of an attempt that is about to be decided. ``parameters`` are those of its own index."""
+    """What rank 0 knows of an attempt that is about to be decided.
+
+    ``parameters`` are those of its own index, ``groups`` those of a mesh job.
+    """
 
     publication: Publication
     parts: Parts
@@ -50,6 +54,15 @@ class Commit:
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, ParameterSpec] | None = None
+    groups: Sequence[MeshGroup] | None = None
+
+    def leaders(self, topology: Topology) -> list[int]:
+        """One rank of each pipeline stage and expert group, or of each group of a mesh job: together they hold every
+        parameter."""
+        if self.groups is not None:
+            return [group.ranks[0] for group in self.groups]
+        places = (Coordinates(pp_rank, ep_rank) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep))
+        return list(map(topology.rank_of, places))
 
 
 def commit(session: Session, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
@@ -60,10 +73,13 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
     """
     session.require()
-    judge(votes, topology)
+    leader_of = None
+    if request.groups is not None:
+        leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
+    judge(votes, topology, leader_of)
     storage, publication = session.storage, request.publication
-    folder = publication.folder
-    parameters = _parameters(storage, folder, topology, request.parameters)
+    folder, leaders = publication.folder, request.leaders(topology)
+    parameters = _parameters(storage, folder, topology, leaders, request.parameters)
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
     # Whole seconds: not every file system keeps the fraction of the marker's time.
@@ -82,6 +98,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
             "bytes": sum(vote.nbytes for vote in votes),
         },
         versions=request.versions,
+        leaders=None if request.groups is None else tuple(leaders),
     )
     publication.put(storage, names.MANIFEST, dump_manifest(manifest))
     publication.publish(session, order_time)
@@ -121,19 +138,14 @@ def _clear(storage: Storage, key: str) -> None:
         logger.warning("could not remove %s/%s: %s", storage.url, key, error)
 
 
-def _leaders(topology: Topology) -> list[Coordinates]:
-    """One rank of each pipeline stage and expert group: together they hold every parameter."""
-    return [Coordinates(pp_rank, ep_rank, 0) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep)]
-
-
 def _parameters(
-    storage: Storage, folder: str, topology: Topology, own: Mapping[str, ParameterSpec] | None
+    storage: Storage, folder: str, topology: Topology, leaders: Sequence[int], own: Mapping[str, ParameterSpec] | None
 ) -> dict[str, ParameterSpec]:
     """Every parameter. Rank 0 need not read what it has just written itself."""
     found: dict[str, ParameterSpec] = {}
-    for at in _leaders(topology):
-        mine = at == topology.coordinates_of(0)
-        found.update(own if mine and own is not None else load_parameters(*_read(storage, folder, at)))
+    for rank in leaders:
+        at = topology.coordinates_of(rank)
+        found.update(own if rank == 0 and own is not None else load_parameters(*_read(storage, folder, at)))
     return found
 
 

@@ -12,8 +12,10 @@ from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.runtime.arena import Arena, default_cap
+from nxd_ckpt.runtime.coordination.agreement import Agreement, on_all
 from nxd_ckpt.runtime.progress import report
 from nxd_ckpt.runtime.save.background import Helpers, SaveProgress, Worker
+from nxd_ckpt.runtime.save.mesh_agreement import agree_on_groups, with_words
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.planner import Planner
 from nxd_ckpt.runtime.save.saving import Saving
@@ -49,6 +51,16 @@ class Pipeline:
         plan = self._planner.plan(state)
         _ = self.writers  # a thread that cannot start is said here, too
         return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
+
+    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState]) -> Planned:
+        """The plan of the first save, of what is ``captured``; all ranks at once.
+
+        Those of a mesh job tell each other what they hold, for all saves from now on. Raises on all what is impossible
+        on any, and RanksDisagree.
+        """
+        state, held = on_all(agreement, lambda: with_words(captured()))
+        self._planner.groups = agree_on_groups(agreement, held)
+        return on_all(agreement, lambda: self.plan(state))
 
     def stage(self, saving: Saving, planned: Planned) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes."""

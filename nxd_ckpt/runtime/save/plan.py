@@ -3,6 +3,7 @@
 Who writes what (source: neuronx_distributed 0.18; where it leaves something out, the note says so):
 
 ===================  ===============================================================================
+of a mesh job        each rank its boxes of model and optimizer, see runtime.save.mesh_plan
 model, plain files   the first rank of each replica group, whole
 model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
 optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see runtime.save.dcp_plan
@@ -23,16 +24,21 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from nxd_ckpt.adapters.dtensor import refuse_sizes
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import ModelState, State
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
+from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh_record import MeshRecord
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.save.dcp_plan import plan_dcp
+from nxd_ckpt.runtime.save.mesh_plan import MeshPlan
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile, pieces_of
 
 logger = logging.getLogger("nxd_ckpt")
@@ -57,6 +63,11 @@ class SaveState:
     use_xser: bool = False
     lower_precision_weights: bool = True
     left_out: Sequence[str] = ()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it holds DTensors."""
+        return any(state.is_placed for state in self.trees().values())
 
     def trees(self) -> dict[str, State]:
         """Model and optimizer, as far as they are to be saved, by field."""
@@ -95,6 +106,7 @@ class SavePlan:
     """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote).
 
     ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
+    ``groups`` are those of a mesh job, ``mesh`` what a leader among its ranks says of its group.
     """
 
     shared: tuple[PlannedFile, ...]
@@ -104,6 +116,8 @@ class SavePlan:
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     optimizer_names: tuple[str, ...] | None = None
     left_out: Sequence[str] = ()
+    groups: Sequence[MeshGroup] | None = None
+    mesh: MeshRecord | None = None
 
     @cached_property
     def files(self) -> tuple[PlannedFile, ...]:
@@ -113,17 +127,23 @@ class SavePlan:
         """What all ranks must agree on for this save: a vote's ``plan``. What only one rank writes is not in it."""
         everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
         parts = {name: value for name, value in asdict(self.parts).items() if name in everywhere}
-        chosen = {"ignore_keys": list(self.left_out)} if self.left_out else {}
+        chosen: dict[str, Any] = {"ignore_keys": list(self.left_out)} if self.left_out else {}
+        chosen |= {} if self.groups is None else {"mesh": True}
         return {"tag": tag, "topology": topology.describe(), **parts, **chosen}
 
 
-def plan_save(state: SaveState, topology: Topology) -> SavePlan:
+def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None) -> SavePlan:
     """The plan of the rank that ``topology`` is seen from. Reads no tensor data.
 
-    The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly).
+    The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly). ``groups`` are those of
+    a mesh job.
 
-    Raises InvalidArgument: ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
+    Raises:
+        InvalidArgument: ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
+        UnsupportedState: DTensors in a way that no mesh job holds them.
     """
+    if groups is not None or state.is_placed:
+        return _plan_mesh(state, topology, groups or [MeshGroup(tuple(range(topology.world_size)))])
     parts = state.parts(state.has_master_weights())
     if parts.lower_precision_weights and not state.lower_precision_weights and topology.rank == 0:
         why = state.needs_all_weights(parts.master_weights)
@@ -157,6 +177,33 @@ def plan_save(state: SaveState, topology: Topology) -> SavePlan:
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
     )
+
+
+def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:
+    refuse_on_mesh(state, topology)
+    group = next(group for group in groups if topology.rank in group.ranks)
+    plan = MeshPlan(state.trees(), group, topology.rank)
+    return SavePlan(
+        shared=tuple(plan.files()),
+        objects=plan_objects(state, topology),
+        parts=state.parts(state.has_master_weights()),
+        replica=plan.digest,
+        parameters=state.model.parameters if plan.leads and state.model is not None else {},
+        optimizer_names=state.optimizer_names if plan.leads else None,
+        left_out=state.left_out,
+        groups=groups,
+        mesh=plan.record if plan.leads else None,
+    )
+
+
+def refuse_on_mesh(state: SaveState, topology: Topology) -> None:
+    """Raise UnsupportedState for what a mesh job cannot have: sizes of neuronx_distributed, and forms of its files."""
+    refuse_sizes(topology)
+    if state.use_xser or state.optimizer_kind not in (None, "plain") or not state.lower_precision_weights:
+        raise UnsupportedState(
+            "DTensors are not saved in the files of neuronx_distributed: leave out use_xser, zero1_optimizer, "
+            "use_zero1_dcp and avoid_saving_lower_precision_weights"
+        )
 
 
 def _shared_files(
@@ -199,14 +246,9 @@ def _shared_files(
     ]
     if topology.rank == group[0]:
         info = xser.info(tensors, experts)
-        files.append(PlannedFile(key, image_of(references), contents=_references))
+        files.append(PlannedFile(key, image_of(references), contents=xser.references_of))
         files.append(PlannedFile(names.info_file(key), image_of(info)))
     return [replace(planned, part=part) for planned in files]
-
-
-def _references(tree: Any) -> Any:
-    """What the reference file of a state pickles."""
-    return xser.split(xser.normalise(tree))[0]
 
 
 def _planned(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters.parameters import form_of
+from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
@@ -28,6 +29,8 @@ class Planner:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._kept: _Kept | None = None
+        self.groups: Sequence[MeshGroup] | None = None
+        """Those of a mesh job, once its ranks have told each other."""
 
     def plan(self, state: SaveState) -> SavePlan:
         """See plan_save."""
@@ -35,10 +38,10 @@ class Planner:
         known = {part: structure for part, structure in structures.items() if structure is not None}
         if known != structures:
             self._kept = None
-            return plan_save(state, self._topology)
+            return plan_save(state, self._topology, self.groups)
         likeness = _likeness(state, known)
         if self._kept is None or self._kept.likeness != likeness:
-            plan = plan_save(state, self._topology)
+            plan = plan_save(state, self._topology, self.groups)
             self._kept = _keep(plan, likeness, known)
             return plan
         return self._kept.holding(state, known, self._topology)

@@ -288,8 +288,8 @@ class Saving:
             parts = self.plan.parts if self.plan is not None else None
             if parts is None:
                 raise SaveFailed("rank 0 staged nothing")
-            own = self.plan.parameters if self.plan is not None else None
-            request = Commit(self.publication, parts, self.num_kept_ckpts, self.timings, self.versions, own)
+            own, groups = (None, None) if self.plan is None else (self.plan.parameters, self.plan.groups)
+            request = Commit(self.publication, parts, self.num_kept_ckpts, self.timings, self.versions, own, groups)
             commit(session, session.topology, votes, request)
             self.saved_nbytes = sum(vote.nbytes for vote in votes)
             verdict = Verdict()

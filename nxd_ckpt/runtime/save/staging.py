@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -104,16 +105,30 @@ def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
 
 @torch.no_grad()
 def _copy(copies: Iterable[_Copy]) -> None:
-    on_device = []
+    on_device, streams = [], set()
     for source, target in copies:
         if source.device.type == "cpu":
             target.copy_(_rows(source, target))  # whatever its strides: one copy, no temporary
+        elif (stream := _stream_of(source.device)) is not None:
+            target.copy_(_rows(source, target), non_blocking=True)  # all are under way at once
+            streams.add(stream)
         else:
             on_device.append((source, target))
+    for stream in streams:
+        stream.synchronize()
     for batch in _batches(on_device):
         hosts = torch_xla.to_cpu([source for source, _ in batch])
         for host, (_, target) in zip(hosts, batch, strict=True):
             target.copy_(_rows(host, target))
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The stream that copies from the accelerator go through; None for a device that torch knows no streams of."""
+    accelerator = getattr(torch, "accelerator", None)
+    current = None if accelerator is None else accelerator.current_accelerator()
+    if accelerator is None or current is None or current.type != device.type:
+        return None
+    return accelerator.current_stream(device)
 
 
 def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -194,7 +194,7 @@ class FileWriter:
             for tensor in written.planned.tensors
         ]
         files = {written.planned.key: written.entry for written in self._in_order()}
-        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names)
+        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh)
 
     def chunks(self) -> tuple[DcpChunk, ...]:
         """What the metadata of a torch DCP directory says of what was written, in the order of the state dict."""

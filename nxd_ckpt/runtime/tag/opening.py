@@ -20,9 +20,17 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import recorded_order_time
 from nxd_ckpt.layout.tag import TagLayout, open_tag
 from nxd_ckpt.runtime.tag.identity import Identity
+from nxd_ckpt.runtime.tag.mesh_trees import MeshTrees
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.tag.tree_cache import TreeCache
-from nxd_ckpt.runtime.tag.verification import Entries, Written, changed_tensors, refuse_missing, verify_tensors
+from nxd_ckpt.runtime.tag.verification import (
+    Entries,
+    Written,
+    WrittenHints,
+    changed_tensors,
+    refuse_missing,
+    verify_tensors,
+)
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -158,10 +166,28 @@ class OpenTag:
         return self._trees.get(("model", self.topology.writer_of(at)), partial(self._model_tree, at))
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
+        if self._mesh is not None:
+            return self._mesh.model()
         self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
         return self._verified_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+
+    @cached_property
+    def _mesh(self) -> MeshTrees | None:
+        """The trees of a mesh job."""
+        if self.manifest is None or self.manifest.leaders is None:
+            return None
+        at = self.topology.coordinates_of
+        return MeshTrees(
+            where=self.where,
+            files=self._layout.files,
+            leaders=self.manifest.leaders,
+            index=lambda rank: self.index(at(rank)),
+            verify=lambda file, rank: self._verify(file, at(rank)),
+            verify_size=self._verify_size if self.storage.renames else _unverified,
+            entries=self._entries,
+        )
 
     def model_names(self) -> set[str]:
         """The names of the model on all pipeline stages."""
@@ -187,6 +213,8 @@ class OpenTag:
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         kind = self.parts.optimizer
+        if self._mesh is not None:
+            return self._mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
             return self._dcp_tree(at)
         own = kind == "zero1"
@@ -217,7 +245,7 @@ class OpenTag:
             return read()
 
         verify_size = self._verify_size if self.storage.renames else _unverified
-        with self._layout.files.knowing(_IndexHints(written, None if self.opens_all else verify_size)):
+        with self._layout.files.knowing(WrittenHints(written, None if self.opens_all else verify_size)):
             tree = read()
         verify_tensors(self.where, tree, written, left_out=left_out)
         self._entries |= written.entries
@@ -227,6 +255,8 @@ class OpenTag:
         """The parameter behind each index of the optimizer's state, or None where the tag does not tell."""
         if self.manifest is None:
             return self._layout.optimizer_names(at)
+        if self._mesh is not None:
+            return self._mesh.optimizer_names()
         found = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
         return None if found is None else list(found)
 
@@ -321,27 +351,6 @@ def _unverified(file: str, expected: int) -> None:
     """Where asking for a size is a request. Of another size, its bytes are not those of the index either."""
 
 
-class _IndexHints:
-    """What indexes say of files, told to who would read it from them.
-
-    Without ``verify_size`` every file is opened all the same; one of another size is not what the indexes speak of.
-    """
-
-    def __init__(self, written: Written, verify_size: Callable[[str, int], None] | None) -> None:
-        self._written, self._verify_size = written, verify_size
-
-    def tensor(self, file: str) -> TensorStub | None:
-        found = None if self._verify_size is None else self._written.tensor(file)
-        if found is None or self._verify_size is None:
-            return None
-        stub, nbytes = found
-        self._verify_size(file, nbytes)
-        return stub
-
-    def begins(self, file: str) -> Sequence[int]:
-        return self._written.begins(file)
-
-
 def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
     """Raise unless ``data`` has the size and CRC-32 that were written."""
     if len(data) != expected.nbytes:
@@ -363,6 +372,8 @@ def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     topology = manifest.topology
     probe = OpenTag(storage, tag, open_tag(storage, tag, topology=topology), manifest)
     first = topology.coordinates_of(0)
+    if manifest.leaders is not None:  # whose saves have no such file
+        return storage.is_file(f"{tag}/{names.model_file(topology, first)}")
     kind = manifest.parts.optimizer or "plain"
     optimizer = names.DCP_METADATA if kind == "zero1_dcp" else names.optimizer_file(topology, first, kind)
     files = [names.model_file(topology, first), optimizer]

@@ -8,7 +8,7 @@ but one tensor need not be opened to know what that should be: its bytes verify 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
@@ -51,13 +51,39 @@ class Written:
         about, entries = self._files[file] if self.has(file) else (None, [])
         if about is None or len(entries) != 1:
             return None
-        entry, (dtype, shape, nbytes, crc) = entries[0], _form(entries[0])
-        record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
-        return TensorStub(file, entry.offset, dtype, shape, contiguous_stride(shape), record), about.nbytes
+        return stub_of(entries[0]), about.nbytes
 
     def begins(self, file: str) -> list[int]:
         """The offsets at which its tensors begin, ascending."""
         return sorted({entry.offset for entry in self._files[file][1]}) if self.has(file) else []
+
+
+class WrittenHints:
+    """What indexes say of files, told to who would read it from them.
+
+    Without ``verify_size`` every file is opened all the same; one of another size is not what the indexes speak of.
+    """
+
+    def __init__(self, written: Written, verify_size: Callable[[str, int], None] | None) -> None:
+        self._written, self._verify_size = written, verify_size
+
+    def tensor(self, file: str) -> TensorStub | None:
+        found = None if self._verify_size is None else self._written.tensor(file)
+        if found is None or self._verify_size is None:
+            return None
+        stub, nbytes = found
+        self._verify_size(file, nbytes)
+        return stub
+
+    def begins(self, file: str) -> Sequence[int]:
+        return self._written.begins(file)
+
+
+def stub_of(entry: TensorEntry) -> TensorStub:
+    """What stands for a tensor that was written."""
+    dtype, shape, nbytes, crc = _form(entry)
+    record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
+    return TensorStub(entry.file, entry.offset, dtype, shape, contiguous_stride(shape), record)
 
 
 def verify_tensors(where: str, tree: Any, written: Written, *, left_out: bool = False) -> None:

@@ -1,0 +1,151 @@
+"""torch's DTensors: what of a tensor this rank holds, without any communication.
+
+Nothing here imports torch.distributed.tensor: a tensor can only be a DTensor in a process that has done so already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from nxd_ckpt.core.mesh import Coordinate, Layout, Mesh, Placement, Shard
+from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import UnsupportedState
+
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What torch.compile, FSDP and activation checkpointing put between a module's name and those of its children."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of ``shape`` on a mesh, as the rank at ``coordinate`` holds it."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    coordinate: Coordinate
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Which boxes of the tensor this rank's local one holds."""
+        return self.layout.pieces(self.shape, self.coordinate)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, self.coordinate)
+
+
+def is_dtensor(value: Any) -> bool:
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(value, library.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor: the same memory. Any other tensor is returned as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # else it is a function of the DTensor, with a gradient
+        local: Any = tensor.to_local()  # type: ignore[attr-defined]
+    local = local.wait() if hasattr(local, "wait") else local
+    found: torch.Tensor = local.detach() if local.requires_grad else local
+    return found
+
+
+def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """``local`` as this rank's part of a DTensor that is placed and shaped as ``model`` is."""
+    library: Any = sys.modules["torch.distributed.tensor"]
+    about: Any = model
+    placed: torch.Tensor = library.DTensor.from_local(
+        local, about.device_mesh, about.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+    return placed
+
+
+def placed_of(name: str, tensor: torch.Tensor) -> Placed:
+    """How a DTensor lies on its mesh.
+
+    Raises:
+        UnsupportedState: it is not cut into boxes (``Partial``), this rank is not in its mesh, or that is in disorder.
+    """
+    about: Any = tensor
+    coordinate = about.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise UnsupportedState(
+            f"{name} is a DTensor on the mesh of ranks {about.device_mesh.mesh.flatten().tolist()[:8]}, which this "
+            "rank is not in: hold it only on the ranks of its mesh"
+        )
+    if not _mesh(about.device_mesh).is_ascending:
+        raise UnsupportedState(
+            f"{name} is a DTensor on the mesh of ranks {about.device_mesh.mesh.tolist()}, which do not ascend along "
+            "its dimensions: torch's collectives place shards by ascending ranks then, and not as the mesh says; make "
+            "the mesh with init_device_mesh"
+        )
+    placements = tuple(_placement(name, placement) for placement in about.placements)
+    placed = Placed(Layout(_mesh(about.device_mesh), placements), tuple(tensor.shape), tuple(coordinate))
+    found = tuple(local_of(tensor).shape)
+    if placed.local_shape != found:
+        raise UnsupportedState(
+            f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tuple(about.placements)}, of which "
+            f"this rank must hold {placed.local_shape}, but it holds {found}: make it with distribute_tensor, or with "
+            "from_local(..., shape=, stride=)"
+        )
+    return placed
+
+
+def refuse_sizes(topology: Topology) -> None:
+    """Raise UnsupportedState for DTensors in a job that cuts tensors in another way, too."""
+    if (topology.tp, topology.pp, topology.ep) != (1, 1, 1):
+        raise UnsupportedState(
+            f"DTensors in a job of {topology.describe()}: to a checkpoint the ranks of device meshes are data-parallel "
+            "ones; leave out topology=, and do not initialise neuronx_distributed's parallel state"
+        )
+
+
+def traits_of(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that lie on the same mesh in the same way; None for what is no DTensor."""
+    if not is_dtensor(tensor):
+        return None
+    about: Any = tensor
+    return about.device_mesh, about.placements, tensor.shape
+
+
+def canonical(names: Iterable[str], where: str) -> dict[str, str]:
+    """Each of ``names``, by what it is without the names of wrappers, as torch's ``get_model_state_dict`` has it.
+
+    Raises:
+        UnsupportedState: two would have the same.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        if plain in found:
+            raise UnsupportedState(f"{where} holds both {found[plain]} and {name}, which have one name, {plain!r}")
+        found[plain] = name
+    return found
+
+
+@lru_cache(maxsize=64)
+def _mesh(mesh: Any) -> Mesh:
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return Mesh(tuple(names), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _placement(name: str, placement: Any) -> Placement:
+    library: Any = sys.modules["torch.distributed.tensor.placement_types"]
+    if type(placement) is library.Replicate:
+        return None
+    if type(placement) is library.Shard:
+        return Shard(placement.dim)
+    if type(placement) is library._StridedShard:
+        return Shard(placement.dim, int(placement.split_factor))
+    raise UnsupportedState(
+        f"{name} is a DTensor with the placement {placement!r}, which says no element of it before the ranks add up "
+        "theirs: redistribute() it to Shard or Replicate first"
+        if type(placement) is library.Partial
+        else f"{name} is a DTensor with the placement {placement!r}, expected Shard or Replicate"
+    )

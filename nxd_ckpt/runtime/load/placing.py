@@ -1,0 +1,34 @@
+"""Of whole tensors, what a rank of a mesh job puts into its DTensors: it reads no more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nxd_ckpt.adapters.dtensor import Placed
+from nxd_ckpt.formats.tensors import Assembly, Part, Path, TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.runtime.tag.reading import Leaf
+
+
+def local_part(leaf: Leaf, placed: Placed) -> Leaf:
+    """What this rank holds of the tensor that ``leaf`` stands for."""
+    parts: list[Part] = []
+    for piece in placed.pieces:
+        if isinstance(leaf, TensorStub) and piece.local.size == leaf.shape:
+            return leaf
+        held = Assembly.of(leaf).within(piece.box).parts
+        parts += (Part(part.stub, part.source, part.target.moved(piece.local.offset)) for part in held)
+    return Assembly(leaf.dtype, placed.local_shape, tuple(parts))
+
+
+def local_tree(tree: dict[Any, Any], placed: Mapping[Path, Placed]) -> dict[Any, Any]:
+    """``tree`` with :func:`local_part` in place of each leaf that is ``placed``, by its path."""
+    if not placed:
+        return tree
+    found = {id(leaf): placed[path] for path, leaf in iter_tensors(tree) if path in placed}
+    cut: dict[Any, Any] = map_tensors(tree, lambda leaf: _cut(leaf, found.get(id(leaf))))
+    return cut
+
+
+def _cut(leaf: Leaf, placed: Placed | None) -> Leaf:
+    return leaf if placed is None else local_part(leaf, placed)
