@@ -50,7 +50,8 @@ class MappedOptimizer:
         return [
             HfTensor(tensor.counterpart, form_of(leaf)[0], tensor.source, key)
             for tensor in self._mapped.tensors
-            for key, leaf in self._entries(tensor.source).items()
+            if (slot := self._slots.get(tensor.source.name)) is not None
+            for key, leaf in slot.state.items()
             if not _is_scalar(key, leaf, tensor.source)
         ]
 
@@ -122,10 +123,6 @@ class MappedOptimizer:
                     f"the one at {at} {_in_words(slot)}; the parameter had a gradient on some ranks only"
                 )
         return first[1]
-
-    def _entries(self, source: NxdTensor) -> Mapping[str, Any]:
-        slot = self._slots.get(source.name)
-        return {} if slot is None else slot.state
 
 
 class _PlainValues:

@@ -110,7 +110,7 @@ class ReshardContext:
 
     def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
         """The parameter as saving ranks held it, with ``shape``; cut as recorded, else as the live one is."""
-        recorded = next((self.recorded[alias] for alias in self.names(name) if alias in self.recorded), None)
+        recorded = self._recorded(name)
         if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
             return replace(recorded, shape=shape)
         if self.is_expert(name):
@@ -131,7 +131,11 @@ class ReshardContext:
 
     def recorded_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape that the parameter had on each saving rank, if that is recorded."""
-        return next((self.recorded[alias].shape for alias in self.names(name) if alias in self.recorded), None)
+        recorded = self._recorded(name)
+        return None if recorded is None else recorded.shape
+
+    def _recorded(self, name: str) -> ParameterSpec | None:
+        return next((self.recorded[alias] for alias in self.names(name) if alias in self.recorded), None)
 
     def reads(
         self,
@@ -169,7 +173,7 @@ class ReshardContext:
             found.append((CutIndex(ep_rank=1), True, "expert=True"))
         if sizes.tp == 1 or sizes.tp == live.tp:
             return found
-        guessed = not any(alias in self.recorded for alias in self.names(name))
+        guessed = self._recorded(name) is None
         if partition.replicated_over_tp and guessed:
             found += [(CutIndex(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
         elif 1 < partition.num_partitions < sizes.tp and guessed:

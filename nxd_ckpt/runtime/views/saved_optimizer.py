@@ -91,29 +91,22 @@ def saved_optimizer(
 
 
 def _flat(tree: Mapping[str, Any]) -> list[SavedSlot]:
-    if "base_state" not in tree:
-        return _plain(tree)
-    if not all(key in tree for key in EXPERT_KEYS):
-        return _zero1(tree, False)
+    if "base_state" not in tree or not all(key in tree for key in EXPERT_KEYS):
+        return _slots(tree)
     ordinary, experts = split(tree)
-    return [*_zero1(ordinary, False), *_zero1(experts, True)]
+    return [*_slots(ordinary), *_slots(experts, expert=True)]
 
 
-def _plain(tree: Mapping[str, Any]) -> list[SavedSlot]:
-    return [
-        SavedSlot(number, _options(group), tree["state"].get(index, {}))
-        for number, group in enumerate(tree["param_groups"])
-        for index in group["params"]
-    ]
-
-
-def _zero1(tree: Mapping[str, Any], expert: bool) -> list[SavedSlot]:
-    masters, shapes = tree.get(MASTERS, {}), tree["shape_info"]
+def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
+    if "base_state" in tree:
+        state, masters, shapes = tree["base_state"], tree.get(MASTERS, {}), tree["shape_info"]
+    else:
+        state, masters, shapes = tree["state"], {}, {}
     return [
         SavedSlot(
             number,
             _options(group),
-            tree["base_state"].get(index, {}),
+            state.get(index, {}),
             masters.get(index),
             tuple(shapes[index]) if index in shapes else None,
             expert,
