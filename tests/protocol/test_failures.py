@@ -113,8 +113,8 @@ def test_failed_commit_fails_the_save_on_all(tmp_path: Path, name: str, pattern:
     ("name", "pattern"),
     [
         ("write", ".nxd_ckpt/journal.json"),
-        ("rename", "first -> *"),
-        ("rename", "*-2 -> first"),
+        ("swap", "* <-> first"),
+        ("rename", "*-2 -> *"),
         ("sync_dir", ""),
         ("sync_dir", ".nxd_ckpt"),
     ],
