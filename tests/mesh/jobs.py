@@ -83,7 +83,7 @@ def _fsdp(seed: int) -> Net:
 def _tp(seed: int) -> Net:
     """Tensor parallelism alone: norms and embeddings stay plain tensors."""
     model = net(seed=seed)
-    tensor_parallel(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))["tp"])
+    tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))["tp"])
     return model
 
 
