@@ -3,6 +3,8 @@
 #   PYTHON=python3.11       interpreter for new environments (3.10 or newer, one that torch-xla 2.9 has wheels for)
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
 #   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
+#   PYTHONS="python3.12"    interpreters of `make test-pythons`; those that are not installed are left out
+#   TORCH="torch==2.15.*"   torch of `make test-pythons`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
 #   STORE=s3                `make demo` saves to an S3 server, which it starts on this machine
 #   BENCH_ARGS="--quick"    further arguments for `make bench` (python -m tools.bench --help) and its kin
@@ -10,6 +12,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_PLAIN ?= .venv-plain
+PYTHONS ?= python3.10 python3.12 python3.13 python3.14
+TORCH ?= torch==2.13.*
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 STORE ?=
@@ -18,10 +22,13 @@ XLA_READY := $(VENV)/.nxd-ckpt-installed
 PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
 BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 
+# TorchTitan and what its checkpoint manager imports, a few MB: all that it depends on would be half a gigabyte.
+TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro torchdata docstring_parser typeguard
+
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test lint test-xla test-plain soak bench bench-reshard bench-diff bench-hf bench-scale demo
+.PHONY: test lint test-xla test-plain test-pythons soak bench bench-reshard bench-diff bench-hf bench-scale demo
 
 test: lint test-xla test-plain
 
@@ -34,6 +41,16 @@ test-xla: $(XLA_READY)
 
 test-plain: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Files and planning on other interpreters; no part of `make test`. Each gets an environment of its own, of 1 to 6 GB.
+test-pythons:
+	set -e; for python in $(PYTHONS); do \
+	    if ! $$python -c '' 2>/dev/null; then echo "$$python is not installed: left out"; continue; fi; \
+	    venv=$(VENV_PLAIN)-$$python; \
+	    test -x $$venv/bin/python || $$python -m venv $$venv; \
+	    $$venv/bin/python -m pip install --quiet --editable '.[dev]' '$(TORCH)'; \
+	    $$venv/bin/python -m pytest -m "plain and once and not soak" $(PYTEST_ARGS); \
+	done
 
 soak: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
@@ -70,4 +87,5 @@ $(BENCH_READY): $(XLA_READY)
 $(PLAIN_READY): pyproject.toml setup.py
 	test -x $(VENV_PLAIN)/bin/python || $(PYTHON) -m venv $(VENV_PLAIN)
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --editable '.[dev]' 'torch==2.13.*'
+	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
 	touch $@

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 
 # From top to bottom; a module imports its own level and those below. "" is nxd_ckpt/__init__.py itself.
 LEVELS = (
-    ("", "cli", "api", "__main__"),
+    ("", "cli", "api", "integrations", "__main__"),
     ("convert", "verify", "diff", "checkpointer", "checkpoint", "options"),
     ("runtime",),
     ("adapters",),
@@ -31,7 +31,7 @@ RUNTIME = ("load", "compare", "views", "tag", "save", "coordination")
 LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 
 # What others call in the place of their own: above the layer that they lie in, and nothing below imports them.
-ABOVE = {"nxd_ckpt.adapters.dcp": LEVEL_OF["checkpoint"]}
+ABOVE = {f"nxd_ckpt.adapters.{name}": LEVEL_OF["checkpoint"] for name in ("dcp", "dcp_results", "dcp_writer")}
 
 # Shipped for tests and trials: they stand on storage and below, and nothing else in the package imports them.
 BESIDE = ("testing", "emulation")

@@ -45,13 +45,13 @@ def test_the_package_imports_without_torch_xla() -> None:
 
 
 def test_every_reader_and_tool_imports_without_torch_xla() -> None:
-    """Each module but the emulation, the XLA adapter and the ``__main__`` entry points does the same."""
-    needs_xla = ("nxd_ckpt.emulation", "nxd_ckpt.adapters.torch_xla")
+    """Each module but the emulation, the XLA adapter, integrations and the ``__main__`` entry points does the same."""
+    others = ("nxd_ckpt.emulation", "nxd_ckpt.adapters.torch_xla", "nxd_ckpt.integrations.")
     names = (
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted((REPOSITORY / "nxd_ckpt").rglob("*.py"))
     )
-    plain = [name for name in names if not name.startswith(needs_xla) and not name.endswith("__main__")]
+    plain = [name for name in names if not name.startswith(others) and not name.endswith("__main__")]
     assert "nxd_ckpt.errors" in plain
     outcome = _run_without_xla(
         "for name in sys.argv[1:]: importlib.import_module(name)\nprint(tried)", *plain

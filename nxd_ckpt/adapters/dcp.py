@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
+from nxd_ckpt.adapters.dcp_writer import StorageWriter
 from nxd_ckpt.convert.locations import locate_input, location_of
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.box import Box
@@ -37,6 +38,8 @@ from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
+
+__all__ = ["StorageReader", "StorageWriter"]
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -58,7 +61,8 @@ class StorageReader(TorchStorageReader):
 
     Args:
         tag: a tag's directory or URL.
-        model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
+        model_key, optim_key: the keys of model and optimizer in the state dict, "" for the state dict itself; by
+            default those that a StorageWriter was given, else "model" and "optim".
         partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
         saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
             where the tag does not say (NxD's do not).
@@ -70,8 +74,8 @@ class StorageReader(TorchStorageReader):
         self,
         tag: StrPath,
         *,
-        model_key: str = "model",
-        optim_key: str = "optim",
+        model_key: str | None = None,
+        optim_key: str | None = None,
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
         verify: bool = True,
@@ -79,7 +83,7 @@ class StorageReader(TorchStorageReader):
     ) -> None:
         super().__init__()
         self._path, self._options, self._verify = tag, storage_options, verify
-        self._names = DcpNames(model_key, optim_key)
+        self._keys = model_key, optim_key
         self._partitions, self._saved_names = partitions, saved_param_names
         self._opened: tuple[OpenTag, _States] | None = None
 
@@ -112,7 +116,7 @@ class StorageReader(TorchStorageReader):
                 len(state.unknown),
                 ", ".join(state.unknown[:5]),
             )
-        entries = _Entries(_entries(state), lambda: _entries(states.flattened))
+        entries = _Entries(_entries(state), lambda: _entries(states.other))
         paths = {name: path for name, (path, _) in state.values.items()}
         paths |= {name: tensor.path for name, tensor in state.tensors.items()}
         return Metadata(entries, planner_data=paths)
@@ -172,21 +176,29 @@ class StorageReader(TorchStorageReader):
             opened = open_source(locate_input(self._path, self._options))
             with opened.kept():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
-                self._opened = opened, _States(opened, tag, self._names)
+                self._opened = opened, _States(opened, tag, self._names(opened))
         return self._opened
+
+    def _names(self, opened: OpenTag) -> DcpNames:
+        """As the tag has them where DCP wrote it, but for the keys that were given."""
+        names, (model, optim) = opened.dcp_names or DcpNames(), self._keys
+        return replace(
+            names, model=names.model if model is None else model, optim=names.optim if optim is None else optim
+        )
 
 
 class _States:
-    """A tag with param groups one by one, as it is ``listed``, and ``flattened``, with options by parameter."""
+    """A tag with param groups one by one, and with options by parameter: as it is ``listed``, and in the ``other``
+    form."""
 
     def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
         self.listed = DcpState(opened, tag, names)
-        self.flattened = DcpState(opened, tag, replace(names, flat_optimizer=True))
+        self.other = DcpState(opened, tag, replace(names, flat_optimizer=not names.flat_optimizer))
 
     def holding(self, name: str) -> DcpState:
         """The one that has what DCP calls so."""
         found = name in self.listed.tensors or name in self.listed.values
-        return self.listed if found else self.flattened
+        return self.listed if found else self.other
 
 
 class _Entries(dict[str, Any]):

@@ -16,13 +16,17 @@ names in param group 0     optim.param_groups.0.params            that each has 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from operator import eq
 from typing import Any
 
-from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+from nxd_ckpt.core import document
+from nxd_ckpt.core.entries import checked
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch, MalformedFile
 
 PARAMS = "params"
 MASTER_WEIGHTS = "master_weights"
@@ -49,21 +53,48 @@ class DcpEntry:
         return DcpEntry(".".join(map(str, path)), path)
 
 
+class DcpPart(Enum):
+    """What an entry is of: the model, a parameter's state in the optimizer, an option of its param groups, ..."""
+
+    MODEL = auto()
+    STATE = auto()
+    OPTION = auto()
+    SCHEDULER = auto()
+    CONTENT = auto()
+
+
 @dataclass(frozen=True)
 class DcpNames:
-    """Under which keys model and optimizer are; "" where they are the state dict itself.
+    """Under which keys model, optimizer and user content are; "" where they are the state dict itself.
 
-    ``flat_optimizer`` is how ``get_optimizer_state_dict`` names states with ``flatten_optimizer_state_dict``. It
-    matters for what is written only.
+    ``flat_optimizer`` is how ``get_optimizer_state_dict`` names states with ``flatten_optimizer_state_dict``. It and
+    ``content`` matter for what is written only.
     """
 
     model: str = "model"
     optim: str = "optim"
     flat_optimizer: bool = False
+    content: str = USER_CONTENT
 
     def __post_init__(self) -> None:
         if self.model == self.optim:
             raise InvalidArgument(f"model_key and optim_key must differ, found {self.model!r} for both")
+
+    def to_json(self) -> bytes:
+        """As a document of a tag that DCP wrote: docs/format.md."""
+        return json.dumps({"format_version": 1, "kind": "dcp_names", **asdict(self)}).encode()
+
+    @staticmethod
+    def from_json(data: bytes, where: str) -> DcpNames:
+        """Raises MalformedFile, naming ``where``, for what :meth:`to_json` did not write."""
+        fields = document.small(data, where)
+        try:
+            if (fields.pop("format_version"), fields.pop("kind")) != (1, "dcp_names"):
+                raise ValueError("another kind or format_version")
+            model, optim, content = (checked(str, fields[key]) for key in ("model", "optim", "content"))
+            return DcpNames(model, optim, checked(bool, fields["flat_optimizer"]), content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise MalformedFile(f"{where}: not the names of torch DCP that this version knows ({error})") from error
 
     def entry(self, path: Path) -> DcpEntry:
         """What DCP calls what a tag has at ``("model", "embed.weight")``, ``("optim", "embed.weight", "exp_avg")``."""
@@ -89,6 +120,31 @@ class DcpNames:
             for option, value in group.items()
             if option != PARAMS
         ]
+
+    def part_of(self, name: str, path: Path | None, is_tensor: bool) -> DcpPart:
+        """Which part of a tag DCP's ``name`` is, to which the keys ``path`` lead, if that is known.
+
+        Where the model is the state dict itself, it is the tensors in that, and extra state; what is below a key of its
+        own (``train_state.step``) is user content, also where it is a tensor.
+        """
+        if self.state_key(name) is not None:
+            return DcpPart.STATE
+        if self.option_key(name) is not None:
+            return DcpPart.OPTION
+        root = name.partition(".")[0]
+        if root in (SCHEDULER, USER_CONTENT):
+            return DcpPart.SCHEDULER if root == SCHEDULER else DcpPart.CONTENT
+        if self.model:
+            return DcpPart.CONTENT if self.model_name(name) is None else DcpPart.MODEL
+        of_extra_state = any(str(key).endswith(_EXTRA_STATE) for key in path or ())
+        of_model = is_tensor if path is None else of_extra_state or (is_tensor and len(path) == 1)
+        return DcpPart.MODEL if of_model else DcpPart.CONTENT
+
+    def tag_name(self, name: str, part: DcpPart) -> str:
+        """What a tag calls a tensor of the model, or of the optimizer's state."""
+        if part is DcpPart.MODEL:
+            return f"model/{self.model_name(name)}"
+        return "/".join(("optim", *(self.state_key(name) or ())))
 
     def model_name(self, name: str) -> str | None:
         """What DCP's ``name``, not one of the optimizer's, is in the model; None for what is not there."""

@@ -38,9 +38,14 @@ class DcpTensors:
         told = self._metadata
         return [name for name in {**told.paths, **told.entries, **told.forms} if name in told.described]
 
+    def recorded(self, name: str) -> tuple[Any, ...] | None:
+        """The keys that lead to it in the state dict, where whoever wrote it recorded them."""
+        path = self._metadata.paths.get(name)
+        return None if path is None else tuple(path)
+
     def path(self, name: str) -> tuple[Any, ...]:
-        """The keys that lead to it in the state dict; where that is not recorded, as its name has them."""
-        return tuple(self._metadata.paths.get(name, name.split(".")))
+        """The same; where they are not recorded, as its name has them."""
+        return self.recorded(name) or tuple(name.split("."))
 
     def form(self, name: str) -> WholeForm | None:
         """What the tensor is as a whole; None for what is no tensor."""

@@ -18,6 +18,7 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.grid import holes, spanned
 from nxd_ckpt.layout.names import (
+    DCP_NAMES,
     DONE,
     INDEX_DIR,
     MANIFEST,
@@ -131,7 +132,7 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
     else:  # a tag of NxD 0.6 or 0.7 has no mark either
         foreign = DONE in files and recorded_order_time(storage, tag) is None
         marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
-    known = files <= _NXD_FILES | {MANIFEST} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
+    known = files <= _NXD_FILES | {MANIFEST, DCP_NAMES} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
     inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
     return marked and known and all(map(_of_a_rank, inside))
 

@@ -15,6 +15,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Partition
 from nxd_ckpt.core import limits
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import FORMAT, code_blocks, tables, unquoted
 
@@ -80,6 +81,7 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`parameters`: `partition`": lambda found: found["manifest.json"]["parameters"]["1.weight"]["partition"],
     "`index/*.json`": lambda found: found[INDEX],
     "`index/*.json`: `tensors` entry": lambda found: found[INDEX]["tensors"][0],
+    "`dcp_names.json`": lambda found: json.loads(DcpNames().to_json()),
     "`lease.json`": lambda found: found["lease.json"],
     "`rank_%05d.vote.json`": lambda found: found[VOTE],
     "`rank_%05d.vote.json`: `plan`": lambda found: found[VOTE]["plan"],

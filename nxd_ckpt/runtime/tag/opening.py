@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound, TagReplaced
@@ -270,6 +271,15 @@ class OpenTag:
             return None
         self._verify(names.USER_CONTENT, self.topology.coordinates_of(0))
         return self._layout.user_content()
+
+    @cached_property
+    def dcp_names(self) -> DcpNames | None:
+        """What torch DCP called what is in the tag, where DCP wrote it."""
+        files = self._layout.files
+        if self._mesh is None or not files.has(names.DCP_NAMES):
+            return None
+        self._verify(names.DCP_NAMES, self.topology.coordinates_of(0))
+        return DcpNames.from_json(files.storage.read(files.key(names.DCP_NAMES)), files.where(names.DCP_NAMES))
 
     def rank_content(self, rank: int) -> Any:
         """What the global ``rank`` saved for itself. Raises PartNotFound where it saved nothing."""

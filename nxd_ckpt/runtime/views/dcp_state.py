@@ -100,7 +100,14 @@ class DcpState:
         if self._opened.parts.scheduler:
             yield from _flat((SCHEDULER,), self._opened.scheduler())
         if self._opened.parts.user_content:
-            yield from _flat((USER_CONTENT,), self._opened.user_content())
+            yield from self._content(self._opened.user_content())
+
+    def _content(self, content: Any) -> Iterator[tuple[DcpEntry, Any]]:
+        if self._names.content or not isinstance(content, dict):
+            yield from _flat((self._names.content or USER_CONTENT,), content)
+            return
+        for key, value in content.items():
+            yield from _flat((key,), value)
 
 
 def _as_torch(path: Path, value: Any) -> Any:

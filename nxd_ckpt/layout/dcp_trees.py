@@ -1,0 +1,140 @@
+"""The entries of a torch DCP state dict, put back into the trees that a tag is made of.
+
+What is of neither model nor optimizer is user content, but for the part under "scheduler".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from nxd_ckpt.core.dcp_names import PARAMS, SCHEDULER, USER_CONTENT, DcpNames, DcpPart, Path, groups_of, nested
+from nxd_ckpt.errors import KeyMismatch, PartNotFound
+from nxd_ckpt.formats.tensors import by_digest
+
+
+class Form(Protocol):
+    """What is known of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Entries(Protocol):
+    """A flat state dict: ``names`` in its order, and of each name the keys that lead to it (``recorded`` ones, and
+    those that are taken where none are), what it is as a tensor (None for what is none), and what stands for it in a
+    tree."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def recorded(self, name: str) -> Path | None: ...
+
+    def path(self, name: str) -> Path: ...
+
+    def form(self, name: str) -> Form | None: ...
+
+    def entry(self, name: str) -> Any: ...
+
+
+class DcpTrees:
+    """Made of ``entries``, whose names are as ``names`` says."""
+
+    def __init__(self, entries: Entries, names: DcpNames) -> None:
+        self._held = entries
+        self.model: dict[str, dict[Path, str]] = {}
+        """Names of entries, by name in the model and by the keys below that."""
+        self.states: dict[str, dict[str, str]] = {}
+        """Names of entries, by parameter and key."""
+        self._options: list[tuple[str, str, str]] = []  # owner, option, entry
+        self._scheduler: list[str] = []
+        self._content: list[str] = []
+        for name in entries.names:
+            self._sort_in(name, names)
+
+    def _sort_in(self, name: str, names: DcpNames) -> None:
+        part = names.part_of(name, self._held.recorded(name), self._held.form(name) is not None)
+        if part is DcpPart.STATE:
+            parameter, key = names.state_key(name) or ("", "")
+            self.states.setdefault(parameter, {})[key] = name
+        elif part is DcpPart.OPTION:
+            self._options.append((*(names.option_key(name) or ("", "")), name))
+        elif part is DcpPart.MODEL:
+            parameter, *below = names.model_path(self._held.path(name))
+            self.model.setdefault(parameter, {})[tuple(below)] = name
+        else:
+            (self._scheduler if part is DcpPart.SCHEDULER else self._content).append(name)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return bool(self.states or self._options)
+
+    @property
+    def has_flat_options(self) -> bool:
+        """Whether each parameter has options of its own."""
+        return any(not owner.isdecimal() for owner, _, _ in self._options)
+
+    @property
+    def has_scheduler(self) -> bool:
+        return bool(self._scheduler)
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self._content)
+
+    def model_tree(self) -> dict[str, Any]:
+        """The model's state dict."""
+        entries = (
+            ((parameter, *below), self._held.entry(name))
+            for parameter, held in self.model.items()
+            for below, name in held.items()
+        )
+        return dict(nested(entries))
+
+    @cached_property
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, "params" being names. Raises KeyMismatch where a parameter is in none, or in two."""
+        options = ((owner, option, self._held.entry(name)) for owner, option, name in self._options)
+        try:
+            return groups_of(options, list(self.states), lambda one, other: by_digest(one) == by_digest(other))
+        except KeyMismatch as error:
+            raise KeyMismatch(f"{self._held.where}: {error}") from None
+
+    @property
+    def parameters(self) -> list[str]:
+        """The optimizer's, by index."""
+        return [name for group in self.groups for name in group[PARAMS]]
+
+    def numbered_groups(self) -> list[dict[str, Any]]:
+        """The groups with the indices of their parameters in place of names."""
+        numbered, begin = [], 0
+        for group in self.groups:
+            end = begin + len(group[PARAMS])
+            numbered.append({**group, PARAMS: list(range(begin, end))})
+            begin = end
+        return numbered
+
+    def state(self, parameter: str) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter."""
+        return {key: self._held.entry(name) for key, name in self.states.get(parameter, {}).items()}
+
+    def scheduler(self) -> Any:
+        if not self._scheduler:
+            raise PartNotFound(f"{self._held.where} has nothing under {SCHEDULER!r}")
+        return self._nested(self._scheduler)[SCHEDULER]
+
+    def content(self) -> Any:
+        """All that is of no other part, by the keys that it has in the state dict; what is under "user_content" is
+        among the rest."""
+        content = self._nested(self._content)
+        saved = content.pop(USER_CONTENT, {})
+        if content and isinstance(saved, dict):
+            return {**content, **saved}
+        return {**content, USER_CONTENT: saved} if content else saved
+
+    def _nested(self, names: Sequence[str]) -> Any:
+        return nested((self._held.path(name), self._held.entry(name)) for name in names)

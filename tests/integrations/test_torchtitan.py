@@ -1,0 +1,96 @@
+"""TorchTitan's own containers, saved and resumed by our checkpoint manager, on two ranks under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: see the Makefile")
+
+from safetensors.torch import save_file
+
+from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.integrations.torchtitan import CheckpointManager
+from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations import titan
+from tests.rigs.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+def tags(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoint").iterdir() if not path.name.startswith("."))
+
+
+def manifest_of(directory: Path, tag: str) -> Manifest:
+    found = open_checkpoint(directory / "checkpoint", tag).manifest
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_a_run_continues_as_if_it_had_not_stopped(mode: str, tmp_path: Path, pool: RankPool) -> None:
+    """Model, optimizer, learning rate, data and counters; the latest two checkpoints are kept, each a good tag."""
+    for whole, again, state, latest in pool.run(titan.resumed, tmp_path, mode, timeout=300):
+        assert whole == again
+        assert (4, 4 * 12, 4) == state
+        assert 6 == latest
+    assert ["step-4", "step-6"] == tags(tmp_path)
+    verify_checkpoint(tmp_path / "checkpoint", "step-4")
+
+
+def test_a_run_of_torchtitans_own_manager_continues(tmp_path: Path, pool: RankPool) -> None:
+    """One line of config changes; what was saved before loads, what comes after is a tag."""
+    for whole, taken_up in pool.run(titan.continued, tmp_path):
+        assert whole == taken_up
+    assert ["step-2", "step-4"] == tags(tmp_path / "both")
+    assert "embed.weight" in manifest_of(tmp_path / "both", "step-4").parameters
+
+
+def test_the_last_save_is_the_model_in_the_export_dtype(tmp_path: Path, pool: RankPool) -> None:
+    """``last_save_model_only`` and ``export_dtype``; plain jobs load it."""
+    pool.run(titan.last_save, tmp_path)
+    assert ["step-2", "step-3"] == tags(tmp_path)
+    manifest = manifest_of(tmp_path, "step-3")
+    assert manifest.parts.optimizer is None
+    assert "bfloat16" == manifest.parameters["embed.weight"].dtype
+    model = titan.Model().to(torch.bfloat16)
+    load_checkpoint(tmp_path / "checkpoint", "step-3", model)
+
+
+@pytest.mark.parametrize("hf", [False, True])
+def test_a_run_begins_with_a_model_of_others(hf: bool, tmp_path: Path, pool: RankPool) -> None:
+    """``initial_load_path``: a tag that ``save_checkpoint`` wrote, or with ``initial_load_in_hf`` safetensors."""
+    torch.manual_seed(5)
+    model = titan.Model()
+    where: Any = tmp_path / "given" / "step_1"
+    if hf:
+        where = tmp_path / "hf"
+        where.mkdir()
+        save_file({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, where / "model.safetensors")
+    else:
+        save_checkpoint(tmp_path / "given", "step_1", model)
+    expected = [parameter.tolist() for parameter in model.parameters()]
+    assert [expected] * 2 == pool.run(titan.initially, tmp_path, where, hf)
+
+
+def test_its_config_is_torchtitans() -> None:
+    """The options, their defaults, and the class that they build."""
+    config = CheckpointManager.Config(interval=7, async_mode="ASYNC")
+    assert (7, "async", 10) == (config.interval, config.async_mode, config.keep_latest_k)
+    with pytest.raises(ValueError, match="at least 2"):
+        CheckpointManager.Config(keep_latest_k=1)
+    assert isinstance(config.build(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
+    ), CheckpointManager)  # fmt: skip

@@ -1,0 +1,177 @@
+"""A small job in TorchTitan's own containers, with our checkpoint manager; what each of two ranks does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
+from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from nxd_ckpt.integrations.torchtitan import CheckpointManager
+
+
+class Model(torch.nn.Module):
+    """Two layers, of which one is cut unevenly over two ranks, and a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 5)
+        self.head = torch.nn.Linear(5, 2, bias=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        found: torch.Tensor = self.head(self.embed(x).tanh())
+        return found
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """Each rank's numbers, from where it stopped."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._at = rank, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self._at += 1
+            yield torch.full((4,), float(self._at * 10 + self._rank)).sin()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._at = state["at"]
+
+
+class TrainState:
+    """As much of TorchTitan's trainer as it saves."""
+
+    def __init__(self) -> None:
+        self.step, self.ntokens_seen = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
+
+
+class Adapter(StateDictAdapter):  # type: ignore[misc]
+    """Hugging Face's names: the same, behind "model."."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): tensor for name, tensor in hf_state_dict.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        return HuggingFaceStorageReader(path)
+
+
+class Training:
+    """A job on this rank, with a manager of the class ``kind``; ``options`` are those of its config."""
+
+    def __init__(
+        self, rank: int, directory: Path, *, seed: int = 1, kind: Any = CheckpointManager, **options: Any
+    ) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(seed)
+        self.model = Model()
+        fully_shard(self.model.embed, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})]
+        self.optimizers = OptimizersContainer.Config(param_groups=groups, implementation="for-loop").build(
+            model_parts=[self.model]
+        )
+        self.schedulers = LRSchedulersContainer(self.optimizers, _decay)
+        self.loader = ParallelAwareDataloader(Numbers(rank), rank, 2, batch_size=3)
+        self.state = TrainState()
+        config = kind.Config(enable=True, folder="checkpoint", interval=2, **options)
+        self.manager = config.build(
+            dataloader=self.loader,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self.state},
+            sd_adapter=Adapter(),
+            base_folder=str(directory),
+        )
+
+    def run(self, until: int, last: bool = False) -> list[tuple[float, float]]:
+        """Train as TorchTitan's trainer does, from where it is; the loss and learning rate of each step."""
+        found = []
+        for batch in self.loader:
+            self.state.step += 1
+            self.state.ntokens_seen += batch.numel()
+            lr = self.schedulers.schedulers[0].get_last_lr()[0]
+            loss = self.model(batch).square().mean()
+            self.optimizers.zero_grad()
+            loss.backward()
+            self.manager.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.schedulers.step()
+            found.append((float(loss), lr))
+            self.manager.save(self.state.step, last_step=last and self.state.step == until)
+            if self.state.step == until:
+                break
+        self.manager.maybe_wait_for_staging()
+        self.manager.maybe_wait_for_saving()
+        self.manager.close()
+        return found
+
+
+def _decay(step: int) -> float:
+    return 0.9**step
+
+
+def resumed(rank: int, directory: Path, mode: str) -> list[Any]:
+    """Train six steps, and again from the fourth on in another job: the losses of the last two steps of each."""
+    first = Training(rank, directory, keep_latest_k=2, async_mode=mode).run(6)
+    again = Training(rank, directory, seed=2, async_mode=mode, load_only=True)
+    assert again.manager.load(step=4)
+    state = (again.state.step, again.state.ntokens_seen, int(again.model.seen))
+    latest = Training(rank, directory, seed=2, load_only=True)
+    assert latest.manager.load()
+    return [first[4:], again.run(6), state, latest.state.step]
+
+
+def continued(rank: int, directory: Path) -> list[Any]:
+    """Two steps under TorchTitan's own manager, then under ours; the same without a break."""
+    own = Training(rank, directory / "own", kind=TitanCheckpointManager)
+    whole = own.run(4)
+    Training(rank, directory / "both", kind=TitanCheckpointManager).run(2)
+    taken_up = Training(rank, directory / "both", seed=2)
+    assert taken_up.manager.load()
+    return [whole[2:], taken_up.run(4)]
+
+
+def last_save(rank: int, directory: Path) -> list[tuple[float, float]]:
+    """The last save holds the model alone, in another dtype."""
+    return Training(rank, directory, export_dtype="bfloat16", last_save_model_only=True).run(3, last=True)
+
+
+def initially(rank: int, directory: Path, path: Path, hf: bool) -> list[Any]:
+    """A model that another job, or Hugging Face, has."""
+    training = Training(rank, directory, seed=3, initial_load_path=str(path), initial_load_in_hf=hf)
+    assert training.manager.load()
+    return [_whole(parameter).tolist() for parameter in training.model.parameters()]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,253 @@
+"""torch.distributed.checkpoint.save writes tags: complete or invisible, read by torch and by us, whatever fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from nxd_ckpt import errors, has_checkpoint, load_checkpoint, open_checkpoint
+from nxd_ckpt.adapters.dcp import StorageReader, StorageWriter
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import reshard, to_dcp
+from nxd_ckpt.verify import verify_checkpoint
+from tests.bad_input.live import Net
+from tests.protocol.job import Died, Job, Raised
+from tests.rigs.rank_pool import RankPool
+from tests.torch_dcp import ranks, writing
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def tags(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def parameters(directory: Path, tag: str) -> Any:
+    manifest = open_checkpoint(directory, tag).manifest
+    assert manifest is not None
+    return manifest.parameters
+
+
+def plain_state(number: int = 0) -> dict[str, Any]:
+    return {"model": {"w": torch.arange(6.0).reshape(2, 3) + number}, "step": number}
+
+
+@pytest.mark.parametrize("how", ["save", "thread", "process"])
+def test_two_ranks_save_under_fsdp2_and_all_readers_read_it(how: str, tmp_path: Path, pool: RankPool) -> None:
+    """``save`` and both kinds of ``async_save``: torch resumes it, so does a plain job, and every byte is verified."""
+    first, second = pool.run(writing.saved_fsdp2, tmp_path, how, timeout=240)
+    assert first == second
+    tag = f"by_{how}"
+    assert [first] * 2 == pool.run(writing.resumed, tmp_path, tag)
+    model = Net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
+    content = load_checkpoint(tmp_path, tag, model, optimizer)
+    assert first == ranks.picture(model, optimizer)
+    assert {"note": "hi", "steps": 5} == {key: content[key] for key in ("note", "steps")}
+    assert [0, 1, 2] == content["train_state"]["seen"].tolist()
+    verify_checkpoint(tmp_path, tag)
+    assert [tag] == tags(tmp_path)
+    assert [] == [path.name for path in (tmp_path / ".nxd_ckpt" / "staging").glob("*")]
+
+
+def test_what_was_saved_with_any_placement_loads_with_any_other(tmp_path: Path, pool: RankPool) -> None:
+    """Even and uneven shards, empty ones, scalars, tensors without elements, replicas."""
+    assert [[], []] == pool.run(writing.any_placement, tmp_path)
+    verify_checkpoint(tmp_path, "step_0")
+
+
+def test_ranks_with_other_names_are_put_together(tmp_path: Path, pool: RankPool) -> None:
+    """Pipeline stages: model, optimizer, options and data loaders of each rank, by name, in one tag."""
+    pool.run(writing.stages, tmp_path)
+    state: dict[str, Any] = {
+        "model": {f"layers.{rank}.weight": torch.zeros(2, 2) for rank in range(2)},
+        "optim": {f"state.layers.{rank}.weight.exp_avg": torch.zeros(2, 2) for rank in range(2)}
+        | {f"param_groups.layers.{rank}.weight.lr": -1.0 for rank in range(2)},
+        "loader": {"rank_0": b"", "rank_1": b"", "world_size": 0},
+    }
+    load(state, storage_reader=StorageReader(tmp_path / "stages"))
+    assert {"rank_0": b"at 0", "rank_1": b"at 1", "world_size": 2} == state["loader"]
+    assert [0.1, 0.2] == [state["optim"][f"param_groups.layers.{rank}.weight.lr"] for rank in range(2)]
+    assert [10.0, 11.0] == [float(state["optim"][f"state.layers.{rank}.weight.exp_avg"][0, 0]) for rank in range(2)]
+    assert {"layers.0.weight", "layers.1.weight"} == set(parameters(tmp_path, "stages"))
+
+
+def test_each_rank_may_save_alone(tmp_path: Path, pool: RankPool) -> None:
+    """``no_dist=True`` on every rank of a job, each to a directory of its own; and without a process group at all."""
+    pool.run(writing.alone, tmp_path)
+    for rank in range(2):
+        state = {"model": {"w": torch.zeros(3)}}
+        load(state, storage_reader=StorageReader(tmp_path / str(rank) / "one"))
+        assert [float(rank)] * 3 == state["model"]["w"].tolist()
+    save(plain_state(), storage_writer=StorageWriter(tmp_path / "here", "one"))
+    assert has_checkpoint(tmp_path / "here")
+
+
+def test_cached_plans_are_saved_to_the_right_tags(tmp_path: Path, pool: RankPool) -> None:
+    """With ``enable_plan_caching`` no plan is sent from the second save on, not even for another directory."""
+    base = writing.whole("uneven")
+    expected = [[(base * (number + 1)).tolist(), number] for number in range(3)]
+    assert [expected] * 2 == pool.run(writing.cached_plans, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["reading", "writing"])
+def test_a_failure_on_one_rank_reaches_all_and_nothing_is_visible(how: str, tmp_path: Path, pool: RankPool) -> None:
+    """Whether the planner or the storage fails on rank 1: both ranks raise its error, and the next save works."""
+    cause = {"reading": "the device is gone", "writing": "No space left on device"}[how]
+    assert [True, True] == [cause in words for words in pool.run(writing.failed, tmp_path, how)]
+    assert ["good"] == tags(tmp_path)
+    assert [] == list((tmp_path / ".nxd_ckpt" / "staging").glob("*"))
+    verify_checkpoint(tmp_path, "good")
+
+
+@pytest.mark.parametrize("at", ["create", "sync_dir", "rename"])
+def test_a_killed_rank_leaves_nothing_visible(at: str, tmp_path: Path) -> None:
+    """SIGKILL to a rank in the middle of its files, or to rank 0 just before the tag appears; the next job saves."""
+    victim = 0 if at == "rename" else 1
+    outcomes = Job(2, writing.killed, tmp_path, at, group=True).outcomes(timeout=120)
+    assert isinstance(outcomes[victim], Died)
+    assert isinstance(outcomes[1 - victim], Raised)
+    assert [] == tags(tmp_path)
+    assert not has_checkpoint(tmp_path)
+    save(plain_state(), storage_writer=StorageWriter(tmp_path, "step_1"))
+    verify_checkpoint(tmp_path, "step_1")
+    assert [] == list((tmp_path / ".nxd_ckpt" / "staging").glob("*"))
+
+
+def test_only_so_many_tags_are_kept(tmp_path: Path) -> None:
+    """``num_kept_ckpts``; and one writer saves tag after tag by ``checkpoint_id=``."""
+    writer = StorageWriter(num_kept_ckpts=2)
+    for number in range(4):
+        save(plain_state(number), checkpoint_id=tmp_path / f"step_{number}", storage_writer=writer)
+        assert str(tmp_path / f"step_{number}") == writer.checkpoint_id
+    assert ["step_2", "step_3"] == tags(tmp_path)
+
+
+def test_an_existing_tag_is_replaced_or_refused(tmp_path: Path) -> None:
+    """As ``overwrite`` says; what is refused stays as it was."""
+    for number in range(2):
+        save(plain_state(number), storage_writer=StorageWriter(tmp_path, "step"))
+    with pytest.raises(CheckpointException, match="exists: it is left as it is"):
+        save(plain_state(7), storage_writer=StorageWriter(tmp_path, "step", overwrite=False))
+    state = plain_state(-1)
+    load(state, storage_reader=StorageReader(tmp_path / "step"))
+    assert 1 == state["step"]
+
+
+def test_values_come_back_with_the_keys_and_types_that_they_had(tmp_path: Path) -> None:
+    """Nested dicts, lists with tensors, tuples, bytes, None; extra state; and torch converts the tag to one file."""
+    state: dict[str, Any] = {
+        "model": {"w": torch.ones(2), "layer._extra_state": {"scale": torch.tensor(2.0), "kind": "fp8"}},
+        "scheduler": {"last_epoch": 3},
+        "deep": {
+            "er": [torch.arange(2), {"x": 1}],
+            "tuple": (1, "a"),
+            "none": None,
+            "bytes": b"\x00\x01",
+            "list": [1, [2]],
+        },
+    }
+    save(state, storage_writer=StorageWriter(tmp_path, "step"))
+    blank: dict[str, Any] = {
+        "model": {"w": torch.zeros(2), "layer._extra_state": {"scale": torch.tensor(0.0), "kind": ""}},
+        "scheduler": {"last_epoch": -1},
+        "deep": {"er": [torch.zeros(2, dtype=torch.int64), {"x": 0}], "tuple": (), "none": 1, "bytes": b"", "list": []},
+    }
+    load(blank, storage_reader=StorageReader(tmp_path / "step"))
+    assert ranks.gathered(state["model"]) == ranks.gathered(blank["model"])
+    assert state["scheduler"] == blank["scheduler"]
+    assert repr(state["deep"]) == repr(blank["deep"])
+    listed = StorageReader(tmp_path / "step").read_metadata().state_dict_metadata
+    assert {"deep.er.0", "deep.er.1.x", "deep.tuple", "scheduler.last_epoch", "model.w"} <= set(listed)
+
+
+def test_the_state_dict_may_be_the_model(tmp_path: Path) -> None:
+    """``model_key=""``, as torchtitan has it: tensors at the top are the model, those below other keys are not."""
+    state = {
+        "embed.weight": torch.ones(2, 2),
+        "train_state": {"step": torch.tensor(4)},
+        "optimizer": {"state.embed.weight.exp_avg": torch.ones(2, 2), "param_groups.embed.weight.lr": 0.5},
+    }
+    save(state, storage_writer=StorageWriter(tmp_path, "step", model_key="", optim_key="optimizer"))
+    assert {"embed.weight"} == set(parameters(tmp_path, "step"))
+    blank: dict[str, Any] = {
+        "embed.weight": torch.zeros(2, 2),
+        "train_state": {"step": torch.tensor(0)},
+        "optimizer": {"state.embed.weight.exp_avg": torch.zeros(2, 2), "param_groups.embed.weight.lr": 0.0},
+    }
+    load(blank, storage_reader=StorageReader(tmp_path / "step"))  # it knows the keys from the tag
+    assert ranks.gathered(state) == ranks.gathered(blank)
+
+
+class Unsafe:
+    """More than data."""
+
+
+def test_what_a_load_would_refuse_is_refused_at_once(tmp_path: Path) -> None:
+    """Objects of any class, without ``trust_pickle``; bytes that torch.save did not write; lone large tensors."""
+    with pytest.raises(CheckpointException, match="not plain data"):
+        save({"x": Unsafe()}, storage_writer=StorageWriter(tmp_path, "step"))
+    save(
+        {"x": Unsafe(), "model": {"w": torch.ones(1)}},
+        storage_writer=StorageWriter(tmp_path, "step", trust_pickle=True),
+    )
+    assert ["step"] == tags(tmp_path)
+    with pytest.raises(CheckpointException, match="neither model_key nor optim_key"):
+        save({"ema": {"w": torch.empty(2**25)}}, storage_writer=StorageWriter(tmp_path, "large"))
+    with pytest.raises(errors.InvalidArgument, match="use_collectives=False"):
+        save(plain_state(), use_collectives=False, storage_writer=StorageWriter(tmp_path, "large"))
+    with pytest.raises(CheckpointException, match="a directory and a tag"):
+        save(plain_state(), storage_writer=StorageWriter(tmp_path))
+    assert ["step"] == tags(tmp_path)
+
+
+def test_planners_may_change_what_is_saved(tmp_path: Path) -> None:
+    """torch's example: names before the model's, and another dtype, made when it is written."""
+
+    class Half(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            for item in plan.items:
+                if item.tensor_data is not None:
+                    item.tensor_data.properties.dtype = torch.float16
+            return plan
+
+        def resolve_data(self, write_item: Any) -> Any:
+            found = super().resolve_data(write_item)
+            return found.to(torch.float16) if isinstance(found, torch.Tensor) else found
+
+    save(plain_state(), planner=Half(), storage_writer=StorageWriter(tmp_path, "half"))
+    assert "float16" == parameters(tmp_path, "half")["w"].dtype
+
+
+def test_the_tag_says_that_dcp_wrote_it(tmp_path: Path) -> None:
+    """``dcp_names.json`` has the keys; other tools of ours convert the tag."""
+    save(plain_state(), storage_writer=StorageWriter(tmp_path, "step"))
+    told = json.loads((tmp_path / "step" / "dcp_names.json").read_bytes())
+    assert {"format_version": 1, "kind": "dcp_names", "model": "model", "optim": "optim", "content": ""} == {
+        key: value for key, value in told.items() if key != "flat_optimizer"
+    }
+
+
+def test_tools_take_the_tag_as_any_other(tmp_path: Path, pool: RankPool) -> None:
+    """It is inspected, cut for other sizes, and made a directory of DCP, all bit for bit."""
+    first, _ = pool.run(writing.saved_fsdp2, tmp_path, "save")
+    tag = tmp_path / "by_save"
+    assert 0 == main(["inspect", str(tag)])
+    reshard(tag, tmp_path / "out" / "cut", dp=2, tp=1)
+    to_dcp(tag, tmp_path / "dcp")
+    for reader in (StorageReader(tmp_path / "out" / "cut"), FileSystemReader(tmp_path / "dcp")):
+        model = Net()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
+        ranks.training(model, optimizer)
+        ranks.resume(reader, model, optimizer)
+        assert first == ranks.picture(model, optimizer)
