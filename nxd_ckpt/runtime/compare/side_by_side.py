@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -26,7 +27,8 @@ Leaf = TensorStub | Assembly
 Key = TypeVar("Key")
 
 
-class Pair(NamedTuple, Generic[Key]):
+@dataclass(frozen=True)
+class Pair(Generic[Key]):
     """Two tensors of equal shape, one from each tag, with the caller's key for them and their name in errors."""
 
     key: Key
@@ -35,7 +37,8 @@ class Pair(NamedTuple, Generic[Key]):
     b: Leaf
 
 
-class _Placed(NamedTuple, Generic[Key]):
+@dataclass(frozen=True)
+class _Placed(Generic[Key]):
     """A box of a pair, and its place in the window."""
 
     pair: Pair[Key]
