@@ -73,6 +73,17 @@ def test_a_module_and_its_optimizer_on_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.plain
 @pytest.mark.once
+def test_shards_of_fsdp2_on_two_processes(tmp_path: Path) -> None:
+    """Each rank saves and loads its shards, and what comes back is what was saved; torch DCP does the same."""
+    done = bench(tmp_path, *TINY, "--only", "W3 fsdp2 2p", f"--json={tmp_path / 'a.json'}")
+    assert 0 == done.returncode, done.stderr
+    found = rows(tmp_path / "a.json")
+    ours = [(SAVE, "nxd_ckpt"), (STALL, "nxd_ckpt"), (WARM, 'nxd_ckpt, verify="reading"'), (WARM, "torch DCP")]
+    assert dict.fromkeys(ours, 1) == {key: len(found[key]["values"]) for key in ours}
+
+
+@pytest.mark.plain
+@pytest.mark.once
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are measured all the same, whichever peers this environment has."""
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)

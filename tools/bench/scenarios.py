@@ -9,6 +9,7 @@ from tools.bench.results import ASYNC, COLD, RETURNED, SAVE, SLOWDOWN, WARM
 PEERS = ("torch.save", "safetensors", "torch DCP")
 NXD = ("nxd_ckpt", "nxd_ckpt xser")
 XLA = ("floor", *NXD, "torch DCP", "torch-xla xser")
+FSDP2 = ("floor", "nxd_ckpt", "torch DCP")
 TINY = ("memcpy", "nxd_ckpt")
 
 
@@ -18,8 +19,8 @@ class Scenario:
 
     Attributes:
         workload: a name of :data:`tools.bench.workloads.WORKLOADS`.
-        device: ``"cpu"`` or ``"xla"``: torch-xla's CPU device, one per process.
-        processes: data-parallel replicas of the same state, joined by gloo.
+        device: ``"cpu"``, ``"xla"`` (torch-xla's CPU device, one per process) or ``"fsdp2"`` (DTensors on the CPU).
+        processes: data-parallel replicas of the same state, joined by gloo; with FSDP2, each has its shards of it.
         contestants: names of :data:`tools.bench.contestants.CONTESTANTS`.
         measures: what each is measured at, if it has it.
         scale: bytes of the state, in multiples of the workload's.
@@ -56,6 +57,8 @@ SCENARIOS = (
     Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
+    Scenario("W1", "fsdp2", 2, FSDP2, (SAVE, ASYNC, WARM), scale=1 / 2, quick=True),
+    Scenario("W3", "fsdp2", 2, FSDP2, (SAVE, ASYNC, WARM), scale=1 / 2, quick=True),
     *(Scenario(f"{count} tiny", "cpu", 1, TINY, (ASYNC,), quick=count == "100k") for count in ("25k", "50k", "100k")),
     *(Scenario(f"{count} tiny, module", "cpu", 1, TINY, (ASYNC,)) for count in ("25k", "50k", "100k")),
 )

@@ -127,6 +127,15 @@ def _load(workload: str, floor: float) -> list[Target]:
     ]
 
 
+def _fsdp2(workload: str) -> list[Target]:
+    scenario = f"{workload} fsdp2 2p"
+    return [
+        Target(scenario, SAVE, NXD, DCP, at_least=1.4),
+        Target(scenario, STALL, NXD, COPY, at_most=1.2),
+        Target(scenario, WARM, ONCE, DCP, at_least=3),
+    ]
+
+
 def _tiny(workload: str) -> Target:
     return Target(f"{workload} cpu 1p", STALL, NXD, microseconds=20)
 
@@ -152,6 +161,8 @@ TARGETS: Sequence[Target] = (
     Target("W2 cpu 1p", COLD, ONCE, READS),
     Target("W3 cpu 2p", SAVE, NXD, ("OLMo-core",), at_least=2.5),
     Target("W3 cpu 2p", WARM, ONCE, ("OLMo-core",), at_least=6),
+    *_fsdp2("W1"),
+    *_fsdp2("W3"),
     *(_tiny(f"{thousands}k tiny{kind}") for kind in ("", ", module") for thousands in (25, 50, 100)),
 )
 

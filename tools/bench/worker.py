@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tools.bench.contestants import make
 from tools.bench.contestants.contract import Contestant
@@ -23,8 +24,9 @@ from tools.bench.world import World
 def run(spec: Spec) -> tuple[list[Row], State]:
     """All rounds of this rank; the rows, and the state that they are about."""
     directory, scenario = Path(spec.directory), spec.scenario
-    world = World(spec.rank, scenario.processes, directory / "meeting")
-    state = build(scenario.workload, _device(scenario.device), scenario.scale * spec.scale)
+    world = World(spec.rank, scenario.processes, directory / "meeting", shards=scenario.device == "fsdp2")
+    mesh = init_device_mesh("cpu", (world.size,)) if world.shards else None
+    state = build(scenario.workload, _device(scenario.device), scenario.scale * spec.scale, mesh)
     state.settle()
     contestants, missing = _contestants(spec, state, world)
     rounds = Rounds(scenario, contestants, state, world)
@@ -52,7 +54,7 @@ def _contestants(spec: Spec, state: State, world: World) -> tuple[list[Contestan
 
 
 def _device(name: str) -> torch.device:
-    if name == "cpu":
+    if name in ("cpu", "fsdp2"):
         return torch.device("cpu")
     import torch_xla
 

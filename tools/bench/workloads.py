@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 GIB = 2**30
 KIB = 2**10
@@ -32,6 +35,11 @@ class State:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def local(self) -> dict[str, torch.Tensor]:
+        """The tensors as they lie in this rank's memory: of a DTensor its shard."""
+        return {name: _local(tensor) for name, tensor in self.tensors.items()}
+
     def host(self) -> dict[str, torch.Tensor]:
         """The tensors on the host: themselves, or copies by one grouped transfer."""
         if self.device.type == "cpu":
@@ -55,7 +63,7 @@ class State:
     @torch.no_grad()
     def forget(self) -> None:
         """Zero the live tensors, so that only a load can bring them back."""
-        for live in self.tensors.values():
+        for live in self.local.values():
             if live.device.type == "cpu":
                 live.zero_()
             else:  # an upload; `zero_` would be a graph
@@ -63,7 +71,11 @@ class State:
 
     def fingerprint(self) -> int:
         """A number that other values have not, but for ones that are the same in another order within a tensor."""
-        return hash(tuple(_sum(tensor) for tensor in self.host().values()))
+        return hash(tuple(_sum(_local(tensor)) for tensor in self.host().values()))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sum(tensor: torch.Tensor) -> int:
@@ -101,10 +113,22 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
 
-def build(name: str, device: torch.device, scale: float = 1.0) -> State:
-    """The workload ``name`` at about ``scale`` of its bytes."""
+def build(name: str, device: torch.device, scale: float = 1.0, mesh: DeviceMesh | None = None) -> State:
+    """The workload ``name`` at about ``scale`` of its bytes; with ``mesh``, sharded over it as FSDP2 does."""
     torch.manual_seed(0)
-    return WORKLOADS[name](device, scale)
+    state = WORKLOADS[name](device, scale)
+    return state if mesh is None else _sharded(state, mesh)
+
+
+def _sharded(state: State, mesh: DeviceMesh) -> State:
+    if state.optimizer is None:
+        tensors: dict[str, torch.Tensor] = {
+            name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in state.tensors.items()
+        }
+        return State(tensors, tensors, None, state.device)
+    for block in state.model.blocks:
+        fully_shard(block, mesh=mesh)
+    return _trained(fully_shard(state.model, mesh=mesh), state.device)
 
 
 def _flat(count: int, nbytes: int, device: torch.device) -> State:
@@ -130,7 +154,7 @@ def _trained(model: nn.Module, device: torch.device) -> State:
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {
-        index: {"step": torch.tensor(1.0), "exp_avg": torch.rand(each.shape), "exp_avg_sq": torch.rand(each.shape)}
+        index: {"step": torch.tensor(1.0), "exp_avg": _like(each), "exp_avg_sq": _like(each)}
         for index, each in enumerate(model.parameters())
     }
     # As a resume does it, not by a step: on a device that would compile one for nothing.
@@ -139,6 +163,14 @@ def _trained(model: nn.Module, device: torch.device) -> State:
     for name, each in model.named_parameters():
         tensors |= {f"optim.{name}.{key}": value for key, value in optimizer.state[each].items()}
     return State(tensors, model, optimizer, device)
+
+
+def _like(parameter: nn.Parameter) -> torch.Tensor:
+    """A moment of ``parameter``, sharded as that is."""
+    moment = torch.rand(parameter.shape)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(moment, parameter.device_mesh, parameter.placements)
+    return moment
 
 
 def _tiny_module(device: torch.device, count: int) -> State:

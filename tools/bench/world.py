@@ -9,10 +9,13 @@ from pathlib import Path
 
 
 class World:
-    """This process's rank among ``size``; alone, it needs no process group."""
+    """This process's rank among ``size``; alone, it needs no process group.
 
-    def __init__(self, rank: int, size: int, meeting: Path) -> None:
-        self.rank, self.size = rank, size
+    ``shards`` says that the state is cut over the ranks, and not the same on each.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Path, shards: bool = False) -> None:
+        self.rank, self.size, self.shards = rank, size, shards
         if size > 1:
             import torch.distributed as dist
 

@@ -25,10 +25,14 @@ EACH = "floor: .cpu() of each"
 
 
 class Image:
-    """This rank's share of the state's bytes in page-aligned memory, rounded up to whole blocks."""
+    """This rank's share of the state's bytes in page-aligned memory, rounded up to whole blocks.
+
+    Of replicas every rank has its part of the tensors, of shards its own.
+    """
 
     def __init__(self, state: State, world: World) -> None:
-        self.tensors = list(state.tensors.values())[world.rank :: world.size]
+        tensors = list(state.local.values())
+        self.tensors = tensors if world.shards else tensors[world.rank :: world.size]
         self.nbytes = -(-sum(tensor.nbytes for tensor in self.tensors) // BLOCK) * BLOCK
         memory = pages(self.nbytes)
         self.view = memoryview(memory)[: self.nbytes]
