@@ -101,7 +101,7 @@ class StorageReader(TorchStorageReader):
     def read_metadata(self) -> Metadata:
         """What the tag holds, each tensor as one chunk.
 
-        Looking at it raises CheckpointNotFound, MalformedFile and so on where there is no tag, or a damaged one.
+        Using it raises CheckpointNotFound, MalformedFile and so on if there is no tag, or a damaged one.
         """
         try:
             return self._metadata(self._open()[1])
@@ -122,7 +122,7 @@ class StorageReader(TorchStorageReader):
         return Metadata(entries, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing is to be prepared."""
+        """Nothing needs to be prepared."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is: this rank reads its own."""
@@ -138,7 +138,7 @@ class StorageReader(TorchStorageReader):
 
         Raises:
             DigestMismatch: bytes changed since they were saved; names the tensor.
-            TagReplaced: the tag was removed, or saved anew, since it was opened.
+            TagReplaced: the tag was removed, or saved again, since it was opened.
             PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be put together; says why.
         """
         opened, states = self._open()
@@ -202,8 +202,8 @@ class _States:
 
 
 class _Entries(dict[str, Any]):
-    """What there is by name, and, for who asks by name only, ``others`` too: which of two forms a planner wants it says
-    by asking for names, and who goes through all wants one form."""
+    """The entries by name. A lookup by name also finds ``others``: a planner that wants the other of two forms asks for
+    its names, while iterating over all entries gives only one form."""
 
     def __init__(self, listed: Mapping[str, Any], others: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(listed)

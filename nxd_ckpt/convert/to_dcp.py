@@ -88,14 +88,14 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
         )
     if any(name.startswith("optim/#") for name in whole.tensors):
         logger.warning(
-            "%s does not say whose state the entries of its optimizer are: they are called %s.state.#0 and so on, "
-            "which no optimizer looks for; pass saved_param_names=",
+            "%s does not say which parameters the entries of its optimizer belong to: they are called %s.state.#0 and so "
+            "on, which no optimizer looks for; pass saved_param_names=",
             opened.where,
             chosen.optim_key,
         )
     if whole.general_state:
         logger.warning(
-            "%s: torch DCP has no names for optimizer state that is no parameter's; left out: %s",
+            "%s: torch DCP has no names for optimizer state that belongs to no parameter; left out: %s",
             opened.where,
             ", ".join(whole.general_state),
         )

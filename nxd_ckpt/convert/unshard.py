@@ -176,7 +176,7 @@ def _strategy(given: str | Strategy, size_per_shard: int | str) -> Strategy:
 def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
     has_optimizer = opened.parts.optimizer is not None
     if optim and not has_optimizer:
-        raise PartNotFound(f"{opened.where} was saved without an optimizer; pass optim=None to go without")
+        raise PartNotFound(f"{opened.where} was saved without an optimizer; pass optim=None to leave it out")
     parts = [MODEL] * opened.parts.model + [OPTIM] * (has_optimizer and optim is not False)
     if not parts:
         raise PartNotFound(f"{opened.where} holds no model, nor an optimizer that is asked for: nothing to unshard")

@@ -86,7 +86,8 @@ class TensorStub:
 
     @property
     def storage_order(self) -> tuple[int, ...] | None:
-        """The dimensions in which the bytes in the file are a tight, row-major tensor; None where they are in none."""
+        """The order of dimensions in which the bytes in the file are a tight, row-major tensor; None if there is
+        none."""
         order = tuple(sorted(range(len(self.shape)), key=lambda dim: (self.shape[dim] > 1, -self.stride[dim])))
         return order if self.permuted(order).is_contiguous else None
 

@@ -124,7 +124,7 @@ class Storage(Protocol):
         """Free what writers left in the directory ``key`` that died before they closed. None may be alive."""
 
     def time(self, key: str) -> float:
-        """When it was last modified; 0 where the store does not tell."""
+        """When it was last modified; 0 if the store does not report it."""
 
     def set_time(self, key: str, seconds: float) -> None: ...
 

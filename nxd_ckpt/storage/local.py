@@ -87,7 +87,7 @@ class LocalStorage:
         return True
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        # Taken aside, by one of those who try; if it is not what was expected after all, it goes back.
+        # One of those who try moves it aside; if it is not what was expected after all, it is moved back.
         path = self._own(key)
         aside = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         try:
@@ -160,7 +160,8 @@ class LocalStorage:
             sync_path(folder)
 
     def _claim(self, temporary: Path, path: Path) -> bool:
-        """Where there are no links: whoever creates the name may replace it by what was written aside."""
+        """For file systems without links: whoever creates the name may replace it by the file that was written beside
+        it."""
         try:
             os.close(os.open(path, NEW_FILE, 0o666))
         except FileExistsError:

@@ -27,7 +27,7 @@ else:
 
 _PIECE = 16 * 2**20
 _moving = threading.Lock()
-"""Of a descriptor's position, where reads and writes cannot be told one of their own."""
+"""Guards a descriptor's position on systems whose reads and writes cannot take an offset."""
 _held: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 """What stands in for locks on files, among the threads of this process."""
 
@@ -124,8 +124,8 @@ def require_locks(what: str) -> None:
 def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
     """Hold a lock on the file ``path``, which is made if need be; the system frees it if this process dies.
 
-    Where there are no such locks, only threads of this process exclude each other. Raises BlockingIOError where it is
-    held and ``wait`` is false.
+    Where there are no such locks, only threads of this process exclude each other. Raises BlockingIOError if it is held
+    and ``wait`` is false.
     """
     if not HAS_LOCKS:
         if not _held[path].acquire(blocking=wait):

@@ -295,7 +295,7 @@ def test_a_dtype_of_a_smaller_range_is_refused(tmp_path: Path) -> None:
     """As float16 for numbers that were float32 or bfloat16."""
     state = write_model(tmp_path, Model())
     model = live(local_state(Job(Model()), state, Topology()), dtype=torch.float16)
-    with pytest.raises(DtypeMismatch, match=r"float32, live it is float16, which has a smaller range"):
+    with pytest.raises(DtypeMismatch, match=r"float32, the live one is float16, which has a smaller range"):
         load_checkpoint(tmp_path, model=model)
 
 

@@ -30,7 +30,7 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
     Raises OSError, and leaves things as they were: what is not durable must not stay visible, and the tag that it was
     to replace must not stay away.
     """
-    recover(storage)  # an earlier swap of this job may have been left for later
+    recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
     try:
         if replaces:
@@ -46,7 +46,7 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
         try:
             _forget(storage)
         except OSError as error:
-            # The new tag is in place and durable; a journal that says so too late moves nothing.
+            # The new tag is in place and durable: a journal that stays moves nothing.
             logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
         discard_trash(storage)
 
@@ -69,7 +69,7 @@ def _undo(replacement: Replacement) -> None:
 def recover(storage: Storage) -> None:
     """Finish or undo a swap that a crash interrupted. Safe to call at any time, by several processes at once.
 
-    A journal that names no swap is set aside, and with it the trash: a tag that it was about may be there.
+    A journal that names no swap is set aside, and so is the trash, where the tag that it was about may lie.
     """
     try:
         announced = _announced(storage)
@@ -117,9 +117,8 @@ def remove_tag(storage: Storage, tag: str, attempt: str) -> None:
 
 
 def discard_trash(storage: Storage) -> None:
-    """Delete what was renamed away. Failures are left for the next time: nothing visible depends on it.
-
-    While a journal is there, an old tag may be among it that has to be put back.
+    """Delete what was renamed away. Failures are left for the next time, because nothing visible depends on it. Nothing
+    is deleted while there is a journal: an old tag may have to be put back.
     """
     with suppress(OSError):
         if is_open(storage):

@@ -171,7 +171,7 @@ class _Prepared:
                 continue
             self._model.check_writable(name)
             if name not in specs:
-                raise InvalidArgument(f"model/{name} is no tensor, expected one of the shape that this rank holds")
+                raise InvalidArgument(f"model/{name} is not a tensor, expected one with the shape that this rank holds")
             try:
                 leaf = mapped.assembly(match, specs[name].dtype, specs[name].shape)
             except KeyMismatch as error:
@@ -231,7 +231,7 @@ def _refuse_narrowing(name: str, leaf: Assembly) -> None:
     for saved in sorted({part.stub.dtype for part in leaf.parts} - {leaf.dtype}):
         if _exponents(saved) is None or (_exponents(leaf.dtype) or 0) < (_exponents(saved) or 0):
             raise DtypeMismatch(
-                f"model/{name}: in files it is {saved}, live it is {leaf.dtype}, which has a smaller range; build the "
+                f"model/{name}: saved as {saved}, the live one is {leaf.dtype}, which has a smaller range; build the "
                 f"model in {saved}"
             )
 

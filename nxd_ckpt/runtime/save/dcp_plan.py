@@ -35,7 +35,7 @@ _LEAVE_OUT = "leave use_zero1_dcp out: the plain files load on every rank"
 def plan_dcp(
     part: str, state: State, parameters: Sequence[str] | None, topology: Topology
 ) -> list[PlannedFile]:
-    """This rank's files of ``part``, whose ``state`` is. ``parameters`` are the optimizer's names by index.
+    """This rank's files of the part ``part``, which holds ``state``. ``parameters`` are the optimizer's names by index.
 
     Raises:
         UnsupportedState: names or shapes are not known, experts are cut over other ranks, or an entry is not cut as its
@@ -80,7 +80,7 @@ class _Names:
         return [entry.value for entry in self.entries(tree) if not is_tensor(entry.value)]
 
     def of_shard(self, at: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        """The path of a tensor of which each stage and tensor-parallel rank has another."""
+        """The path of a tensor that differs between stages and tensor-parallel ranks."""
         stage = f"|pp-{self.topology.pp_rank:04d}" if self.topology.pp > 1 else ""
         part = f"|tp-{self.topology.tp_rank:04d}" if self.topology.tp > 1 else ""
         return (*at[:-1], f"{at[-1]}{stage}{part}")

@@ -36,7 +36,7 @@ class Planned(NamedTuple):
 class Pipeline:
     """The planner, the staging arena and the threads of one Checkpointer; each is made when it is first needed.
 
-    For one save at a time: whoever calls has the Checkpointer's turn.
+    It serves one save at a time: the caller holds the Checkpointer's turn.
     """
 
     def __init__(self, topology: Topology, memory_cap: int | None) -> None:
@@ -49,7 +49,7 @@ class Pipeline:
     def plan(self, state: SaveState) -> Planned:
         """What a save of ``state`` writes. Raises what makes it impossible, before anything is written."""
         plan = self._planner.plan(state)
-        _ = self.writers  # a thread that cannot start is said here, too
+        _ = self.writers  # it also raises here if a thread cannot start
         return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
 
     def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState]) -> Planned:
@@ -109,7 +109,7 @@ class Pipeline:
 
         def write() -> None:
             saving.write(wave, views)
-            views.clear()  # the arena may only grow once nobody looks into it
+            views.clear()  # the arena may only grow once nobody holds a view of it
             written.set()
 
         self.submit(write)

@@ -30,10 +30,10 @@ class NamedTensor:
 class PlannedFile:
     """One file to write: its key relative to the tag, its image, and which global tensors lie in it.
 
-    ``part`` is the field of SaveState that it is a share of. ``contents`` finds what it pickles in that part's tree,
-    where that is more than one tensor: of a tree with other values it would be another pickle. ``pickling`` makes the
-    pickle, where that is left for later: tensors can be staged without it. ``chunks`` are what a torch DCP directory's
-    metadata says of each torch file in it, but for its place; each after its position in the state dict.
+    ``part`` is the field of SaveState that it is a share of. ``contents`` finds in that part's tree what it pickles, if
+    that is more than one tensor: a tree with other values gives another pickle. ``pickling`` makes the pickle, if that
+    is left for later: tensors can be staged without it. ``chunks`` are what a torch DCP directory's metadata says of
+    each torch file in it, except where it lies; each follows its position in the state dict.
     """
 
     key: str

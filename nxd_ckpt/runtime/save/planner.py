@@ -1,4 +1,4 @@
-"""The plans of one job's saves: made once, and taken again for every save of a state that differs in values only.
+"""The plans of one job's saves: made once, and used again for every save of a state that differs only in values.
 
 A training loop saves the same structure each time. From its second save on nothing of it is described, laid out or
 pickled again: the plan gets the tensors of the new state, and if numbers beside them have changed (a learning rate),
@@ -57,7 +57,7 @@ class _Kept:
     values: Mapping[str, bytes]
 
     def holding(self, state: SaveState, structures: Mapping[str, Structure], topology: Topology) -> SavePlan:
-        """The plan for a state that is alike."""
+        """The plan for a state with the same structure."""
         files = []
         for planned, numbers in zip(self.plan.shared, self.tensors, strict=True):
             structure = structures[planned.part]
@@ -81,7 +81,7 @@ def _keep(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) ->
 
 
 def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
-    """Equal for states that have the same plan, but for their tensors and values."""
+    """Equal for states that have the same plan, apart from their tensors and values."""
     options = (
         state.optimizer_kind, state.optimizer_names, state.use_xser, state.lower_precision_weights, state.left_out
     )  # fmt: skip
@@ -90,7 +90,7 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
 
 
 def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Any], Image]:
-    """How to pickle ``tree`` into the file, later: what is true of its tensors now is noted down for that."""
+    """How to pickle ``tree`` into the file later. What that needs to know of its tensors is recorded now."""
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
     leaves = {number: Assembly(*form_of(tensor), ()) for number, tensor in tensors.items()}
     now, contents = map_tensors(tree, lambda tensor: leaves[id(tensor)], torch.Tensor), planned.contents

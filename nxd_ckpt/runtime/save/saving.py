@@ -61,12 +61,12 @@ class Saving:
         self.timings: dict[str, float] = {}
         self.versions: dict[str, str] = {}
         self.saved_nbytes = 0
-        """Of all ranks; known to rank 0, once the tag is visible."""
+        """Of all ranks; rank 0 knows it once the tag is visible."""
         self._own: Vote | None = None
         self._others: list[Vote] | None = None
-        """Those of the other ranks, where rank 0 needed them before it could vote."""
+        """The votes of the other ranks, if rank 0 needed them before it could vote."""
         self._failed_elsewhere: SaveFailed | None = None
-        """What came of it in place of votes."""
+        """The error that came instead of those votes."""
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
@@ -79,7 +79,7 @@ class Saving:
         return self._writer.nbytes if self._writer is not None else 0
 
     def begin(self) -> None:
-        """Make what even a rank that fails needs to vote; then wait until the attempt's files may be written."""
+        """Prepare what even a failing rank needs to vote, then wait until the attempt's files may be written."""
         session = self.session
         self._next_attempt()
         try:
@@ -105,9 +105,8 @@ class Saving:
         self._writer = self._file_writer(self.plan) if self.plan is not None else None
 
     def _pass_over(self) -> None:
-        """Leave out attempts that other ranks made and ended without this one: then all are in step again.
-
-        An attempt under this save's own tag is this save, and this rank came too late for it.
+        """Skip attempts that other ranks made and ended without this one, so that all are in step again. An attempt
+        under this save's own tag is this save: then this rank came too late for it.
         """
         storage, rank0 = self.session.storage, self.session.topology.rank == 0
         ended = voting.left_with if rank0 else voting.ended_with
@@ -174,7 +173,7 @@ class Saving:
             raise self._told(verdict)
 
     def _told(self, verdict: Verdict) -> CheckpointError:
-        """What rank 0's verdict says. It speaks for the rank that failed: its message names that one."""
+        """What rank 0's verdict says. The message names the rank that failed."""
         name, message = verdict.error or ("SaveFailed", "rank 0 decided it without this rank")
         kind = type(from_wire(name, message, 0))
         if issubclass(kind, OutcomeUnknown):
@@ -212,7 +211,7 @@ class Saving:
         return None
 
     def _write_metadata(self) -> dict[str, FileEntry]:
-        """Rank 0: write the metadata of the torch DCP directory, once the others told what they wrote into it.
+        """Rank 0: write the metadata of the torch DCP directory, once the others have reported what they wrote into it.
 
         So rank 0 votes last, and its index verifies the metadata as any file of its own.
         """
@@ -258,7 +257,7 @@ class Saving:
         )
 
     def _learn(self) -> Verdict:
-        """The other ranks: await rank 0's verdict. Without one, a tag that is visible and of this attempt is one."""
+        """The other ranks: await rank 0's verdict. Without one, a visible tag of this attempt counts as one."""
         session, where = self.session, f"{self.session.storage.url}/{votes_dir(self.attempt)}"
         try:
             gone = partial(session.is_gone, 0)
@@ -275,7 +274,8 @@ class Saving:
             raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
 
     def _decide(self) -> Verdict:
-        """Rank 0: collect, commit, announce. The verdict is announced whatever happens, and holds if that fails."""
+        """Rank 0: collect, commit, announce. The verdict is announced whatever happens, and counts even if announcing
+        it fails."""
         session = self.session
         try:
             if isinstance(self.error, SaveFailed):
@@ -318,7 +318,8 @@ class Saving:
         )
 
     def tidy(self) -> None:
-        """Rank 0, once the outcome is known: delete what attempts and retention left, for which nobody has to wait."""
+        """Rank 0, once the outcome is known: delete what attempts and retention left behind. Nobody has to wait for
+        that."""
         session = self.session
         if session.topology.rank == 0:
             try:
@@ -336,7 +337,7 @@ class Saving:
         return FileWriter(self.session.storage, self.publication.folder, plan.files, self._progress, self._threads)
 
     def _progress(self, nbytes: int) -> None:
-        """Show rank 0, and who waits for the slot, that a slow write is moving."""
+        """Show rank 0, and whoever waits for the slot, that a slow write makes progress."""
         self._moved()
         now = time.monotonic()
         if now - self._reported > self.session.timeout / 10:

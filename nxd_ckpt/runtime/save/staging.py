@@ -21,16 +21,16 @@ from nxd_ckpt.runtime.save.waves import Span, Wave, end_of, views_of
 
 _TRANSFER = 16 * 2**20
 _TRANSFER_AT_MOST = 256 * 2**20
-"""Bytes of device tensors that are brought over in one go: several tensors, since those go side by side, but no more
-than needed for that: their host copies are extra memory while it lasts, which small ones find in the allocator's
-pockets and large ones get from the system, page by page."""
+"""Bytes of device tensors that are transferred in one group: several tensors, because they are copied side by side, but
+no more than that needs. Their host copies are extra memory meanwhile: the allocator reuses that of small ones, and gets
+that of large ones from the system, page by page."""
 
 
 class Stager:
     """Copies planned files into ``arena``, wave by wave.
 
-    Where a file lies as the last save's did, the tensors that stand for its places in the arena are used again: making
-    them takes longer than copying a small tensor.
+    If a file lies where that of the last save did, the tensors that stand for its places in the arena are used again:
+    making them takes longer than copying a small tensor.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -40,10 +40,10 @@ class Stager:
     def stage(self, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
         """Copy the tensors of one wave; a view of each of its spans, in order. Headers are left unwritten.
 
-        The caller has waited for pending device work: all there is here are transfers (promise 10).
+        The caller has waited for pending device work, so nothing but transfers happens here (promise 10).
         """
         if end_of(wave) > self.arena.nbytes:
-            self._places.clear()  # they look into memory that is about to be replaced
+            self._places.clear()  # they are views of memory that is about to be replaced
         views = views_of(wave, self.arena.reserve(end_of(wave)))
         known, self._places = self._places, {}
         copies: list[_Copy] = []
@@ -81,7 +81,7 @@ class _ArenaTensors:
     tensors: list[torch.Tensor]
 
 
-@torch.inference_mode(False)  # it is kept, and a tensor made in that mode could not be written to outside of it
+@torch.inference_mode(False)  # a tensor made in inference mode could not be written to outside of it
 def _place(view: memoryview, start: int, storage: StorageRecord, tensor: torch.Tensor) -> torch.Tensor:
     """``view`` begins at byte ``start`` of the file."""
     if storage.nbytes == 0:

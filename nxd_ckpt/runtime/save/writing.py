@@ -275,7 +275,7 @@ def _digested(
 
 
 def _end(tasks: Collection[Future[Any]]) -> None:
-    """Return once none of them is running, nor ever will: they look into memory that is used again."""
+    """Return once none of them runs or will run: they hold views of memory that is used again."""
     for task in tasks:
         task.cancel()
     wait(tasks)
@@ -283,7 +283,7 @@ def _end(tasks: Collection[Future[Any]]) -> None:
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Errors of the operating system, with the file that they were about: a write or a sync does not say."""
+    """Adds the file to errors of the operating system: those of a write or a sync do not name it."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
 """Whether the tensors that a tag's files show are those that its indexes say were written.
 
-A file verifies its own bytes (the CRC-32s in its zip directory), not that it belongs to this save: one that was copied
-from another is whole too. The indexes, which the manifest vouches for, say what belongs. So a file that holds nothing
-but one tensor need not be opened to know what that should be: its bytes verify themselves by the index's digests.
+A file verifies its own bytes (the CRC-32s in its zip directory), but not that it belongs to this save: one that was
+copied from another save is intact too. The indexes, which the manifest verifies, say what belongs. So a file that holds
+nothing but one tensor need not be opened to know what that should be: its bytes verify themselves by the index's
+digests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A tag as the state dict that torch DCP keeps flat: global tensors and values, each by DCP's name.
 
-State of an optimizer that is no parameter's has none there, where all of it is by parameter: it is left out.
-
-An optimizer's ``step`` is a tensor there, as torch's optimizers have it: the Python number that NxD's keep becomes one.
+Optimizer state that belongs to no parameter has no name in DCP, and is left out. An optimizer's ``step`` is a tensor
+there, as in torch's optimizers; the Python number that NxD's keep becomes one.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class DcpState:
 
     @cached_property
     def values(self) -> dict[str, tuple[Path, Any]]:
-        """What is no tensor, by name, with the keys that lead to it."""
+        """What is not a tensor, by name, with the keys that lead to it."""
         return {name: held for name, held in self._all.items() if not isinstance(held[1], DcpTensor)}
 
     @property
