@@ -88,8 +88,8 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
         )
     if any(name.startswith("optim/#") for name in whole.tensors):
         logger.warning(
-            "%s does not say which parameters the entries of its optimizer belong to: they are called %s.state.#0 and so "
-            "on, which no optimizer looks for; pass saved_param_names=",
+            "%s does not say which parameters the entries of its optimizer belong to: they are called %s.state.#0 and "
+            "so on, which no optimizer looks for; pass saved_param_names=",
             opened.where,
             chosen.optim_key,
         )

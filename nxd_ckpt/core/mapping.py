@@ -23,6 +23,7 @@ from typing import Any
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 
 Numbers = Mapping[str, int]
@@ -37,7 +38,6 @@ def _readable(count: int, what: str) -> int:
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,11 @@ class ModelMapping:
         return next((Match(name, rule, numbers) for rule, numbers in found if numbers is not None), None)
 
     def _in_words(self, unknown: list[str]) -> str:
-        shown = []
-        for name in unknown[:_SHOWN]:
+        def text(name: str) -> str:
             close = self.closest(name)
-            shown.append(f"{name!r}" + (f" (closest rules: {', '.join(close)})" if close else ""))
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+            return f"{name!r}" + (f" (closest rules: {', '.join(close)})" if close else "")
+
         return (
-            f"mapping {self.name!r} has no rule for {', '.join(shown)}{more}; choose another mapping, or add rules "
+            f"mapping {self.name!r} has no rule for {first_of(unknown, text)}; choose another mapping, or add rules "
             "to a mapping file of your own"
         )

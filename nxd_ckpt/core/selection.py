@@ -10,9 +10,8 @@ from itertools import groupby
 
 from nxd_ckpt.core.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,12 @@ def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants
     if found.unknown:
         close = ", ".join(closest(mapping, found.unknown[0])) or "none"
         raise KeyMismatch(
-            f"mapping {mapping.name!r} has no rule for {_listed(found.unknown)}; the closest to the first: "
+            f"mapping {mapping.name!r} has no rule for {first_of(found.unknown)}; the closest to the first: "
             f"{close}. Choose another mapping, or add rules to a mapping file of your own"
         )
     if found.missing:
         raise KeyMismatch(
-            f"tensors are missing: {_listed(found.missing)}, which every model of mapping {mapping.name!r} has with "
+            f"tensors are missing: {first_of(found.missing)}, which every model of mapping {mapping.name!r} has with "
             "this config.json; is the directory complete, and this its model's config.json?"
         )
     return list(found.matches)
@@ -109,8 +108,3 @@ def _numbers(rule: Rule, names: Collection[str]) -> set[tuple[tuple[str, int], .
     return {
         tuple((key, numbers[key]) for key in rule.nxd.placeholders) for numbers in found if numbers is not None
     }
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(list(names)[:_SHOWN]) + more

@@ -1,19 +1,23 @@
-"""Names in an error's words, with those that may have been meant. Pure."""
+"""Names in the words of an error: some of many, with those that may have been meant. Pure."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 _SHOWN = 8
 
 
 def listed(names: Iterable[str], others: Collection[str]) -> str:
     """The names, at most eight, each with the one of ``others`` that is most like it, if one is."""
+    return first_of(names, lambda name: _with_suggestion(name, others))
+
+
+def first_of(names: Iterable[str], text: Callable[[str], str] = str) -> str:
+    """The first eight of the names, as ``text`` shows each, and how many more there are."""
     names = list(names)
-    shown = [_with_suggestion(name, others) for name in names[:_SHOWN]]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(shown) + more
+    return ", ".join(map(text, names[:_SHOWN])) + more
 
 
 def closest(name: str, others: Collection[str]) -> str | None:

@@ -13,6 +13,7 @@ import logging
 
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import LATEST, TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.layout import legacy
@@ -40,7 +41,6 @@ logger = logging.getLogger("nxd_ckpt")
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
 _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
-_SHOWN = 8
 _COPIED_WITHIN = 1.0
 """Seconds that may lie between copying a tag's marker and its manifest for the copy to be recognised as one."""
 
@@ -176,8 +176,7 @@ def describe_incomplete(storage: Storage) -> str:
             lines.append(f"{entry.name!r} ({'complete' if info.complete else 'no done marker: incomplete'})")
     if not lines:
         return "it is empty or absent"
-    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return "it holds " + ", ".join(lines[:_SHOWN]) + more
+    return f"it holds {first_of(lines)}"
 
 
 def _listed_in_newest(storage: Storage) -> dict[str, float]:

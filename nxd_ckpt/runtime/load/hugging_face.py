@@ -19,6 +19,7 @@ from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.core.mapping import Match
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
@@ -38,7 +39,6 @@ from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 
-_SHOWN = 8
 
 
 def load_hugging_face(
@@ -117,8 +117,8 @@ class _Prepared:
 
     def _described(self, live: list[str]) -> str:
         return (
-            f"{self.where} holds {_listed(sorted(self._directory.names))}, the model has {_listed(live)}, and mapping "
-            f"{self._mapping.name!r} finds none in the other"
+            f"{self.where} holds {first_of(sorted(self._directory.names))}, the model has {first_of(live)}, and "
+            f"mapping {self._mapping.name!r} finds none in the other"
         )
 
     def refuse_unused(self, taken: Iterable[str]) -> None:
@@ -126,7 +126,7 @@ class _Prepared:
         unused = sorted({*self._directory.names}.difference(taken))
         unused = [name for name in unused if not any(pattern.match(name) for pattern in self._mapping.ignored)]
         if unused:
-            self._complain(f"{self.where} holds {_listed(unused)}, which no rank's model has")
+            self._complain(f"{self.where} holds {first_of(unused)}, which no rank's model has")
 
     def apply(self, *, shown: bool) -> None:
         """Change the live model."""
@@ -156,7 +156,7 @@ class _Prepared:
         else:
             found, unknown = self._mapping.split(live)
             if unknown:
-                logger.warning("loading with strict=False: left as they are, without a rule: %s", _listed(unknown))
+                logger.warning("loading with strict=False: left as they are, without a rule: %s", first_of(unknown))
         return [replace(match, name=live[match.name]) for match in found]
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
@@ -192,7 +192,7 @@ class _Prepared:
         )
         if left:
             self._complain(
-                f"{_listed(left)} of the live model are on the meta device and in no file: give them values, as the "
+                f"{first_of(left)} of the live model are on the meta device and in no file: give them values, as the "
                 "model computes them, before loading"
             )
 
@@ -240,8 +240,3 @@ def _exponents(dtype: str) -> int | None:
     """The largest exponent of a dtype of floating point; None for others."""
     kind = torch_dtype(dtype)
     return math.frexp(torch.finfo(kind).max)[1] if kind.is_floating_point else None
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from nxd_ckpt.core import votes
 from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
 from nxd_ckpt.runtime.paths import alive_file, begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
@@ -351,6 +352,4 @@ def _said(storage: Storage, key: str) -> bytes:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"

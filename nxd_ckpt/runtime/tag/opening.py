@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,9 +13,9 @@ import torch
 
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound, TagReplaced
-from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import recorded_order_time
@@ -29,6 +29,7 @@ from nxd_ckpt.runtime.tag.verification import (
     Written,
     WrittenHints,
     changed_tensors,
+    check_bytes,
     refuse_missing,
     verify_tensors,
 )
@@ -332,7 +333,7 @@ class OpenTag:
             return
         entry = self.index(writer).files.get(file)
         if entry is None:
-            held = _listed(self.index(writer).files)
+            held = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {held}")
         self._verify_size(file, entry.nbytes)
         if entry.nbytes <= _SMALL:
@@ -341,7 +342,7 @@ class OpenTag:
                 check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
                 changed = changed_tensors(data, (one for one in self.index(writer).tensors if one.file == file))
-                raise DigestMismatch(f"{error}{': ' if changed else ''}{_listed(changed)}") from error
+                raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
         self._verified.add(file)
 
     def _verify_size(self, file: str, expected: int) -> None:
@@ -359,15 +360,6 @@ _SMALL = 4 * 2**20
 
 def _unverified(file: str, expected: int) -> None:
     """Where asking for a size is a request. Of another size, its bytes are not those of the index either."""
-
-
-def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
-    """Raise unless ``data`` has the size and CRC-32 that were written."""
-    if len(data) != expected.nbytes:
-        raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
-    found = crc32.crc32(data)
-    if found != expected.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
 
 
 def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
@@ -408,8 +400,3 @@ def _size(storage: Storage, key: str) -> int | None:
         return storage.size(key)
     except FileNotFoundError:
         return None
-
-
-def _listed(files: Iterable[str]) -> str:
-    listed = sorted(files)
-    return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")

@@ -199,3 +199,12 @@ def _entry_text(entry: TensorEntry | None) -> str:
 
 def _named(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
+    """Raise unless ``data`` has the size and CRC-32 that were written."""
+    if len(data) != expected.nbytes:
+        raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
+    found = crc32.crc32(data)
+    if found != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")

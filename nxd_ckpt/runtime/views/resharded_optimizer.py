@@ -16,6 +16,7 @@ from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.plan import CutIndex, Read
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, iter_tensors
@@ -307,7 +308,7 @@ class ReshardedOptimizer:
         if found is None:
             raise OptimizerMismatch(
                 f"optimizer: {self._context.opened.where} has no entry for {name!r}: it was frozen, or not passed to "
-                f"the optimizer, when that was saved. It has {_listed([*self.slots])}; build param_groups of the same "
+                f"the optimizer, when that was saved. It has {first_of(self.slots)}; build param_groups of the same "
                 "parameters"
             )
         return found
@@ -353,8 +354,3 @@ def _shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
 def _equal(one: Any, other: Any) -> bool:
     one, other = by_digest(one), by_digest(other)
     return type(one) is type(other) and bool(one == other)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
