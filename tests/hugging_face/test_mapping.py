@@ -160,7 +160,7 @@ def test_experts_must_be_as_many_as_config_says() -> None:
     """A stacked tensor of another number of experts is another model's."""
     name = "model.layers.0.mlp.expert_mlps.mlp_op.down_proj.weight"
     (match,) = shipped_mappings()["mixtral"].matches([name])
-    with pytest.raises(ShapeMismatch, match="expected 4 in front"):
+    with pytest.raises(ShapeMismatch, match="its first size is 4"):
         counterparts(match, (8, 12, 8), Sizes(Model("mixtral").config))
 
 
