@@ -109,7 +109,7 @@ def test_a_failure_on_one_rank_reaches_all_and_nothing_is_visible(how: str, tmp_
     verify_checkpoint(tmp_path, "good")
 
 
-@pytest.mark.parametrize("at", ["create", "sync_dir", "rename"])
+@pytest.mark.parametrize("at", [pytest.param("create", marks=pytest.mark.soak), "sync_dir", "rename"])
 def test_a_killed_rank_leaves_nothing_visible(at: str, tmp_path: Path) -> None:
     """SIGKILL to a rank in the middle of its files, or to rank 0 just before the tag appears; the next job saves."""
     victim = 0 if at == "rename" else 1
