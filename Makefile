@@ -22,7 +22,7 @@ XLA_READY := $(VENV)/.nxd-ckpt-installed
 PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
 BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 
-# TorchTitan and what its checkpoint manager imports, a few MB: all that it depends on would be half a gigabyte.
+# TorchTitan and what its checkpoint manager imports, 8 MB; it depends on far more, which the manager does not use.
 TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro torchdata docstring_parser typeguard
 
 # Ranks are processes and share few cores: one thread each.

@@ -263,7 +263,8 @@ def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
     (partial / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(partial, MalformedFile, "the chunks of model.a must cover its shape")
     at = MetadataIndex("model.a", torch.Size([0]))
-    for field, match in (("state_dict_metadata", "not what is model.a"), ("storage_data", "of no file")):
+    changed = {"state_dict_metadata": "does not describe, model.a", "storage_data": "names no file that holds"}
+    for field, match in changed.items():
         metadata = pickle.loads((good / ".metadata").read_bytes())
         held = getattr(metadata, field)
         del held[at if at in held else "model.a"]
