@@ -26,7 +26,7 @@ def test_files_are_those_of_olmo_core(tmp_path: Path) -> None:
         [(strategy.one_file(), True), (strategy.one_file_per_tensor(), False), (strategy.chunks(50), False)]
     ):
         theirs, ours = tmp_path / f"theirs-{number}", tmp_path / f"ours-{number}"
-        options = {"optim": optim, "unshard_strategy": chosen, "quiet": True}
+        options = {"optim": optim, "unshard_strategy": chosen}
         expected = olmo_core.unshard_checkpoint(tmp_path / "dcp", theirs, **options)
         found = unshard_checkpoint(tmp_path / "run" / "step_1", ours, **options)
         places = [None if place is None else ours / place.relative_to(theirs) for place in expected]
