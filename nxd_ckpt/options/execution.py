@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from typing_extensions import TypedDict
 
@@ -33,8 +33,8 @@ class OutputOptions:
 
     overwrite: bool = False
     dry_run: bool = False
-    storage_options: StorageOptions | None = None
-    output_options: StorageOptions | None = None
+    storage_options: StorageOptions | None = field(default=None, repr=False)
+    output_options: StorageOptions | None = field(default=None, repr=False)
     durable: bool = True
     progress: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from typing_extensions import TypedDict
 
@@ -29,7 +29,7 @@ class DirectoryOptions:
 
     topology: Topology | None = None
     timeout: float = DEFAULT_TIMEOUT
-    storage_options: StorageOptions | None = None
+    storage_options: StorageOptions | None = field(default=None, repr=False)
 
 
 class DirectoryKeywords(TypedDict, total=False):

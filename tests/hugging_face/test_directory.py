@@ -162,7 +162,7 @@ def _index(document: object) -> Callable[[Path], None]:
         (_leave_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
         (_leave_sharded_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
         (_leave_nothing, PartNotFound, r"holds no weights"),
-        (_index("{"), MalformedFile, r"index\.json: not JSON"),
+        (_index("{"), MalformedFile, r"index\.json: not valid JSON"),
         (_index([]), MalformedFile, r"expected a JSON object"),
         (_index({"weight_map": ["a"]}), MalformedFile, r"weight_map must name"),
         (_index({"weight_map": {"a": "../secret.safetensors"}}), MalformedFile, r"is not a safetensors file of this"),

@@ -105,7 +105,7 @@ def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
     """Named as what it is."""
     (tmp_path / "config.json").write_text(text)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
-    with pytest.raises(MalformedFile, match=r"config\.json: (not JSON|expected a JSON object)"):
+    with pytest.raises(MalformedFile, match=r"config\.json: (not valid JSON|expected a JSON object)"):
         export_checkpoint(tag, tmp_path / "out", config=tmp_path / "config.json")
 
 

@@ -121,7 +121,7 @@ def test_of_two_jobs_the_later_ones_save_stays(monkeypatch: pytest.MonkeyPatch, 
     rehearsal.end()
     for number in range(int(ended) % step, len(operations), step):
         store = MemoryStorage()
-        sleeper = Process(store)
+        sleeper = Process(store, timeout=3.0)  # it waits in vain for votes that its successor removed
         assert None is sleeper.save("first", 1)
         awake = threading.Event()
         sleeper.arm(nth(number), awake.wait)
