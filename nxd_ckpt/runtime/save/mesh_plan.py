@@ -15,10 +15,9 @@ from typing import Any
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import State, StateTensor
-from nxd_ckpt.core.mesh import Coordinate, Layout
+from nxd_ckpt.core.mesh import Layout
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
-from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
@@ -34,17 +33,11 @@ DIRECTORIES = {"model": names.MODEL_DIR, "optimizer": names.OPTIMIZER_DIR}
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor as this rank holds it: ``leaf`` is the part of it that the rank at ``coordinate`` of the layout has."""
+    """A tensor as this rank holds it: ``leaf`` is its part, ``placed`` how it lies on the ranks of the group."""
 
     leaf: Any
     about: StateTensor
-    layout: Layout
-    shape: tuple[int, ...]
-    coordinate: Coordinate
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return self.layout.pieces(self.shape, self.coordinate)
+    placed: Placed
 
     @property
     def tie(self) -> Hashable:
@@ -76,8 +69,8 @@ class MeshPlan:
         for held in self.held.values():
             replicas = _dealt(held)
             for one, replica in zip(held, replicas, strict=True):
-                number = self._numbers[id(one.layout)]
-                tensors.append(WholeTensor(one.about.name, form_of(one.leaf)[0], one.shape, number, replica))
+                number = self._numbers[id(one.placed.layout)]
+                tensors.append(WholeTensor(one.about.name, form_of(one.leaf)[0], one.placed.shape, number, replica))
         return MeshRecord(tuple(layout for _, layout in self._layouts.values()), tuple(tensors))
 
     @property
@@ -109,7 +102,7 @@ class MeshPlan:
             layout, shape = self._kept(key, lambda: self._on_group(about.name, placed)), placed.shape
         coordinate = layout.mesh.coordinate_of(self.rank)
         assert coordinate is not None
-        return Held(leaf, about, layout, shape, coordinate)
+        return Held(leaf, about, Placed(layout, shape, coordinate))
 
     def _kept(self, key: Any, make: Callable[[], Layout]) -> Layout:
         if key not in self._layouts:
@@ -140,12 +133,12 @@ def _dealt(held: Sequence[Held]) -> list[int]:
     found = [0] * len(held)
     by_layout: dict[int, dict[Hashable, list[int]]] = {}
     for number, one in enumerate(held):
-        if one.layout.replicas > 1:
-            by_layout.setdefault(id(one.layout), {}).setdefault(one.tie, []).append(number)
+        if one.placed.layout.replicas > 1:
+            by_layout.setdefault(id(one.placed.layout), {}).setdefault(one.tie, []).append(number)
     for ties in by_layout.values():
         firsts = [held[numbers[0]] for numbers in ties.values()]
-        sizes = [prod(one.shape) * itemsize(form_of(one.leaf)[0]) for one in firsts]
-        writers = min(firsts[0].layout.replicas, 1 + sum(sizes) // WORTH_A_WRITER)
+        sizes = [prod(one.placed.shape) * itemsize(form_of(one.leaf)[0]) for one in firsts]
+        writers = min(firsts[0].placed.layout.replicas, 1 + sum(sizes) // WORTH_A_WRITER)
         replicas = xser.balance(sizes, writers)
         for numbers, replica in zip(ties.values(), replicas, strict=True):
             for number in numbers:
@@ -154,7 +147,8 @@ def _dealt(held: Sequence[Held]) -> list[int]:
 
 
 def _is_mine(one: Held, replica: int) -> bool:
-    return bool(one.pieces) and one.layout.replica_of(one.coordinate) == replica
+    placed = one.placed
+    return bool(placed.pieces) and placed.layout.replica_of(placed.coordinate) == replica
 
 
 def _shard_file(key: str, mine: Sequence[Held], part: str) -> PlannedFile:
@@ -165,5 +159,5 @@ def _shard_file(key: str, mine: Sequence[Held], part: str) -> PlannedFile:
     entries = []
     for one in mine:
         dtype, shape = form_of(one.leaf)
-        entries.append(NamedTensor(one.about.name, storage_of[one.tie], dtype, shape, one.pieces))
+        entries.append(NamedTensor(one.about.name, storage_of[one.tie], dtype, shape, one.placed.pieces))
     return replace(PlannedFile(key, image, tuple(entries)), part=part)
