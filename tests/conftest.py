@@ -64,14 +64,7 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def _xla_pool() -> Iterator[RankPool]:
+def xla_ranks() -> Iterator[RankPool]:
+    """Four emulated CPU-XLA ranks, one pool for the whole session."""
     with RankPool(nproc=4, xla=True) as pool:
         yield pool
-
-
-@pytest.fixture
-def xla_ranks(_xla_pool: RankPool) -> RankPool:
-    """Four emulated CPU-XLA ranks, one pool for the whole session; started anew after a test that broke it."""
-    if not _xla_pool.healthy:
-        _xla_pool.restart()
-    return _xla_pool
