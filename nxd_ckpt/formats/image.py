@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import Self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StorageRecord:
     """One tensor's place in the file: its ``nbytes`` tight, row-major bytes belong at ``offset``."""
 
-    __slots__ = ("nbytes", "offset", "record_name")
-
-    record_name: str
     offset: int
     nbytes: int
 
@@ -22,29 +22,28 @@ class StorageRecord:
         return self.offset + self.nbytes
 
 
-class Image(Protocol):
+@dataclass(frozen=True)
+class Image(ABC):
     """A file of ``nbytes`` bytes but for its tensors' contents.
 
-    Those go where ``storages`` says, which are in file order; ``tensors`` are what belongs there. The first
-    ``tensor_nbytes`` bytes are storages with whatever stands before each.
+    Those go where ``storages`` says, which are in file order; ``tensors`` are what belongs there.
     """
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: int
+    storages: Sequence[StorageRecord] = field(repr=False)
+    tensors: Sequence[Any] = field(repr=False)
 
     @property
-    def storages(self) -> Sequence[StorageRecord]: ...
-
-    @property
-    def tensors(self) -> Sequence[Any]: ...
-
-    @property
-    def tensor_nbytes(self) -> int: ...
+    def tensor_nbytes(self) -> int:
+        """The first bytes of the file, which are storages with whatever stands before each."""
+        return self.storages[-1].end if self.storages else 0
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         """(offset, bytes) of each file in this one: it may be several, one behind the other."""
+        return [(0, self.nbytes)]
 
+    @abstractmethod
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """(offset, bytes) of what lies between the storage before number ``index`` and that itself.
 
@@ -52,8 +51,10 @@ class Image(Protocol):
         these are hashed. Lengths and offsets do not depend on them.
         """
 
+    @abstractmethod
     def tail(self, crcs: Sequence[int]) -> bytes:
         """Everything from ``tensor_nbytes`` on; ``crcs`` are those of all storages, in order."""
 
-    def holding(self, tensors: Sequence[Any]) -> Image:
+    def holding(self, tensors: Sequence[Any]) -> Self:
         """The same file for other tensors, one of the same bytes for each storage."""
+        return replace(self, tensors=tensors)

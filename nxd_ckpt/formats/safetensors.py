@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import InvalidArgument, MalformedFile, UnsupportedState
-from nxd_ckpt.formats.image import StorageRecord
+from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
 from nxd_ckpt.formats.zip_directory import Pread
 
@@ -74,25 +74,11 @@ class Header:
 
 
 @dataclass(frozen=True)
-class SafetensorsImage:
-    """As an :class:`~nxd_ckpt.formats.image.Image`: ``head``, and a storage for each of ``forms``."""
+class SafetensorsImage(Image):
+    """``head``, and a storage for each of ``forms``."""
 
     head: bytes = field(repr=False)
     forms: Sequence[TensorForm]
-    storages: Sequence[StorageRecord] = field(repr=False)
-    tensors: Sequence[Any] = field(default=(), repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        return self.storages[-1].end if self.storages else len(self.head)
-
-    @property
-    def tensor_nbytes(self) -> int:
-        return self.storages[-1].end if self.storages else 0
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        return [(0, self.nbytes)]
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """The file's, before its first tensor; there is nothing before the others."""
@@ -100,10 +86,6 @@ class SafetensorsImage:
 
     def tail(self, crcs: Sequence[int]) -> bytes:
         return b"" if self.storages else self.head
-
-    def holding(self, tensors: Sequence[Any]) -> SafetensorsImage:
-        """The same file of these tensors, one for each of ``forms``."""
-        return replace(self, tensors=tensors)
 
 
 def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> SafetensorsImage:
@@ -115,23 +97,22 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
     """
     ordered = sorted(tensors, key=lambda form: (-itemsize(form.dtype), form.name))
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    at, begins = 0, []
+    at, storages = 0, []
     for form in ordered:
         if form.dtype not in _NAMES:
             raise UnsupportedState(f"{form.name}: safetensors files cannot hold {form.dtype}; cast it, with dtype=")
         offsets = [at, at + form.nbytes]
         header[form.name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
-        begins.append(at)
+        storages.append(StorageRecord(at, form.nbytes))
         at += form.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > _LONGEST:
-        raise InvalidArgument(f"{len(begins)} tensors need a header of {len(text)} bytes; use a smaller size_per_shard")
+        count = len(ordered)
+        raise InvalidArgument(f"{count} tensors need a header of {len(text)} bytes; use a smaller size_per_shard")
     head = _LENGTH.pack(len(text)) + text
-    placed = zip(ordered, begins, strict=True)
-    return SafetensorsImage(
-        head, ordered, [StorageRecord(form.name, len(head) + begin, form.nbytes) for form, begin in placed]
-    )
+    storages = [replace(storage, offset=len(head) + storage.offset) for storage in storages]
+    return SafetensorsImage(len(head) + at, storages, (), head, ordered)
 
 
 def read_header(pread: Pread, size: int, file: str) -> Header:

@@ -16,7 +16,7 @@ from typing import Any
 
 from nxd_ckpt.formats import zip_container
 from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.image import StorageRecord
+from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.pickling import pickle_tree
 from nxd_ckpt.formats.zip_container import Record
 
@@ -27,24 +27,11 @@ _ARCHIVE = "archive/"
 
 
 @dataclass(frozen=True)
-class ZipImage:
-    """A torch zip file, as an :class:`~nxd_ckpt.formats.image.Image`: before each tensor stands its record's header,
-    the rest is the pickle and the directory."""
+class ZipImage(Image):
+    """A torch zip file: before each tensor stands its record's header, the rest is the pickle and the directory."""
 
-    nbytes: int
-    storages: Sequence[StorageRecord]
-    tensors: Sequence[Any] = field(repr=False)
     _contents: Sequence[bytes] = field(repr=False)
     _records: Sequence[Record] = field(repr=False)  # those of storages, then those of _contents
-
-    @property
-    def tensor_nbytes(self) -> int:
-        return self.storages[-1].end if self.storages else 0
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of each torch file in this one."""
-        return [(0, self.nbytes)]
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """(offset, bytes) of the header before storage number ``index``, in which its CRC-32 stands."""
@@ -58,10 +45,6 @@ class ZipImage:
         written = [header + content for header, content in zip(headers, self._contents, strict=True)]
         return b"".join([*written, zip_container.directory(self._records, [*crcs, *digests])])
 
-    def holding(self, tensors: Sequence[Any]) -> ZipImage:
-        """The same file for other tensors, one of the same bytes for each storage."""
-        return replace(self, tensors=tensors)
-
     def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> ZipImage:
         """The image of ``tree``, whose tensors have the same dtypes, shapes and ties, and lie where they lay."""
         pickled, tensors = pickle_tree(tree, tensor_key)
@@ -71,40 +54,35 @@ class ZipImage:
 
 
 @dataclass(frozen=True)
-class JoinedImage:
-    """As a :class:`ZipImage`: torch zip files one behind the other, which lie where ``spans`` says."""
+class JoinedImage(Image):
+    """Torch zip files one behind the other."""
 
-    spans: Sequence[tuple[int, int]]
-    storages: Sequence[StorageRecord]
-    tensors: Sequence[Any] = field(repr=False)
     _archives: Sequence[ZipImage] = field(repr=False)
+    _starts: Sequence[int] = field(repr=False)  # of each archive its first byte
     _first: Sequence[int] = field(repr=False)  # of each archive the number of its first storage
 
     @staticmethod
     def of(values: Iterable[Any]) -> JoinedImage:
         """A file for each of ``values``; raises as :func:`image_of`."""
         archives, end = [image_of(value) for value in values], 0
-        spans, storages, first = list[tuple[int, int]](), list[StorageRecord](), list[int]()
+        storages, starts, first = list[StorageRecord](), list[int](), list[int]()
         for archive in archives:
             start = -(-end // 64) * 64 if archive.storages else end  # so that tensors are aligned in memory
             end = start + archive.nbytes
-            spans.append((start, archive.nbytes))
+            starts.append(start)
             first.append(len(storages))
             storages += [replace(storage, offset=start + storage.offset) for storage in archive.storages]
-        return JoinedImage(spans, storages, [one for archive in archives for one in archive.tensors], archives, first)
+        tensors = [tensor for archive in archives for tensor in archive.tensors]
+        return JoinedImage(end, storages, tensors, archives, starts, first)
 
     @property
-    def nbytes(self) -> int:
-        return sum(self.spans[-1]) if self.spans else 0
-
-    @property
-    def tensor_nbytes(self) -> int:
-        return self.storages[-1].end if self.storages else 0
+    def spans(self) -> list[tuple[int, int]]:
+        return [(start, archive.nbytes) for start, archive in zip(self._starts, self._archives, strict=True)]
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """As that of a :class:`ZipImage`; it may hold the end of one file, and whole ones that hold no tensor."""
         number = self._archive_of(index)
-        first, (start, _) = self._first[number], self.spans[number]
+        first, start = self._first[number], self._starts[number]
         offset, header = self._archives[number].header(index - first, crcs[first : index + 1])
         if index > first:
             return start + offset, header
@@ -114,10 +92,6 @@ class JoinedImage:
     def tail(self, crcs: Sequence[int]) -> bytes:
         """Everything from ``tensor_nbytes`` on."""
         return self._tails(len(self.storages), len(self._archives), crcs)
-
-    def holding(self, tensors: Sequence[Any]) -> JoinedImage:
-        """The same files for other tensors."""
-        return replace(self, tensors=tensors)
 
     def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> JoinedImage:
         """The image of other values, a list."""
@@ -146,7 +120,7 @@ def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipIma
     """
     pickled, tensors = pickle_tree(tree, tensor_key)
     records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
-    storages = [StorageRecord(record.name.removeprefix(_ARCHIVE), record.offset, record.nbytes) for record in records]
+    storages = [StorageRecord(record.offset, record.nbytes) for record in records]
     return _image(pickled, records, storages, [tensor for tensor, _ in tensors])
 
 
