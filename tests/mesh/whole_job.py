@@ -24,16 +24,21 @@ def one_rank(weights: Sequence[Weight]) -> Layout:
 
 
 class MeshJob:
-    """Four ranks, 2 x 2: matrices are cut along both dimensions, vectors along one, buffers are plain tensors."""
+    """Four ranks, 2 x 2: matrices are placed as ``matrices`` says, vectors cut along one dimension, buffers plain."""
 
-    def __init__(self, weights: Sequence[Weight], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        dtype: torch.dtype | None = None,
+        matrices: Sequence[Placement] = (Shard(1), Shard(0)),
+    ) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         self.module = torch.nn.Module()
         for weight in weights:
             if weight.kind == "buffer":
                 self.module.register_buffer(weight.name, weight.value)
                 continue
-            placed: list[list[Placement]] = [[Replicate()] * 2, [Shard(0), Replicate()], [Shard(1), Shard(0)]]
+            placed: list[Sequence[Placement]] = [[Replicate()] * 2, [Shard(0), Replicate()], matrices]
             value = distribute_tensor(weight.value.to(dtype or weight.dtype), mesh, placed[min(len(weight.shape), 2)])
             parameter = torch.nn.Parameter(value, requires_grad=weight.kind == "parameter")
             self.module.register_parameter(weight.name, parameter)

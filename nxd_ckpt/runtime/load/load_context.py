@@ -131,9 +131,7 @@ class LoadContext:
     @property
     def is_mesh_job(self) -> bool:
         """Whether a mesh job saved the tag, or loads it: then names that this rank lacks may be other ranks'."""
-        manifest = self.opened.manifest
-        saved = manifest is not None and manifest.leaders is not None
-        return saved or (self.model is not None and self.model.is_placed)
+        return self.opened.mesh is not None or (self.model is not None and self.model.is_placed)
 
     def crosses(self, optimizer: OptimizerAdapter) -> bool:
         """Whether one side is a plain optimizer and the other ZeRO-1; a mesh job is neither, its tensors are whole."""

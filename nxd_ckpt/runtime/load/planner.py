@@ -82,14 +82,16 @@ class LoadPlanner:
             trees.model_tree = self._own(model, self._model_tree(model))
             trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
-            trees.model_tree = local_tree(trees.model_tree, model.placed(trees.names))
+            trees.model_placed = model.placed(trees.names)
+            trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
             self._refuse_bare_groups(tree, optimizer)
             trees.optimizer_tree = self._filtered(tree, optimizer)
             optimizer.validate(trees.optimizer_tree)
-            trees.optimizer_tree = local_tree(trees.optimizer_tree, optimizer.placed(trees.optimizer_tree))
+            trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
+            trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
         trees.refuse_strangers()
         trees.is_regrouped = self._is_regrouped
         trees.strangers = sorted(self._strangers)

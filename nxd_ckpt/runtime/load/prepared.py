@@ -24,6 +24,7 @@ from nxd_ckpt.runtime.load.downloading import download
 from nxd_ckpt.runtime.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.load_context import load_context
+from nxd_ckpt.runtime.load.mesh_shares import MeshShares, agree_on_blocks
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.load.parts import demand, own_content, part_names
@@ -124,6 +125,7 @@ class PreparedLoad:
         self.reader = opened.reader()
         self._delivery = Delivery(self.reader, self._read_into)
         self._shares: ReplicaShares | None = None
+        self._mesh_shares: MeshShares | None = None
         self._broadcast: Broadcast | None = None
 
     def refuse_unmatched(self, agreement: Agreement) -> None:
@@ -145,7 +147,7 @@ class PreparedLoad:
             )
 
     def share(self, agreement: Agreement) -> None:
-        """Find out what the data-parallel replicas have in common; all ranks at once."""
+        """Find out what the data-parallel replicas, or the ranks of a mesh, have in common; all ranks at once."""
         if agreement.world_size > 1:
             shares = ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
             # What decides which leaves are verified, and in which order they are read.
@@ -154,9 +156,13 @@ class PreparedLoad:
             agreed = agree_on_shares(agreement, shares, terms)
             # Copies on a local disk are this host's own: nobody else has verified or can read them.
             self._shares = shares if agreed and self._cache is None else None
+            if not agreed and self._opened.mesh is not None:
+                blocks = MeshShares(list(self._trees.placed_leaves()))
+                agreed = agree_on_blocks(agreement, blocks, terms)
+                self._mesh_shares = blocks if agreed and self._cache is None else None
 
     def verify(self) -> None:
-        """Verify every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
+        """Verify every byte that will be loaded, before anything changes; of what is shared, this rank's share.
 
         With ``pre_download``, the files that are needed are brought first.
         """
@@ -175,7 +181,8 @@ class PreparedLoad:
         try:
             with self._watched("verify", (leaf for _, leaf in mine)), garbage_left():
                 for name, leaf in mine:
-                    self.reader.verify(leaf, name)
+                    takes = None if self._mesh_shares is None else self._mesh_shares.takes(leaf)
+                    self.reader.verify(leaf, name, takes)
                 self.reader.finish()
         except CorruptCheckpoint as error:
             if self._cache is None:

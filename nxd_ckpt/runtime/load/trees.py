@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
@@ -25,7 +26,8 @@ class LoadTrees:
     ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
     the saved ones in their order, ``keeps`` what of the optimizer stays as it is. ``unmatched`` says, where the model
     has names to be loaded and the tag not one of them, what there is on both sides. ``strangers`` are the global names
-    that the tag has and this rank of a mesh job does not: it may be another one that holds them.
+    that the tag has and this rank of a mesh job does not: it may be another one that holds them. The trees have this
+    rank's parts of what ``model_placed`` and ``optimizer_placed`` say, by path, to lie on a mesh.
     """
 
     model: ModelAdapter | None = None
@@ -37,6 +39,8 @@ class LoadTrees:
     keeps: Keeps = keeps_nothing
     unmatched: str | None = None
     strangers: list[str] = field(default_factory=list)
+    model_placed: Mapping[Path, Placed] = field(default_factory=dict)
+    optimizer_placed: Mapping[Path, Placed] = field(default_factory=dict)
 
     @property
     def continues_optimizer(self) -> bool:
@@ -71,6 +75,12 @@ class LoadTrees:
         """Those that all data-parallel replicas of this rank read: of the model, and of a plain optimizer."""
         plain = self.optimizer is not None and self.optimizer.kind == "plain"
         return ((name, leaf) for name, leaf in self.leaves() if plain or name.startswith("model/"))
+
+    def placed_leaves(self) -> Iterator[tuple[str, Leaf, Placed]]:
+        """Those that are put into DTensors, and how these lie on their meshes."""
+        for tree, placed in ((self.model_tree, self.model_placed), (self.optimizer_tree, self.optimizer_placed)):
+            found = iter_tensors(tree) if placed else ()
+            yield from ((self.name_by_leaf[id(leaf)], leaf, placed[path]) for path, leaf in found if path in placed)
 
     @cached_property
     def name_by_leaf(self) -> Mapping[int, str]:

@@ -168,16 +168,16 @@ class OpenTag:
         return self._trees.get(("model", self.topology.writer_of(at)), partial(self._model_tree, at))
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
-        if self._mesh is not None:
-            return self._mesh.model()
+        if self.mesh is not None:
+            return self.mesh.model()
         self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
         return self._verified_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
 
     @cached_property
-    def _mesh(self) -> MeshTrees | None:
-        """The trees of a mesh job."""
+    def mesh(self) -> MeshTrees | None:
+        """Its trees, if a mesh job saved it."""
         if self.manifest is None or self.manifest.leaders is None:
             return None
         at = self.topology.coordinates_of
@@ -215,8 +215,8 @@ class OpenTag:
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         kind = self.parts.optimizer
-        if self._mesh is not None:
-            return self._mesh.optimizer()
+        if self.mesh is not None:
+            return self.mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
             return self._dcp_tree(at)
         own = kind == "zero1"
@@ -257,8 +257,8 @@ class OpenTag:
         """The parameter behind each index of the optimizer's state, or None where the tag does not tell."""
         if self.manifest is None:
             return self._layout.optimizer_names(at)
-        if self._mesh is not None:
-            return self._mesh.optimizer_names()
+        if self.mesh is not None:
+            return self.mesh.optimizer_names()
         found = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
         return None if found is None else list(found)
 
@@ -277,7 +277,7 @@ class OpenTag:
     def dcp_names(self) -> DcpNames | None:
         """What torch DCP called what is in the tag, where DCP wrote it."""
         files = self._layout.files
-        if self._mesh is None or not files.has(names.DCP_NAMES):
+        if self.mesh is None or not files.has(names.DCP_NAMES):
             return None
         self._verify(names.DCP_NAMES, self.topology.coordinates_of(0))
         return DcpNames.from_json(files.storage.read(files.key(names.DCP_NAMES)), files.where(names.DCP_NAMES))

@@ -42,6 +42,9 @@ from nxd_ckpt.runtime.tag.verified_records import Expected, VerifiedRecords
 
 Leaf = TensorStub | Assembly
 
+Takes = Callable[[Part, int], bool]
+"""Whether a block of the record that a part is read from is to be verified here, and not by another rank."""
+
 _TOGETHER = 500
 """Ranges of a piece, at most: those of tiny tensors."""
 
@@ -63,14 +66,16 @@ class LeafReader:
         self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], _Block](), 0
         self._file, self._ranges, self._nbytes = "", list[_Range](), 0
 
-    def verify(self, leaf: Leaf, name: str) -> None:
+    def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
         """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
+
+        Of an assembly's blocks only those that ``takes`` says, if it is given.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
         """
         with naming(name):
-            for stub, blocks in _sources(leaf):
+            for stub, blocks in _sources(leaf, takes):
                 self._verify(stub, blocks, name)
 
     def read_into(self, leaf: Leaf, out: torch.Tensor, name: str, *, compare: bool, verified: bool = True) -> None:
@@ -363,12 +368,14 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-def _sources(leaf: Leaf) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
-    """What ``leaf`` is read from, with the blocks of it that it lies in; None for a whole tensor."""
+def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
+    """What ``leaf`` is read from, with the blocks of it that are to be verified; None for a whole tensor."""
     if isinstance(leaf, TensorStub):
         yield leaf, None
-    else:
-        yield from ((part.stub, blocks_of(part)) for part in leaf.parts)
+        return
+    for part in leaf.parts:
+        blocks = blocks_of(part)
+        yield part.stub, blocks if takes is None else filter(partial(takes, part), blocks)
 
 
 def _span(stub: TensorStub, block: int) -> tuple[int, int]:

@@ -1,0 +1,148 @@
+"""A load onto another mesh, and between meshes and NxD's jobs, reads what each rank holds and little else; the ranks of
+a mesh share the verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from nxd_ckpt import Checkpointer, Partition, Topology
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from tests.damage import flip
+from tests.interop.saving import save_as_every_rank
+from tests.mesh import jobs
+from tests.rigs.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+AT_MOST = 1.15
+"""Of the bytes that a rank holds."""
+
+SHAPES = {"rows": (1536, 1024), "columns": (1024, 1536)}
+"""6 MiB each, with two moments: one and a half blocks of digests."""
+
+CUTS = {"rows": Partition(0, num_partitions=2), "columns": Partition(1, num_partitions=2)}
+
+PLACEMENTS: dict[str, Sequence[Placement]] = {
+    "rows": (Shard(0), Shard(0)),
+    "columns": (Shard(1), Shard(1)),
+    "both": (Shard(1), Shard(0)),
+    "replicated rows": (Replicate(), Shard(0)),
+}
+
+
+def job(place: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Four ranks, 2 x 2; matrices and their moments hold the numbers of their ranks."""
+    mesh, placements = init_device_mesh("cpu", (2, 2)), PLACEMENTS[place]
+    module = torch.nn.Module()
+    for name, shape in SHAPES.items():
+        own = list(shape)
+        for placement in placements:
+            if isinstance(placement, Shard):
+                own[placement.dim] //= 2
+        local = torch.full(own, float(dist.get_rank()))
+        module.register_parameter(name, torch.nn.Parameter(DTensor.from_local(local, mesh, placements)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+    return module, optimizer
+
+
+def read(log: Sequence[Operation]) -> int:
+    return sum(operation.nbytes for operation in log if operation.name.startswith("read"))
+
+
+def load(directory: Path, place: str, verify: bool, *, model_only: bool = False) -> tuple[int, int]:
+    """Bytes read, and bytes held."""
+    module, optimizer = job(place)
+    log: list[Operation] = []
+    with Checkpointer(directory, storage=HookedStorage(LocalStorage(directory), recording(log))) as checkpointer:
+        checkpointer.load(None, module, None if model_only else optimizer, verify=verify)
+    held = [*module.parameters()]
+    if not model_only:
+        held += [value for state in optimizer.state.values() for value in state.values()]
+    return read(log), sum(jobs.local(one).nbytes for one in held)
+
+
+def loads(rank: int, directory: Path) -> dict[str, tuple[int, int]]:
+    """Save two jobs, and load each in other places, verified first or not."""
+    for place in ("rows", "both"):
+        with Checkpointer(directory / place, durable=False) as checkpointer:
+            checkpointer.save("step_1", *job(place))
+    found = {
+        f"{source} to {place}, {'verified' if verify else 'not verified'}": load(directory / source, place, verify)
+        for source, place in (("rows", "columns"), ("both", "replicated rows"))
+        for verify in (False, True)
+    }
+    found["nxd to both"] = load(directory / "nxd", "both", False, model_only=True)
+    return found
+
+
+def test_loads_read_what_ranks_hold(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Without verifying, each rank its own bytes; where everything is verified before, each byte is read once for that,
+    by any of the ranks, however the tensors were cut."""
+    whole = {name: torch.rand(shape) for name, shape in SHAPES.items()}
+
+    def what(rank: int) -> dict[str, Any]:
+        cut = {name: tensor.chunk(2, CUTS[name].partition_dim or 0)[rank] for name, tensor in whole.items()}
+        return {"model": cut, "partitions": CUTS}
+
+    topologies = [Topology(tp=2, rank=rank) for rank in range(2)]
+    save_as_every_rank(tmp_path / "nxd", "step_1", topologies, what, durable=False)
+    by_rank = gloo_ranks.run(loads, tmp_path)
+    saved = 3 * sum(tensor.nbytes for tensor in whole.values())
+    for name in by_rank[0]:
+        found = [one[name] for one in by_rank]
+        if name.endswith(", verified"):
+            total = sum(held for _, held in found) + saved
+            assert sum(nbytes for nbytes, _ in found) <= AT_MOST * total, name
+        else:
+            assert all(nbytes <= AT_MOST * held for nbytes, held in found), (name, found)
+
+    log: list[Operation] = []
+    storage = HookedStorage(LocalStorage(tmp_path / "rows"), recording(log))
+    with Checkpointer(tmp_path / "rows", topology=topologies[1], storage=storage) as checkpointer:
+        model: dict[str, torch.Tensor] = {}
+        checkpointer.load(None, model, verify=False, partitions=CUTS)
+    assert read(log) <= AT_MOST * sum(tensor.nbytes for tensor in model.values())
+
+
+def refused(rank: int, directory: Path) -> list[str]:
+    """What a load says of damage in each of some files, and whether the model is as it was."""
+    module, optimizer = job("rows")
+    with Checkpointer(directory, durable=False) as checkpointer:
+        checkpointer.save("step_1", module, optimizer)
+        said = []
+        for number, part in enumerate(("model", "optim", "model", "optim")):
+            file = directory / "step_1" / part / f"shard_rank_{number:05}.pt"
+            module, optimizer = job("columns")
+            for again in (False, True):
+                dist.barrier()
+                if rank == 0:
+                    flip(file, file.stat().st_size * 3 // 10)  # inside of a tensor
+                dist.barrier()
+                if not again:
+                    try:
+                        checkpointer.load(None, module, optimizer)
+                        said.append("nothing")
+                    except CheckpointError as error:
+                        live = [jobs.local(one) for one in module.parameters()]
+                        kept = all(bool((one == rank).all()) for one in live)
+                        said.append(f"{type(error).__name__}, {kept}")
+    return said
+
+
+def test_what_one_rank_verifies_stops_all(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Damage in a block is found by the rank whose share it is, and nothing changes on any."""
+    assert [["DigestMismatch, True"] * 4] * 4 == gloo_ranks.run(refused, tmp_path)
