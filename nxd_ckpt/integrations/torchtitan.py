@@ -56,6 +56,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
             return
         self.keep_latest_k = config.keep_latest_k
         self._durable = config.durable
+        self._buffers: dict[str, torch.Tensor] = {}
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and not torch.accelerator.is_available():
             self.stager = DefaultStager(StagingOptions(False, True, True, False))
 
@@ -83,7 +84,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         elif async_mode == AsyncMode.ASYNC:
             found = async_save(state_dict, **common)
         else:
-            process = AsyncCheckpointerType.PROCESS
+            process, state_dict = AsyncCheckpointerType.PROCESS, state_dict | self._kept_buffers(state_dict)
             found = async_save(state_dict, async_checkpointer_type=process, async_stager=self.stager, **common)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -99,6 +100,17 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
             return
         load(state_dict, storage_reader=StorageReader(checkpoint_id, model_key="", optim_key=OPTIMIZER))
         self.states[MODEL].load_state_dict(state_dict)
+
+    def _kept_buffers(self, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The model's buffers as they are now. They are staged beside the next forward pass, which may change them;
+        parameters and the optimizer's state wait for it. The memory is the same each time: stagers cache by it.
+        """
+        for module in self.states[MODEL].model:
+            for name, _ in module.named_buffers():
+                if name in state_dict:
+                    kept = self._buffers.setdefault(name, torch.empty_like(state_dict[name]))
+                    kept.copy_(state_dict[name])
+        return self._buffers
 
     def _find_load_step(self, folder: str = "") -> int:
         storage = open_storage(folder or self.folder)

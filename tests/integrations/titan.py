@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
+from torchtitan.components.checkpointer import AsyncMode
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -84,6 +88,24 @@ class Adapter(StateDictAdapter):  # type: ignore[misc]
         return HuggingFaceStorageReader(path)
 
 
+class LateStager(DefaultStager):
+    """Stages what it is given after the model's next forward pass: staging runs beside training."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(StagingOptions(False, True, True, False))
+        self.passed, self._thread = Event(), ThreadPoolExecutor(1)
+        model.register_forward_hook(lambda *_: self.passed.set())
+
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Future[dict[str, Any]]:
+        self.passed.clear()
+        return self._thread.submit(self._staged, state_dict)
+
+    def _staged(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.passed.wait()
+        found: Any = super().stage(state_dict)
+        return dict(found.result())
+
+
 class Training:
     """A job on this rank, with a manager of the class ``kind``; ``options`` are those of its config."""
 
@@ -115,6 +137,9 @@ class Training:
 
     def run(self, until: int, last: bool = False) -> list[tuple[float, float]]:
         """Train as TorchTitan's trainer does, from where it is; the loss and learning rate of each step."""
+        late = None
+        if self.manager.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            late = self.manager.stager = LateStager(self.model)
         found = []
         for batch in self.loader:
             self.state.step += 1
@@ -130,6 +155,8 @@ class Training:
             self.manager.save(self.state.step, last_step=last and self.state.step == until)
             if self.state.step == until:
                 break
+        if late is not None:
+            late.passed.set()
         self.manager.maybe_wait_for_staging()
         self.manager.maybe_wait_for_saving()
         self.manager.close()

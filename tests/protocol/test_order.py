@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.storage import local
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save
@@ -19,8 +20,10 @@ Log = list[tuple[int, int, str, str]]
 """Nanoseconds on the host's clock, rank, operation, key; in this order."""
 
 
-def recorded_saves(rank: int, path: Path) -> tuple[Log, Log]:
+def recorded_saves(rank: int, path: Path, exchanges: bool) -> tuple[Log, Log]:
     """What this rank asks of the storage in the save of a new tag, and in one over that tag."""
+    if not exchanges:
+        pytest.MonkeyPatch().setattr(local, "exchange", lambda one, other: False)
     logs: tuple[Log, Log] = ([], [])
     log = logs[0]
 
@@ -36,10 +39,19 @@ def recorded_saves(rank: int, path: Path) -> tuple[Log, Log]:
     return logs
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["exchange", "renames"])
+def exchanges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bool:
+    """Whether the file system can exchange two names; where it can, both ways are tried."""
+    one, other = (tmp_path_factory.mktemp(name) for name in ("one", "other"))
+    if request.param and not local.exchange(one, other):
+        pytest.skip("this file system cannot exchange two names")
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Log, Log]:
+def logs(exchanges: bool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Log, Log]:
     """The operations of both ranks, in each of the two saves."""
-    ranks = Job(2, recorded_saves, tmp_path_factory.mktemp("order"), group=True).values()
+    ranks = Job(2, recorded_saves, tmp_path_factory.mktemp("order"), exchanges, group=True).values()
     first, second = (sorted(line for rank in ranks for line in rank[number]) for number in (0, 1))
     return first, second
 
@@ -59,11 +71,10 @@ COMPLETION = [
     ("sync_dir", ".nxd_ckpt/staging/*"),
 ]
 APPEARANCE = [("rename", "*/staging/* -> tag"), ("sync_dir", "")]
-SWAP = [
-    ("write", ".nxd_ckpt/journal.json"),
-    ("sync_dir", ".nxd_ckpt"),
-    ("rename", "tag -> .nxd_ckpt/trash/*"),
-    *APPEARANCE,
+ANNOUNCEMENT = [("write", ".nxd_ckpt/journal.json"), ("sync_dir", ".nxd_ckpt")]
+EXCHANGE = [("swap", "*/staging/* <-> tag"), ("rename", "*/staging/* -> .nxd_ckpt/trash/*"), ("sync_dir", "")]
+TWO_RENAMES = [("rename", "tag -> .nxd_ckpt/trash/*"), *APPEARANCE]
+REMOVAL = [
     ("remove", ".nxd_ckpt/journal.json"),
     ("remove", ".nxd_ckpt/trash/*"),
 ]
@@ -105,11 +116,12 @@ def test_a_new_tag_appears_complete(logs: tuple[Log, Log]) -> None:
     assert [] == out_of_order(logs[0][votes:], COMPLETION + APPEARANCE + VERDICT)
 
 
-def test_an_old_tag_is_swapped_under_a_durable_journal(logs: tuple[Log, Log]) -> None:
+def test_an_old_tag_is_swapped_under_a_durable_journal(logs: tuple[Log, Log], exchanges: bool) -> None:
     """Journal and its sync < old out < new in < sync of the parent < journal dropped < old deleted < verdict."""
+    swap = ANNOUNCEMENT + (EXCHANGE if exchanges else TWO_RENAMES) + REMOVAL
     votes, dropped = last_of(logs[1], "write", "*.vote.json"), last_of(logs[1], "remove", ".nxd_ckpt/journal.json")
     journal_again = [line for line in logs[1][dropped:] if line[3] != ".nxd_ckpt"]
-    assert [] == out_of_order(logs[1][votes:dropped] + journal_again, COMPLETION + SWAP + VERDICT)
+    assert [] == out_of_order(logs[1][votes:dropped] + journal_again, COMPLETION + swap + VERDICT)
 
 
 @pytest.mark.parametrize("save_number", [0, 1])
