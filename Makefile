@@ -48,7 +48,7 @@ test-pythons:
 	    if ! $$python -c '' 2>/dev/null; then echo "$$python is not installed: left out"; continue; fi; \
 	    venv=$(VENV_PLAIN)-$$python; \
 	    test -x $$venv/bin/python || $$python -m venv $$venv; \
-	    $$venv/bin/python -m pip install --quiet --editable '.[dev]' '$(TORCH)'; \
+	    $$venv/bin/python -m pip install --quiet --no-compile --editable '.[dev]' '$(TORCH)'; \
 	    $$venv/bin/python -m pytest -m "plain and once and not soak" $(PYTEST_ARGS); \
 	done
 
@@ -74,18 +74,19 @@ bench-scale: $(PLAIN_READY)
 demo: $(XLA_READY)
 	$(VENV)/bin/python examples/demo.py $(if $(STORE),--store $(STORE))
 
+# Without --no-compile pip would compile all of torch's modules, most of which no test imports.
 # The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.
 $(XLA_READY): pyproject.toml setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[xla,dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[xla,dev]'
 	touch $@
 
 $(BENCH_READY): $(XLA_READY)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[xla,dev,bench]'
+	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[xla,dev,bench]'
 	touch $@
 
 $(PLAIN_READY): pyproject.toml setup.py
 	test -x $(VENV_PLAIN)/bin/python || $(PYTHON) -m venv $(VENV_PLAIN)
-	$(VENV_PLAIN)/bin/python -m pip install --quiet --editable '.[dev]' 'torch==2.13.*'
-	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
+	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' 'torch==2.13.*'
+	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
 	touch $@
