@@ -1,12 +1,8 @@
-"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed.
-
-They are forked from a server that has imported torch already, so a job of two ranks costs a tenth of a second.
-"""
+"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed; two cost a tenth of a second."""
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -17,10 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nxd_ckpt.emulation.launcher import free_ports
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "nxd_ckpt", "nxd_ckpt.testing.storage"])
-
+from tests.rigs.processes import FORKED
 
 HANGS = 600.0
 """Seconds after which a rank counts as hanging: far more than a busy machine takes."""
@@ -47,8 +40,8 @@ class Job:
         port = free_ports()[0] if group else None
         self._ranks = []
         for rank in range(nproc):
-            ours, theirs = _processes.Pipe(duplex=False)
-            process = _processes.Process(target=_run, args=(theirs, rank, nproc, port, fn, args), daemon=True)
+            ours, theirs = FORKED.Pipe(duplex=False)
+            process = FORKED.Process(target=_run, args=(theirs, rank, nproc, port, fn, args), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

@@ -1,4 +1,4 @@
-"""A pool of ranks: processes that import torch once, join one process group, and then run many scenarios.
+"""A pool of ranks: processes that join one process group once, and then run many scenarios.
 
 ::
 
@@ -20,18 +20,20 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from nxd_ckpt.emulation.launcher import free_ports, rank_environment
+from tests.rigs.processes import FORKED
+from tests.rigs.rank_worker import work
 
 _POLL_SECONDS = 0.1
 _LOG_TAIL_BYTES = 4000
@@ -61,7 +63,7 @@ class WorkerTimeout(WorkerError):
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     channel: Connection
     busy: bool = False
 
@@ -71,7 +73,7 @@ class RankPool:
 
     Args:
         nproc: number of ranks.
-        xla: an emulated CPU-XLA world (needs torch-xla in ``python``), or plain CPU torch and gloo.
+        xla: an emulated CPU-XLA world (needs torch-xla), or plain CPU torch and gloo.
         env: environment variables to set in every rank.
         nproc_per_node: ranks that count as one host (all by default).
         start_timeout: seconds until every rank must be ready.
@@ -111,12 +113,12 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank, also of ranks that ended."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     @property
     def healthy(self) -> bool:
         """Whether every rank lives and is idle."""
-        return all(worker.process.poll() is None and not worker.busy for worker in self._workers)
+        return all(worker.process.is_alive() and not worker.busy for worker in self._workers)
 
     def run(
         self,
@@ -147,7 +149,7 @@ class RankPool:
         """SIGKILL one rank, and wait until it is gone."""
         process = self._workers[rank].process
         process.kill()
-        process.wait()
+        process.join()
 
     def restart(self) -> None:
         """End all ranks, whatever they do, and start new ones."""
@@ -175,27 +177,18 @@ class RankPool:
 
     def _spawn(self, rank: int, ports: tuple[int, int]) -> _Worker:
         environment = rank_environment(rank, self.nproc, ports, self._nproc_per_node) | self._env
-        # For rank_worker only; a worker gets the parent's import path with each call.
-        paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        channel, far_end = Pipe()
-        command = [sys.executable, "-m", "tests.rigs.rank_worker"]
-        with far_end, self._log_path(rank).open("wb") as log:
-            process = subprocess.Popen(
-                [*command, str(far_end.fileno()), str(rank), str(self._stacks_path(rank))],
-                env=environment,
-                pass_fds=[far_end.fileno()],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        channel, far_end = FORKED.Pipe()
+        files = (self._log_path(rank), self._stacks_path(rank))
+        process = FORKED.Process(target=work, args=(far_end, rank, environment, *files))
+        with far_end:
+            process.start()
         return _Worker(process, channel)
 
     def _end_workers(self) -> None:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.process.wait()
+            worker.process.join()
             worker.channel.close()
         self._workers = []
 
@@ -253,7 +246,7 @@ class RankCall:
         """Take in what ranks reported within ``seconds``, and notice those that died."""
         missing = self._missing()
         # Before the channels are read: what a rank sent before it died still counts.
-        dead = [rank for rank in missing if self._workers[rank].process.poll() is not None]
+        dead = [rank for rank in missing if not self._workers[rank].process.is_alive()]
         channels = {self._workers[rank].channel: rank for rank in missing}
         readable = wait([channel for channel in channels if not channel.closed], 0 if dead else seconds)
         for channel, rank in channels.items():
@@ -262,7 +255,7 @@ class RankCall:
                 self._workers[rank].busy = False
         for rank in dead:
             if rank not in self._outcomes:
-                code = self._workers[rank].process.returncode
+                code = self._workers[rank].process.exitcode or 0
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
                 self._outcomes[rank] = WorkerDied(self._message(rank, f"the process ended {how}"), rank)
 
@@ -270,7 +263,7 @@ class RankCall:
         try:
             call_id, succeeded, payload = channel.recv()
         except (EOFError, OSError):
-            return None  # the process is ending; poll() will say so
+            return None  # the process is ending, and is seen to be dead next
         if call_id != self._call_id:
             return None  # the late answer of a run that was abandoned
         if succeeded:
@@ -282,11 +275,11 @@ class RankCall:
     def _give_up(self, hung: Sequence[int]) -> None:
         """Kill the ranks that did not end; their stacks become their outcome."""
         for rank in hung:
-            self._workers[rank].process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks
+            os.kill(self._pool.pids[rank], signal.SIGUSR1)  # faulthandler writes the stacks
         for rank in hung:
             stacks = _written(self._pool._stacks_path(rank))
             self._workers[rank].process.kill()
-            self._workers[rank].process.wait()
+            self._workers[rank].process.join()
             message = self._message(rank, f"did not finish in time, and was killed here:\n{stacks}")
             self._outcomes[rank] = WorkerTimeout(message, rank, stacks)
 

@@ -1,7 +1,5 @@
-"""A rank of a :class:`~tests.rigs.rank_pool.RankPool`: ``python -m tests.rigs.rank_worker FD RANK
-STACKS``.
-
-Runs the calls that arrive on the connection ``FD``, one after the other, until the pool closes it.
+"""A rank of a :class:`~tests.rigs.rank_pool.RankPool`: runs the calls that arrive, one after the other, until the pool
+closes the connection.
 """
 
 from __future__ import annotations
@@ -23,8 +21,22 @@ from types import ModuleType
 from typing import Any, cast
 
 
-def main(channel: Connection, rank: int) -> None:
-    """Answer calls: (call id, True, pickled result) or (call id, False, (summary, traceback, exception))."""
+def work(channel: Connection, rank: int, environment: dict[str, str], log: Path, stacks: Path) -> None:
+    """The whole life of a rank, with this environment; what it prints goes to ``log``, its stacks to ``stacks``.
+
+    Answers calls: (call id, True, pickled result) or (call id, False, (summary, traceback, exception)).
+    """
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
+    _answer_calls(channel, rank)
+
+
+def _answer_calls(channel: Connection, rank: int) -> None:
     calls: queue.SimpleQueue[tuple[int, list[str], tuple[str, str, str], bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, calls), name="calls", daemon=True).start()
     while True:
@@ -88,8 +100,3 @@ def _pickled(error: Exception) -> bytes | None:
         return None
     return dumped
 
-
-if __name__ == "__main__":
-    stacks = open(sys.argv[3], "w")  # noqa: SIM115  (kept open for the signal handler)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]))
