@@ -1,4 +1,4 @@
-"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed; two cost a tenth of a second."""
+"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed; each costs a few hundredths."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.storage import local
+from nxd_ckpt.storage.system import exchange
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save
@@ -43,7 +44,7 @@ def recorded_saves(rank: int, path: Path, exchanges: bool) -> tuple[Log, Log]:
 def exchanges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bool:
     """Whether the file system can exchange two names; where it can, both ways are tried."""
     one, other = (tmp_path_factory.mktemp(name) for name in ("one", "other"))
-    if request.param and not local.exchange(one, other):
+    if request.param and not exchange(one, other):
         pytest.skip("this file system cannot exchange two names")
     return bool(request.param)
 
