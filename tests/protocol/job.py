@@ -1,4 +1,4 @@
-"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed; each costs a few hundredths."""
+"""Jobs: ranks that are new processes, as a launcher starts them, and that may be killed. Each takes little to start."""
 
 from __future__ import annotations
 
