@@ -1,8 +1,9 @@
 """What many tensors and many ranks cost: ``python -m tools.bench.scale``.
 
 One rank saves and loads 25,000, 50,000 and 100,000 tensors of 32 bytes; rank 0 collects, judges and commits what 256,
-1,024 and 4,096 ranks voted, whose votes are written to disk by this process. Microseconds for each tensor, and for each
-rank, stay the same if the cost is linear.
+1,024 and 4,096 ranks voted, whose votes are written to disk by this process; and the same on a mesh of that many ranks,
+fsdp x tp, which hold 2,000 tensors. Microseconds for each tensor, and for each rank, stay the same if the cost is
+linear.
 """
 
 from __future__ import annotations
@@ -12,16 +13,31 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import Checkpointer, Partition, Topology
+from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.models import open_model
-from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index, load_index
+from nxd_ckpt.adapters.state import ModelState, StateTensor
+from nxd_ckpt.core.manifest import (
+    CRC_BLOCK,
+    ParameterSpec,
+    Parts,
+    RankIndex,
+    RankLine,
+    TensorEntry,
+    dump_index,
+    load_index,
+)
+from nxd_ckpt.core.mesh import Layout, Mesh, Shard
+from nxd_ckpt.core.mesh_groups import MeshPlace, MeshWord, groups_of
 from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.load_context import load_context
@@ -30,6 +46,8 @@ from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
+from nxd_ckpt.runtime.save.plan import SaveState, plan_save
+from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.runtime.save.publication import Staged
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.runtime.tag.choosing import choose_tag
@@ -38,6 +56,7 @@ from nxd_ckpt.storage.local import LocalStorage
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)
 ATTEMPT = "bench-1"
+MESH, TP, MESH_TENSORS = ("fsdp", "tp"), 8, 2_000
 
 ResultT = TypeVar("ResultT")
 
@@ -79,27 +98,83 @@ def many_tensors(directory: Path, count: int) -> dict[str, float]:
 def many_ranks(directory: Path, count: int) -> dict[str, float]:
     """CPU seconds of what ``count`` ranks' votes make rank 0 do, and of what the verdict makes any other."""
     clock = Clock(time.process_time)
-    storage, topology = LocalStorage(directory, durable=False), Topology(dp=count)
-    folder, first = staging_dir(ATTEMPT), topology.coordinates
+    topology = Topology(dp=count)
+    index = dump_index(RankIndex(topology.coordinates, {}, ()))
+    _decide(clock, directory, topology, {"tag": "step"}, index, Commit(Staged(ATTEMPT, "step"), Parts()))
+    return clock.seconds
+
+
+def mesh_ranks(directory: Path, count: int) -> dict[str, float]:
+    """The same of ``count`` ranks of a mesh; besides, what a first save makes of their words, and a rank's plan."""
+    clock = Clock(time.process_time)
+    topology, held = Topology(dp=count), _mesh_state(count)
+    ranks = tuple(range(count))
+    words = [MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, rank)]) for rank in ranks]
+    words[0] = MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, 0, ranks)])
+    groups = clock("groups", lambda: groups_of(words))
+    plan = clock("one plan", lambda: plan_save(SaveState(held.state), topology, groups))
+    entries = (_entry(file, tensor) for file in plan.files for tensor in file.tensors)
+    index = RankIndex(topology.coordinates, {}, tuple(entries), plan.parameters, None, plan.mesh)
+    written = clock("leader's index", lambda: dump_index(index))
+    request = Commit(Staged(ATTEMPT, "step"), plan.parts, parameters=plan.parameters, groups=groups)
+    _decide(clock, directory, topology, plan.agreed("step", topology), written, request)
+    return clock.seconds
+
+
+def _decide(
+    clock: Clock, directory: Path, topology: Topology, plan: Mapping[str, Any], index: bytes, request: Commit
+) -> None:
+    """All ranks vote, rank 0 with this index; it commits, and a rank learns of it and opens the tag."""
+    storage = LocalStorage(directory, durable=False)
     storage.make_dir(verdict_dir(ATTEMPT))
-    index = dump_index(RankIndex(first, {}, ()))
-    storage.write(f"{folder}/{names.index_file(first)}", index)
+    storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(topology.coordinates)}", index)
     line = RankLine(len(index), zlib.crc32(index))
-    votes = [Vote(rank, plan={"tag": "step"}, replica="same", index=line) for rank in range(count)]
+    votes = [Vote(rank, plan=plan, replica="same", index=line) for rank in range(topology.world_size)]
 
     def cast_all() -> None:
         for vote in votes:
             voting.cast(storage, ATTEMPT, vote)
 
     clock("all votes", cast_all)
-    collected = clock("collect", lambda: voting.collect(storage, ATTEMPT, count, 60.0))
-    request = Commit(Staged(ATTEMPT, "step"), Parts(), num_kept_ckpts=2)
+    collected = clock("collect", lambda: voting.collect(storage, ATTEMPT, topology.world_size, 60.0))
     session = Session(storage, topology, "run", 60.0)
-    clock("judge, commit", lambda: commit(session, topology, collected, request))
+    clock("judge, commit", lambda: commit(session, topology, collected, replace(request, num_kept_ckpts=2)))
     voting.announce(storage, ATTEMPT, Verdict())
     clock("one verdict", lambda: voting.await_verdict(storage, ATTEMPT, "step", 60.0))
     clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "step")))
-    return clock.seconds
+
+
+class _MeshState(NamedTuple):
+    """The model of rank 0, and the mesh that it is on."""
+
+    mesh: Mesh
+    state: ModelState
+
+
+def _mesh_state(count: int) -> _MeshState:
+    """Matrices as FSDP2 over tensor parallelism cuts them, by turns along either dimension, and norms."""
+    mesh = Mesh(MESH, (count // TP, TP), tuple(range(count)))
+    layouts = [
+        (Layout(mesh, (Shard(0, TP), Shard(0))), (16_384, 4_096)),
+        (Layout(mesh, (Shard(0), Shard(1))), (16_384, 4_096)),
+        (Layout(mesh, (Shard(0), None)), (16_384,)),
+    ]
+    tree, about, specs = dict[str, Any](), dict[Any, StateTensor](), dict[str, ParameterSpec]()
+    for number in range(MESH_TENSORS):
+        layout, shape = layouts[number % len(layouts)]
+        name = f"layers.{number}.weight"
+        tree[name] = Assembly("float32", layout.local_shape(shape, (0, 0)), ())
+        specs[name] = ParameterSpec("float32", shape, Partition())
+        about[name,] = StateTensor(f"model/{name}", specs[name], placed=Placed(layout, shape, (0, 0)))
+    return _MeshState(mesh, ModelState(tree, lambda: about, None, True, lambda: specs))
+
+
+def _entry(file: PlannedFile, tensor: NamedTensor) -> TensorEntry:
+    """As if it had been written."""
+    storage = file.image.storages[tensor.storage]
+    digests = (0,) * -(-storage.nbytes // CRC_BLOCK)
+    place = tensor.name, file.key, storage.offset, storage.nbytes
+    return TensorEntry(*place, tensor.dtype, tensor.shape, digests, tensor.pieces)
 
 
 def table(title: str, counts: Sequence[int], measure: Callable[[Path, int], dict[str, float]], directory: Path) -> None:
@@ -124,6 +199,7 @@ def main() -> None:
         many_tensors(directory / "warm-up", 1_000)
         table("tensors", TENSORS, many_tensors, directory)
         table("ranks, CPU", RANKS, many_ranks, directory)
+        table("mesh ranks, CPU", RANKS, mesh_ranks, directory)
     finally:
         shutil.rmtree(directory)
 
