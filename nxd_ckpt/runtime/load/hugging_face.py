@@ -11,11 +11,13 @@ import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters.dtensor import refuse_sizes
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.core.mapping import Match
@@ -38,7 +40,6 @@ from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
-
 
 
 def load_hugging_face(
@@ -66,17 +67,23 @@ def load_hugging_face(
     prepared = on_all(agreement, prepare)
     if prepared.filtered:
         prepared.unmatched.complain(agreement, topology, options.strict)
-    # Ranks of the same stage take the same tensors: one of each stage says which.
-    speaks = topology.dp_rank == 0 and topology.tp_rank == 0
-    taken = agreement.gather(prepared.taken if speaks or agreement.world_size == 1 else [])
+    taken = _taken_by_all(agreement, prepared.taken)
     refuse_unmatched(agreement, topology, prepared.nbytes > 0, prepared.unfilled)
     all_speak = agreement.world_size == topology.world_size or topology.pp == 1
     if all_speak:  # else one process plays one stage of several
-        decided_by_rank0(agreement, lambda: prepared.refuse_unused(name for names in taken or [] for name in names))
+        decided_by_rank0(agreement, lambda: prepared.refuse_unused(taken))
     reports_progress = agreement.rank == 0
     on_all(agreement, lambda: prepared.apply(shown=reports_progress and options.progress))
     if reports_progress and logger.isEnabledFor(logging.INFO):
         report("loaded", prepared.where, prepared.nbytes, started)
+
+
+def _taken_by_all(agreement: Agreement, taken: Sequence[str]) -> list[str]:
+    """On rank 0, what the ranks take; those of a stage take the same, and one of them says which."""
+    digests = agreement.gather(sha256(repr(taken).encode()).hexdigest())
+    speakers = agreement.broadcast(None if digests is None else sorted({*map(digests.index, digests)}))
+    found = agreement.gather(list(taken) if agreement.rank in speakers else [])
+    return [name for names in found or [] for name in names]
 
 
 class _Prepared:
@@ -88,6 +95,8 @@ class _Prepared:
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._model = open_model(model, may_be_meta=True)
+        if self._model.is_placed:
+            refuse_sizes(topology)
         self._optimizer = None
         if optimizer is not None:
             self._optimizer = open_optimizer(optimizer, model=self._model, topology=topology)
