@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from nxd_ckpt.convert import export_checkpoint
-from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import differences, weights, write_model
 from tests.mesh import hugging_face
 from tests.rigs.rank_pool import RankPool
