@@ -20,10 +20,11 @@ from types import TracebackType
 from urllib.parse import quote
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import flags, locked, write_at
 from nxd_ckpt.storage.work_dir import default_work_dir, opened
+from nxd_ckpt.storage.wrapper import StorageWrapper
 
 Progress = Callable[[int], None]
 
@@ -32,7 +33,7 @@ _DOWNLOADS = 8
 _PIECE = 8 * 2**20
 
 
-class CachedStorage:
+class CachedStorage(StorageWrapper):
     """``inner``, but for what :meth:`fetch` has brought: that is read from copies below ``work_dir``.
 
     To be closed, or used as a context manager; until then nobody removes the copies.
@@ -50,8 +51,7 @@ class CachedStorage:
     def __init__(
         self, inner: Storage, tag: str, version: bytes, work_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        self.inner = inner
-        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
+        super().__init__(inner)
         store = Path(work_dir or default_work_dir()).absolute() / sha256(inner.url.encode()).hexdigest()[:16]
         name = f"{quote(tag, safe='')[:180]}-{sha256(version).hexdigest()[:16]}"
         self._open = opened(store, name)
@@ -114,47 +114,8 @@ class CachedStorage:
     def size(self, key: str) -> int:
         return self._at(key).size(key)
 
-    def is_dir(self, key: str) -> bool:
-        return self.inner.is_dir(key)
-
     def is_file(self, key: str) -> bool:
-        return key in self._fetched or self.inner.is_file(key)
-
-    def list(self, key: str = "") -> list[DirEntry]:
-        return self.inner.list(key)
-
-    def write(self, key: str, data: bytes) -> None:
-        self.inner.write(key, data)
-
-    def create(self, key: str, nbytes: int) -> Writer:
-        return self.inner.create(key, nbytes)
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        return self.inner.link_new(key, data)
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        return self.inner.exchange(key, expected, data)
-
-    def make_dir(self, key: str) -> None:
-        self.inner.make_dir(key)
-
-    def sync_dir(self, key: str) -> None:
-        self.inner.sync_dir(key)
-
-    def rename(self, source: str, target: str) -> None:
-        self.inner.rename(source, target)
-
-    def remove(self, key: str) -> None:
-        self.inner.remove(key)
-
-    def discard_unfinished(self, key: str) -> None:
-        self.inner.discard_unfinished(key)
-
-    def time(self, key: str) -> float:
-        return self.inner.time(key)
-
-    def set_time(self, key: str, seconds: float) -> None:
-        self.inner.set_time(key, seconds)
+        return key in self._fetched or super().is_file(key)
 
 
 class _Download:

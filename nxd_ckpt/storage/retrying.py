@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import Reader, Storage
+from nxd_ckpt.storage.wrapper import StorageWrapper
 
 TRANSIENT = (ConnectionError, TimeoutError, BlockingIOError)
 """A missing file, a refusal, or a full disk stay what they are."""
 
+_ONCE = ("link_new", "exchange", "rename")
+
 T = TypeVar("T")
 
 
-class RetryingStorage:
+class RetryingStorage(StorageWrapper):
     """Repeats every operation that may be done twice, at most ``retries`` times, with growing pauses and jitter.
 
     :meth:`link_new`, :meth:`exchange` and writes are not repeated, because nothing shows whether the first try arrived:
@@ -23,62 +25,14 @@ class RetryingStorage:
     """
 
     def __init__(self, inner: Storage, retries: int = 5, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.inner, self._retries, self._sleep = inner, retries, sleep
-        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
+        super().__init__(inner)
+        self._retries, self._sleep = retries, sleep
 
-    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
-        return self.repeated(lambda: self.inner.read(key, limit))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.repeated(lambda: self.inner.read_into(key, offset, buffer))
+    def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
+        return operation() if name in _ONCE else self.repeated(operation)
 
     def open(self, key: str) -> Reader:
-        return _RetryingReader(self, self.repeated(lambda: self.inner.open(key)))
-
-    def size(self, key: str) -> int:
-        return self.repeated(lambda: self.inner.size(key))
-
-    def is_dir(self, key: str) -> bool:
-        return self.repeated(lambda: self.inner.is_dir(key))
-
-    def is_file(self, key: str) -> bool:
-        return self.repeated(lambda: self.inner.is_file(key))
-
-    def list(self, key: str = "") -> list[DirEntry]:
-        return self.repeated(lambda: self.inner.list(key))
-
-    def write(self, key: str, data: bytes) -> None:
-        self.repeated(lambda: self.inner.write(key, data))
-
-    def create(self, key: str, nbytes: int) -> Writer:
-        return self.repeated(lambda: self.inner.create(key, nbytes))
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        return self.inner.link_new(key, data)
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        return self.inner.exchange(key, expected, data)
-
-    def make_dir(self, key: str) -> None:
-        self.repeated(lambda: self.inner.make_dir(key))
-
-    def sync_dir(self, key: str) -> None:
-        self.repeated(lambda: self.inner.sync_dir(key))
-
-    def rename(self, source: str, target: str) -> None:
-        self.inner.rename(source, target)
-
-    def remove(self, key: str) -> None:
-        self.repeated(lambda: self.inner.remove(key))
-
-    def discard_unfinished(self, key: str) -> None:
-        self.repeated(lambda: self.inner.discard_unfinished(key))
-
-    def time(self, key: str) -> float:
-        return self.repeated(lambda: self.inner.time(key))
-
-    def set_time(self, key: str, seconds: float) -> None:
-        self.repeated(lambda: self.inner.set_time(key, seconds))
+        return _RetryingReader(self, super().open(key))
 
     def repeated(self, operation: Callable[[], T]) -> T:
         """What ``operation`` returns in the end; raises what its last try raised."""

@@ -14,10 +14,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Swapping, Writer
+from nxd_ckpt.storage.base import Reader, Storage, Swapping, Writer
+from nxd_ckpt.storage.wrapper import StorageWrapper
+
+T = TypeVar("T")
 
 
 class Operation(NamedTuple):
@@ -35,88 +37,30 @@ class Operation(NamedTuple):
 Hook = Callable[[Operation], None]
 
 
-class HookedStorage:
+class HookedStorage(StorageWrapper):
     """A storage that tells ``hook`` of every operation before it happens; what the hook raises is what fails."""
 
     def __init__(self, inner: Storage, hook: Hook) -> None:
-        self.inner, self.hook = inner, hook
-        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
+        super().__init__(inner)
+        self.hook = hook
 
-    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
-        self.hook(Operation("read", key))
-        return self.inner.read(key, limit)
+    def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
+        self.hook(Operation(name, key))
+        return operation()
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.hook(Operation("read_into", key, len(buffer)))
         self.inner.read_into(key, offset, buffer)
 
     def open(self, key: str) -> Reader:
-        self.hook(Operation("open", key))
-        return _HookedReader(self.inner.open(key), key, self.hook)
-
-    def size(self, key: str) -> int:
-        self.hook(Operation("size", key))
-        return self.inner.size(key)
-
-    def is_dir(self, key: str) -> bool:
-        self.hook(Operation("is_dir", key))
-        return self.inner.is_dir(key)
-
-    def is_file(self, key: str) -> bool:
-        self.hook(Operation("is_file", key))
-        return self.inner.is_file(key)
-
-    def list(self, key: str = "") -> list[DirEntry]:
-        self.hook(Operation("list", key))
-        return self.inner.list(key)
-
-    def write(self, key: str, data: bytes) -> None:
-        self.hook(Operation("write", key))
-        self.inner.write(key, data)
+        return _HookedReader(super().open(key), key, self.hook)
 
     def create(self, key: str, nbytes: int) -> Writer:
-        self.hook(Operation("create", key))
-        return _HookedWriter(self.inner.create(key, nbytes), key, self.hook)
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        self.hook(Operation("link_new", key))
-        return self.inner.link_new(key, data)
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        self.hook(Operation("exchange", key))
-        return self.inner.exchange(key, expected, data)
-
-    def make_dir(self, key: str) -> None:
-        self.hook(Operation("make_dir", key))
-        self.inner.make_dir(key)
-
-    def sync_dir(self, key: str) -> None:
-        self.hook(Operation("sync_dir", key))
-        self.inner.sync_dir(key)
-
-    def rename(self, source: str, target: str) -> None:
-        self.hook(Operation("rename", f"{source} -> {target}"))
-        self.inner.rename(source, target)
+        return _HookedWriter(super().create(key, nbytes), key, self.hook)
 
     def swap(self, one: str, other: str) -> bool:
         self.hook(Operation("swap", f"{one} <-> {other}"))
         return isinstance(self.inner, Swapping) and self.inner.swap(one, other)
-
-    def remove(self, key: str) -> None:
-        self.hook(Operation("remove", key))
-        self.inner.remove(key)
-
-    def discard_unfinished(self, key: str) -> None:
-        self.hook(Operation("discard_unfinished", key))
-        self.inner.discard_unfinished(key)
-
-    def time(self, key: str) -> float:
-        self.hook(Operation("time", key))
-        return self.inner.time(key)
-
-    def set_time(self, key: str, seconds: float) -> None:
-        self.hook(Operation("set_time", key))
-        self.inner.set_time(key, seconds)
 
 
 class _HookedReader:

@@ -1,0 +1,77 @@
+"""What storages that wrap another one have in common: every operation goes on to that one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+
+T = TypeVar("T")
+
+
+class StorageWrapper:
+    """A storage that hands every operation on to ``inner``, by way of :meth:`around`, which subclasses override."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
+
+    def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
+        """What the method ``name``, called for ``key``, returns; ``operation`` calls it on ``inner``."""
+        return operation()
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return self.around("read", key, lambda: self.inner.read(key, limit))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.around("read_into", key, lambda: self.inner.read_into(key, offset, buffer))
+
+    def open(self, key: str) -> Reader:
+        return self.around("open", key, lambda: self.inner.open(key))
+
+    def size(self, key: str) -> int:
+        return self.around("size", key, lambda: self.inner.size(key))
+
+    def is_dir(self, key: str) -> bool:
+        return self.around("is_dir", key, lambda: self.inner.is_dir(key))
+
+    def is_file(self, key: str) -> bool:
+        return self.around("is_file", key, lambda: self.inner.is_file(key))
+
+    def list(self, key: str = "") -> list[DirEntry]:
+        return self.around("list", key, lambda: self.inner.list(key))
+
+    def write(self, key: str, data: bytes) -> None:
+        self.around("write", key, lambda: self.inner.write(key, data))
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        return self.around("create", key, lambda: self.inner.create(key, nbytes))
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        return self.around("link_new", key, lambda: self.inner.link_new(key, data))
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        return self.around("exchange", key, lambda: self.inner.exchange(key, expected, data))
+
+    def make_dir(self, key: str) -> None:
+        self.around("make_dir", key, lambda: self.inner.make_dir(key))
+
+    def sync_dir(self, key: str) -> None:
+        self.around("sync_dir", key, lambda: self.inner.sync_dir(key))
+
+    def rename(self, source: str, target: str) -> None:
+        self.around("rename", f"{source} -> {target}", lambda: self.inner.rename(source, target))
+
+    def remove(self, key: str) -> None:
+        self.around("remove", key, lambda: self.inner.remove(key))
+
+    def discard_unfinished(self, key: str) -> None:
+        self.around("discard_unfinished", key, lambda: self.inner.discard_unfinished(key))
+
+    def time(self, key: str) -> float:
+        return self.around("time", key, lambda: self.inner.time(key))
+
+    def set_time(self, key: str, seconds: float) -> None:
+        self.around("set_time", key, lambda: self.inner.set_time(key, seconds))
