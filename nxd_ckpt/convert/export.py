@@ -17,8 +17,8 @@ from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
-from nxd_ckpt.convert.shards import Shard, bytes_of, index_of, plan_shards
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.weight_files import WeightFile, bytes_of, index_of, plan_weight_files
 from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.core.mapping import ModelMapping
@@ -167,12 +167,12 @@ class _Job:
         self._mapping, self._optimizer, self._files = mapping, optimizer, files
         self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.tensors]
         self._adapters = mapping if isinstance(mapping, AdapterMapping) else None
-        one_file = [Shard(ADAPTER_MODEL, tuple(self._forms))]
-        self._weights = plan_shards(self._forms, size_per_shard) if self._adapters is None else one_file
+        one_file = [WeightFile(ADAPTER_MODEL, tuple(self._forms))]
+        self._weights = plan_weight_files(self._forms, size_per_shard) if self._adapters is None else one_file
         entries = [] if optimizer is None else optimizer.tensors
         self._state = [TensorForm(one.name, one.dtype, one.shape) for one in entries]
-        self._moments = plan_shards(self._state, size_per_shard, OPTIMIZER) if self._state else []
-        self.shards: list[Shard] = [*self._weights, *self._moments]
+        self._moments = plan_weight_files(self._state, size_per_shard, OPTIMIZER) if self._state else []
+        self.weight_files: list[WeightFile] = [*self._weights, *self._moments]
         self.tensors: dict[str, HfTensor] = {one.name: one for one in (*mapped.tensors, *entries)}
 
     def require_all(self) -> None:
@@ -193,11 +193,11 @@ class _Job:
             tensors,
             {name: tuple(self._mapping.closest(name)) for name in self.mapped.unknown},
             tuple(self.mapped.missing),
-            {shard.file: shard.image.nbytes for shard in self.shards},
+            {file.name: file.image.nbytes for file in self.weight_files},
         )
 
     def last_files(self) -> Iterator[ModelFile]:
-        """What is written when all shards are."""
+        """What is written when all weight files are."""
         if self._adapters is None:
             sizes: dict[str, int] = {}
             for form in self._forms:
@@ -211,7 +211,7 @@ class _Job:
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
         # Some readers take every safetensors file for the model's where no index says which are.
-        if len(self.shards) > 1 and self._adapters is None:
+        if len(self.weight_files) > 1 and self._adapters is None:
             yield ModelFile(INDEX, index_of(self._weights))
 
 
@@ -232,13 +232,13 @@ def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
     decided_by_rank0(agreement, output.begin)
-    mine = job.shards[agreement.rank :: agreement.world_size]
-    nbytes, written = sum(shard.image.nbytes for shard in mine), Counter()
+    mine = job.weight_files[agreement.rank :: agreement.world_size]
+    nbytes, written = sum(file.image.nbytes for file in mine), Counter()
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
-            for turn in range(-(-len(job.shards) // agreement.world_size)):
+            for turn in range(-(-len(job.weight_files) // agreement.world_size)):
                 # One file each at a time: nobody waits for others longer than a file takes.
-                on_all(agreement, partial(_write_shards, job, output, mine[turn : turn + 1], written))
+                on_all(agreement, partial(_write_files, job, output, mine[turn : turn + 1], written))
         decided_by_rank0(agreement, lambda: _finish(job, output))
     except BaseException:
         if agreement.rank == 0:
@@ -246,10 +246,10 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
         raise
 
 
-def _write_shards(job: _Job, output: Output, shards: Sequence[Shard], written: Counter) -> None:
+def _write_files(job: _Job, output: Output, files: Sequence[WeightFile], written: Counter) -> None:
     with job.opened.kept(), job.opened.reader() as reader:
-        files = [shard.planned(lambda name: job.mapped.assembly(job.tensors[name])) for shard in shards]
-        write_images(reader, output.storage, output.folder, [files], written.add)
+        planned = [file.planned(lambda name: job.mapped.assembly(job.tensors[name])) for file in files]
+        write_images(reader, output.storage, output.folder, [planned], written.add)
 
 
 def _finish(job: _Job, output: Output) -> None:

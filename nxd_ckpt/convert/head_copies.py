@@ -69,5 +69,5 @@ def _pairs(mapped: MappedTag) -> Iterator[Pair[str]]:
 
 
 def _copies(tensor: HfTensor) -> Iterator[HfTensor]:
-    for pieces in tensor.counterpart.copies:
-        yield replace(tensor, counterpart=replace(tensor.counterpart, pieces=pieces))
+    for pieces in tensor.hf_slice.copies:
+        yield replace(tensor, hf_slice=replace(tensor.hf_slice, pieces=pieces))

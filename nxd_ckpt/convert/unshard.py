@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.output import Kind, Output
-from nxd_ckpt.convert.shards import Shard
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.convert.unsharded import (
     CHUNKS,
@@ -30,6 +29,7 @@ from nxd_ckpt.convert.unsharded import (
     json_of,
     split,
 )
+from nxd_ckpt.convert.weight_files import WeightFile
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
@@ -196,7 +196,7 @@ def _safetensors(file: UnshardedFile) -> PlannedFile:
     """Raises UnsupportedState for a dtype that they have not."""
     leaves = {item.name: Assembly.of(item.value) for item in file.items}
     forms = (TensorForm(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
-    return Shard(file.key, tuple(forms)).planned(leaves.__getitem__)
+    return WeightFile(file.key, tuple(forms)).planned(leaves.__getitem__)
 
 
 def _path(target: Location, given: StrPath, name: str) -> StrPath:

@@ -51,7 +51,7 @@ class HfSlice:
         return list(zip(*places.values(), strict=True))
 
 
-def counterparts(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
+def hf_slices(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
     """The Hugging Face tensors of an NxD tensor whose whole shape is ``shape``.
 
     Raises:

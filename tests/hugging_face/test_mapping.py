@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import Heads
-from nxd_ckpt.core.hf_slice import HfSlice, counterparts, partition_of, whole_shape
+from nxd_ckpt.core.hf_slice import HfSlice, hf_slices, partition_of, whole_shape
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
@@ -48,7 +48,7 @@ def whole_from(state: State, match: Match, job: Job) -> tuple[torch.Tensor, list
     sizes = sizes_of(job)
     shapes = [tuple(state[name].shape) for name in match.rule.names(match.numbers, sizes)]
     whole = torch.zeros(whole_shape(match, shapes, sizes, multiple=job.tp))
-    found = counterparts(match, tuple(whole.shape), sizes)
+    found = hf_slices(match, tuple(whole.shape), sizes)
     for one in found:
         for piece in one.pieces:
             view(whole, piece.box).copy_(view(as_it_lies(state[one.name], match), piece.local))
@@ -145,7 +145,7 @@ def test_sizes_that_do_not_fit_are_refused(
     """The error names the tensor or the key of config.json, and what was found."""
     (match,) = shipped_mappings()["llama"].matches([name])
     with pytest.raises((ShapeMismatch, InvalidArgument), match=complaint):
-        counterparts(match, shape, Sizes({**Model().config, **change}))
+        hf_slices(match, shape, Sizes({**Model().config, **change}))
 
 
 def test_a_tensor_that_ranks_cannot_share_is_refused() -> None:
@@ -161,7 +161,7 @@ def test_experts_must_be_as_many_as_config_says() -> None:
     name = "model.layers.0.mlp.expert_mlps.mlp_op.down_proj.weight"
     (match,) = shipped_mappings()["mixtral"].matches([name])
     with pytest.raises(ShapeMismatch, match="its first size is 4"):
-        counterparts(match, (8, 12, 8), Sizes(Model("mixtral").config))
+        hf_slices(match, (8, 12, 8), Sizes(Model("mixtral").config))
 
 
 def test_tied_tensors_are_not_required() -> None:

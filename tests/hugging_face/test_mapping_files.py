@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.hf_slice import counterparts
+from nxd_ckpt.core.hf_slice import hf_slices
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
@@ -49,7 +49,7 @@ def test_a_users_file_is_a_mapping(tmp_path: Path) -> None:
     sizes = Sizes({"depth": 2}, keys=mapping.keys)
     assert ["h.0.w", "h.1.w"] == mapping.required(sizes)
     (match,) = mapping.matches(["block.1.w", "mask"])
-    assert ["h.1.w"] == [one.name for one in counterparts(match, (4, 2), sizes)]
+    assert ["h.1.w"] == [one.name for one in hf_slices(match, (4, 2), sizes)]
 
 
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:

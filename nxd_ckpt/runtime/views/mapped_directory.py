@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nxd_ckpt.core.hf_slice import counterparts, partition_of
+from nxd_ckpt.core.hf_slice import hf_slices, partition_of
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.plan import plan_reads
@@ -39,7 +39,7 @@ class MappedDirectory:
         if pieces is None:
             raise TopologyMismatch(f"{match.name}: shape {shape} on each of {self._topology.tp} ranks cannot be")
         held: list[tuple[TensorStub, Piece]] = []
-        for one in counterparts(match, whole, self._sizes):
+        for one in hf_slices(match, whole, self._sizes):
             if any(piece.box.intersect(member.box) for piece in pieces for member in one.pieces):
                 stub = self._stub(match, one.name, one.shape)
                 held += [(stub, member) for member in one.pieces]

@@ -48,7 +48,7 @@ class MappedOptimizer:
             IncompatibleState: ranks saved different kinds of state for one parameter.
         """
         return [
-            HfTensor(tensor.counterpart, form_of(leaf)[0], tensor.source, key)
+            HfTensor(tensor.hf_slice, form_of(leaf)[0], tensor.source, key)
             for tensor in self._mapped.tensors
             if (slot := self._slots.get(tensor.source.name)) is not None
             for key, leaf in slot.state.items()

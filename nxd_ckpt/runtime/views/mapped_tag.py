@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.hf_slice import counterparts, partition_of
+from nxd_ckpt.core.hf_slice import hf_slices, partition_of
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
@@ -151,11 +151,11 @@ class MappedTag:
         cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
         held = [
             place
-            for piece in tensor.counterpart.once
+            for piece in tensor.hf_slice.once
             for place in holders(source.partition, source.local_shape, piece.box, cut) or ()
         ]
         parts: list[Part] = []
-        for read in plan_reads(tensor.counterpart.once, list(dict.fromkeys(held)), tensor.name):
+        for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(held)), tensor.name):
             leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
             parts += [replace(part, target=part.target.moved(read.target.offset)) for part in leaf.parts]
         shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
@@ -170,7 +170,7 @@ class MappedTag:
         found: dict[str, HfTensor] = {}
         for match in self._mapping.split(self._model.stages)[0]:
             source = self._source(match)
-            for one in counterparts(match, source.shape, self.sizes):
+            for one in hf_slices(match, source.shape, self.sizes):
                 if one.name in found:
                     raise IncompatibleState(
                         f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
@@ -259,7 +259,7 @@ class MappedTag:
         """
         members = [
             (one.name, piece)
-            for one in counterparts(source.match, source.shape, self.sizes)
+            for one in hf_slices(source.match, source.shape, self.sizes)
             for piece in one.pieces
         ]
         first: dict[Any, tuple[int, Any]] = {}

@@ -33,14 +33,14 @@ class HfTensor:
     """A Hugging Face tensor, and the tensor of the tag that holds it; with ``entry``, that state of the optimizer's
     for it, which is cut as it is."""
 
-    counterpart: HfSlice
+    hf_slice: HfSlice
     dtype: str
     source: NxdTensor
     entry: str | None = None
 
     @property
     def name(self) -> str:
-        return self.counterpart.name if self.entry is None else f"{self.counterpart.name}/{self.entry}"
+        return self.hf_slice.name if self.entry is None else f"{self.hf_slice.name}/{self.entry}"
 
     @property
     def source_name(self) -> str:
@@ -48,4 +48,4 @@ class HfTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.counterpart.shape
+        return self.hf_slice.shape

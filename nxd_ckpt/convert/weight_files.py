@@ -21,10 +21,10 @@ _METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightFile:
     """One file and the tensors in it."""
 
-    file: str
+    name: str
     forms: tuple[TensorForm, ...]
 
     @cached_property
@@ -36,10 +36,10 @@ class Shard:
         forms = self.image.forms
         leaves = [replace(leaf(form.name), dtype=form.dtype) for form in forms]
         named = (NamedTensor(form.name, number, form.dtype, form.shape, None) for number, form in enumerate(forms))
-        return PlannedFile(self.file, self.image.holding(leaves), tuple(named))
+        return PlannedFile(self.name, self.image.holding(leaves), tuple(named))
 
 
-def plan_shards(forms: Sequence[TensorForm], size_per_shard: int, single: str = SINGLE) -> list[Shard]:
+def plan_weight_files(forms: Sequence[TensorForm], size_per_shard: int, single: str = SINGLE) -> list[WeightFile]:
     """The files, in the order of the tensors: each of at most ``size_per_shard`` bytes, or of one tensor.
 
     ``single`` is the name of the file if it is one. Raises UnsupportedState for a dtype that such files cannot hold.
@@ -53,18 +53,18 @@ def plan_shards(forms: Sequence[TensorForm], size_per_shard: int, single: str = 
         groups[-1].append(form)
         nbytes += form.nbytes
     if len(groups) == 1:
-        return [Shard(single, tuple(groups[0]))]
+        return [WeightFile(single, tuple(groups[0]))]
     stem, suffix = single.split(".")
     return [
-        Shard(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", tuple(group))
+        WeightFile(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", tuple(group))
         for number, group in enumerate(groups, 1)
     ]
 
 
-def index_of(shards: Sequence[Shard]) -> bytes:
-    """The index file: which tensor is in which shard."""
-    total = sum(form.nbytes for shard in shards for form in shard.forms)
-    places = {form.name: shard.file for shard in shards for form in shard.forms}
+def index_of(files: Sequence[WeightFile]) -> bytes:
+    """The index file: which tensor is in which file."""
+    total = sum(form.nbytes for file in files for form in file.forms)
+    places = {form.name: file.name for file in files for form in file.forms}
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return json.dumps(document, indent=2).encode() + b"\n"
 
