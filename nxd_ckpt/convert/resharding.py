@@ -54,9 +54,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         opened = open_source(source)
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to cut anew")
-        with opened.kept():
-            for rank in range(process, opened.topology.world_size, processes):
-                refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
+        refuse_mixed_ranks(opened, process, processes)
         what = Target(
             _topology(opened.topology, chosen.sizes),
             optimizer=_kind(opened.parts.optimizer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
@@ -15,6 +16,8 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.runtime.tag.choosing import settle_swap
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+
+_EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 
 
 def open_source(place: Location) -> OpenTag:
@@ -50,25 +53,31 @@ def open_source(place: Location) -> OpenTag:
     return opened
 
 
-def refuse_mixed_ranks(opened: OpenTag, at: Coordinates) -> None:
-    """Raise MalformedFile if the optimizer's file of that rank is of another save than others.
+def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
+    """Raise MalformedFile if a rank's optimizer file is of another save than others; each process looks at its share.
 
-    Its shards are as large as the number of ranks says. Options are equal on all ranks of a stage; the count of steps
-    and what there is state for, on those with the same experts. A manifest vouches for the files of our tags; of others
-    this is what can be known.
+    A manifest vouches for the files of our tags. Of others, this is what can be known: how large ZeRO-1's shards are
+    follows from the number of ranks; param groups are equal on all ranks of a stage; the count of steps, and what there
+    is state for, on ranks with the same experts.
     """
     if opened.manifest is not None or opened.parts.optimizer is None:
         return
-    _refuse_other_shards(opened, at)
-    peer, first = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep), Coordinates(at.pp_rank)
-    mine = _vital(opened, at)
-    for other, what in [(peer, name) for name in mine] + [(first, name) for name in ("param_groups", "shape_info")]:
-        theirs = _vital(opened, other) if other != at else mine
-        if mine[what] != theirs[what]:
-            raise MalformedFile(
-                f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different {what}: "
-                f"{_value_text(mine[what])} and {_value_text(theirs[what])}; the directory mixes files of two saves"
-            )
+    # Most ranks are compared with the first ones of their stage.
+    comparable = lru_cache(maxsize=8)(partial(_comparable, opened))
+    with opened.kept():
+        for rank in range(process, opened.topology.world_size, processes):
+            at = opened.topology.coordinates_of(rank)
+            _refuse_other_shards(opened, at)
+            peer, first = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep), Coordinates(at.pp_rank)
+            mine = comparable(at)
+            for other, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
+                theirs = comparable(other)[what]
+                if mine[what] != theirs:
+                    raise MalformedFile(
+                        f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different "
+                        f"{what}: {_value_text(mine[what])} and {_value_text(theirs)}; the directory mixes files of "
+                        "two saves"
+                    )
 
 
 def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
@@ -108,7 +117,7 @@ def _refuse_missing_ranks(opened: OpenTag) -> None:
         )
 
 
-def _vital(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
+def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
     """What a rank's optimizer file has in common with others of its save."""
     tree = opened.optimizer_tree(at)
 

@@ -55,9 +55,7 @@ def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zer
         target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
         opened = open_source(source)
         _check_input(opened, chosen.convert_to_full)
-        with opened.kept():
-            for rank in range(process, opened.topology.world_size, processes):
-                refuse_mixed_ranks(opened, opened.topology.coordinates_of(rank))
+        refuse_mixed_ranks(opened, process, processes)
         what = Target(
             _topology(opened.topology, opened.topology.ep if chosen.dp_size is None else chosen.dp_size),
             optimizer="zero1_full" if chosen.convert_to_full else "zero1",
