@@ -117,3 +117,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def remains(directory: Path) -> list[str]:
     """What attempts left in a checkpoint directory: all that is hidden, but for the marks of runs that were saved."""
     return [file for file in contents(directory / ".nxd_ckpt") if not file.startswith("runs/")]
+
+
+def as_nxd(tag: Path) -> Path:
+    """Without what is ours, as neuronx-distributed writes it: one digest for each tensor."""
+    for index in (tag / "index").iterdir():
+        index.unlink()
+    (tag / "index").rmdir()
+    (tag / "manifest.json").unlink()
+    return tag

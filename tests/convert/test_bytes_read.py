@@ -27,6 +27,7 @@ from nxd_ckpt.convert import (
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.convert.tags import as_nxd
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -103,15 +104,6 @@ def nbytes_of(folder: Path) -> int:
 def save_dcp(directory: Path) -> Path:
     save({"model": state()}, checkpoint_id=directory, no_dist=True)
     return directory
-
-
-def as_nxd(tag: Path) -> Path:
-    """Without what is ours, as neuronx-distributed writes it: one digest for each tensor."""
-    for index in (tag / "index").iterdir():
-        index.unlink()
-    (tag / "index").rmdir()
-    (tag / "manifest.json").unlink()
-    return tag
 
 
 Convert = Callable[[Path, Path], object]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.verify import verify_checkpoint
-from tests.convert.tags import contents, save_example
+from tests.convert.tags import as_nxd, contents, save_example
 from tests.elastic.ranks import fresh, load_rank, save_job
 from tests.elastic.transformer import layout_of, weights_of
 from tests.elastic.whole import Layout, Weight, expected
@@ -98,6 +99,29 @@ def test_a_tag_of_nxds_with_partitions(golden: Path, tmp_path: Path) -> None:
     for index, name in enumerate(name for group in names[0] for name in group):
         moments = [rank["optimizer"]["state"][index]["exp_avg"] for rank in held]
         assert torch.equal(put_together(name, moments), optimizer["state"][index]["exp_avg"]), name
+
+
+def test_experts_that_only_the_optimizer_shows_are_no_replicas(tmp_path: Path) -> None:
+    """Where NxD's tag has master weights in place of weights, ranks' experts are still told from ranks' copies."""
+    weights = [replace(w, left_out=w.kind == "parameter") for w in weights_of(torch.bfloat16, experts=True)]
+    before, after = layout_of("dp4ep2", weights), layout_of("dp3", weights)
+    save_job(tmp_path, weights, before, use_xser=True)
+    tag = as_nxd(tmp_path / "step_1")
+    for file in tag.glob("model/*.tensors/*.pt"):
+        if torch.load(file).dtype == torch.bfloat16 and torch.load(file).numel() != 15:  # all but what is frozen
+            file.unlink()
+    experts = [weight.name for weight in weights if weight.name.endswith("experts")]
+    named = [[name for name in group if (name in experts) is own] for own in (False, True) for group in before.groups]
+
+    with pytest.raises(TopologyMismatch, match=r"block0_experts.*pass partitions= with its expert=True"):
+        reshard(tag, tmp_path / "lost" / "step_1", ep=1, dp=3, saved_param_names=[named], durable=False)
+    cut = {name: Partition(expert=True) for name in experts}
+    reshard(tag, tmp_path / "ep1" / "step_1", ep=1, dp=3, saved_param_names=[named], partitions=cut, durable=False)
+
+    for at in after.ranks:
+        rank = fresh(weights, after, at)
+        load_rank(tmp_path / "ep1", rank, partitions=after.partitions)
+        assert None is difference(expected(weights, after, at), rank.held())
 
 
 def test_a_cut_that_is_not_known_is_refused(golden: Path, tmp_path: Path) -> None:

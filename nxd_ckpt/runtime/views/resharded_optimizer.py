@@ -221,13 +221,18 @@ class ReshardedOptimizer:
         suspects = self._context.suspects(found.name, saved)
         if not suspects:  # as when only dp changes: the model's files are not even opened
             return
-        if found.pp_rank in self._model.stages.get(found.name, ()):
-            if found.name not in self._compared:
-                self._model.refuse_unequal_replicas(found.name, found.pp_rank, saved)
-                self._compared.add(found.name)
-            return
+        has_weights = found.pp_rank in self._model.stages.get(found.name, ())
+        if has_weights and found.name not in self._compared:
+            self._model.refuse_unequal_replicas(found.name, found.pp_rank, saved)
+            self._compared.add(found.name)
         for place, equal, attribute in suspects:
-            if not equal or (self._context.is_sharded and place.ep_rank):  # one shard each, no replicas
+            if found.slot.expert and place.ep_rank:  # what weights that are in no file cannot show
+                raise TopologyMismatch(
+                    f"{name}: taken to be the same on each rank, but the optimizer has it among the experts: its "
+                    f"attributes were lost; pass partitions= with its {attribute}"
+                )
+            # Of ZeRO-1 each has a shard of its own: no replicas.
+            if has_weights or not equal or (self._context.is_sharded and place.ep_rank):
                 continue
             pair = [self._leaf_at(found, at, key) for at in (CutIndex(), place)]
             digests = {leaf.storage.crc32 for leaf in pair if isinstance(leaf, TensorStub)}
