@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.core.manifest import CRC_BLOCK, ParameterSpec
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats import crc32
@@ -48,11 +47,4 @@ def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
 
 def _same_bytes(one: Any, other: Any) -> bool:
     digest = digest_of(one)
-    return digest is not None and digest == digest_of(other) and digest[-1] != _crc32_of_zeros(one.storage.nbytes)
-
-
-@lru_cache(maxsize=64)
-def _crc32_of_zeros(nbytes: int) -> int:
-    whole, rest = divmod(nbytes, CRC_BLOCK)
-    crcs = [crc32.crc32(bytes(CRC_BLOCK))] * whole + [crc32.crc32(bytes(rest))] * bool(rest)
-    return crc32.combine_blocks(crcs, nbytes)
+    return digest is not None and digest == digest_of(other) and digest[-1] != crc32.zeros(one.storage.nbytes)
