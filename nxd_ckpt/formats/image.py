@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -32,6 +32,9 @@ class Image(ABC):
     nbytes: int
     storages: Sequence[StorageRecord] = field(repr=False)
     tensors: Sequence[Any] = field(repr=False)
+
+    holds_crcs: ClassVar[bool] = True
+    """Whether the CRC-32s of its storages stand in it. Of a file without them they are not needed, nor computed."""
 
     @property
     def tensor_nbytes(self) -> int:

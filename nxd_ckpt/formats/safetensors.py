@@ -80,6 +80,8 @@ class SafetensorsImage(Image):
     head: bytes = field(repr=False)
     forms: Sequence[TensorForm]
 
+    holds_crcs = False
+
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """The file's, before its first tensor; there is nothing before the others."""
         return (self.storages[index].offset, b"") if index else (0, self.head)

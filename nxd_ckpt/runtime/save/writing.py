@@ -52,6 +52,10 @@ class _OpenFile:
     crcs: list[int] = field(default_factory=list)
     crc32: int = 0
 
+    def crcs_of(self, view: memoryview) -> list[int]:
+        """The CRC-32s of its blocks; none where the image holds none: no index tells of such a file either."""
+        return crc32.block_crcs(view) if self.planned.image.holds_crcs else []
+
     def header(self) -> tuple[int, bytes]:
         """(offset, bytes) of the next header; the blocks of its storage are all known."""
         index = len(self.crcs)
@@ -136,7 +140,7 @@ class FileWriter:
         """``view`` is tensors and their headers, the latter not filled in yet."""
         self._put_missing_header(handle)
         storages, done = handle.planned.image.storages, span.start
-        with closing(_digested(view, span.start, _stretches(storages, span.storages), ahead)) as stretches:
+        with closing(_digested(handle, view, span.start, _stretches(storages, span.storages), ahead)) as stretches:
             for stretch in stretches:
                 for crcs in stretch:
                     handle.blocks.append(crcs)
@@ -152,7 +156,7 @@ class FileWriter:
         if span.start == handle.planned.image.storages[span.storages.start].offset:
             self._put_missing_header(handle)
             handle.blocks.append([])
-        handle.blocks[-1] += crc32.block_crcs(view)
+        handle.blocks[-1] += handle.crcs_of(view)
         self._put(handle.writer, span.start, view)
 
     def _put_missing_header(self, handle: _OpenFile) -> None:
@@ -250,7 +254,11 @@ def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Se
 
 
 def _digested(
-    view: memoryview, start: int, stretches: Iterable[Sequence[StorageRecord]], ahead: Executor | None
+    handle: _OpenFile,
+    view: memoryview,
+    start: int,
+    stretches: Iterable[Sequence[StorageRecord]],
+    ahead: Executor | None,
 ) -> _Stretches:
     """The digests of each stretch of storages in ``view``, which begins at byte ``start`` of its file.
 
@@ -258,7 +266,7 @@ def _digested(
     """
 
     def digest(places: Sequence[StorageRecord]) -> Blocks:
-        return [crc32.block_crcs(view[place.offset - start : place.end - start]) for place in places]
+        return [handle.crcs_of(view[place.offset - start : place.end - start]) for place in places]
 
     if ahead is None:
         yield from map(digest, stretches)
