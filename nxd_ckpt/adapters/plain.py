@@ -88,6 +88,10 @@ class PlainOptimizer:
         fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
         for slot in self._slots:
             slot.clear_gradients()
+        if type(self._optimizer).__module__.startswith("torch.optim"):
+            # As torch's load_state_dict: the steps that NxD's optimizers count as numbers become tensors.
+            groups = self._optimizer.param_groups
+            self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
 
     def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
         return ()

@@ -8,6 +8,7 @@ from nxd_ckpt.convert.from_dcp import from_dcp
 from nxd_ckpt.convert.import_plan import Import
 from nxd_ckpt.convert.importing import import_checkpoint
 from nxd_ckpt.convert.job import Converted
+from nxd_ckpt.convert.migrate import Migration, migrate
 from nxd_ckpt.convert.pack import Packed, pack_checkpoint
 from nxd_ckpt.convert.resharding import reshard
 from nxd_ckpt.convert.to_dcp import to_dcp
@@ -20,6 +21,7 @@ __all__ = [
     "Copy",
     "Export",
     "Import",
+    "Migration",
     "Packed",
     "UnshardStrategy",
     "Unsharded",
@@ -28,6 +30,7 @@ __all__ = [
     "export_checkpoint",
     "from_dcp",
     "import_checkpoint",
+    "migrate",
     "pack_checkpoint",
     "reshard",
     "to_dcp",

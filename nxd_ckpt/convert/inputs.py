@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from nxd_ckpt.convert.file_passthrough import FilePassthrough, PassedFiles
-from nxd_ckpt.convert.job import DcpTarget, Job
+from nxd_ckpt.convert.job import DcpTarget, HuggingFaceTarget, Job
 from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
@@ -20,6 +20,7 @@ from nxd_ckpt.layout.model_file import WholeModelFile
 from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.runtime.views.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.runtime.views.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
@@ -55,7 +56,11 @@ def open_input(job: Job, storage: Storage) -> Input:
     if isinstance(job.what, ImportTarget):
         return _Directory(open_model(job.source, job.what.model_key), job.what)
     if isinstance(job.what, DcpTarget):
-        return _Dcp(open_dcp(job.source, job.what.names), job.what)
+        return _Anew(open_dcp(job.source, job.what.names), job.what)
+    if isinstance(job.what, HuggingFaceTarget) and job.what.terms is not None:
+        opened = open_complete_tag(job.source.open(), job.source.name)
+        opened.require_save(job.save)
+        return _Anew(HuggingFaceTag(opened, job.what.terms), job.what)
     return _Tag(job, job.what, storage)
 
 
@@ -89,10 +94,11 @@ class _Tag(_Verified):
         return target_state(self._opened, replace(self._target, topology=topology))
 
 
-class _Dcp(_Verified):
-    """Scheduler and user content are entries among others there, and written anew."""
+class _Anew(_Verified):
+    """Of what is seen as a tag of one rank nothing is taken over as it is: scheduler and user content are written
+    anew."""
 
-    def __init__(self, opened: OpenTag, target: DcpTarget) -> None:
+    def __init__(self, opened: OpenTag, target: Target) -> None:
         super().__init__(opened)
         self._target = target
 

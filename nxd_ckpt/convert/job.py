@@ -9,6 +9,7 @@ from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.runtime.views.imported_model import ImportTarget
 from nxd_ckpt.runtime.views.target import Target
 
@@ -18,6 +19,13 @@ class DcpTarget(Target):
     """The same for a torch DCP directory, and what it calls things."""
 
     names: DcpNames = field(default_factory=DcpNames)
+
+
+@dataclass(frozen=True)
+class HuggingFaceTarget(Target):
+    """The same for a tag that is seen in Hugging Face's ``terms``."""
+
+    terms: HuggingFaceTerms | None = None
 
 
 @dataclass(frozen=True)

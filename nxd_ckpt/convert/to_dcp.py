@@ -10,13 +10,14 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.dcp_files import plan_files
 from nxd_ckpt.convert.image_writer import write_images
 from nxd_ckpt.convert.job import Converted
-from nxd_ckpt.convert.locations import locate_apart, locate_input
+from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
 from nxd_ckpt.convert.output import TORCH_DCP, Output
 from nxd_ckpt.convert.source import open_source
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.layout.torch_dcp import METADATA
+from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.options.torch_forms import ToDcpKeywords, ToDcpOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -48,7 +49,6 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
         InvalidArgument: a ``dcp_directory`` that must not be touched.
         CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
     """
-    started = time.monotonic()
     chosen = ToDcpOptions(**options)
     source = locate_input(tag, chosen.storage_options)
     target = locate_apart(dcp_directory, source, chosen.written_with)
@@ -56,9 +56,16 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     with opened.kept():
         state = _state(opened, chosen)
         output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
+    return write_dcp(opened, state, output, source, chosen)
+
+
+def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
+    """Write ``state``, which ``opened`` reads, as ``output``. Raises what reading its tensors raises."""
+    started = time.monotonic()
+    with opened.kept():
         files = plan_files(state)
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-    done = Converted(source.path, target.path, None, nbytes)
+    done = Converted(source.path, output.place.path, None, nbytes)
     if chosen.dry_run:
         return done
     written = Counter()
@@ -71,7 +78,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
         ):
             [writer] = write_images(reader, output.storage, output.folder, [files], written.add)
         output.storage.write(f"{output.folder}/{METADATA}", dump_metadata(writer.chunks()))
-    report("converted", f"{source.path} to {target.path}", nbytes, started)
+    report("converted", f"{source.path} to {output.place.path}", nbytes, started)
     return done
 
 

@@ -1,0 +1,241 @@
+"""``migrate``: a checkpoint that training on Neuron left behind, in a form that training on plain torch continues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from typing_extensions import Unpack
+
+from nxd_ckpt.convert.conversion import convert
+from nxd_ckpt.convert.export import export_checkpoint
+from nxd_ckpt.convert.head_copies import are_converted
+from nxd_ckpt.convert.job import HuggingFaceTarget, Job
+from nxd_ckpt.convert.locations import locate_apart, locate_output
+from nxd_ckpt.convert.model_files import config_in, read_config
+from nxd_ckpt.convert.origin import Origin, find_origin
+from nxd_ckpt.convert.output import TORCH_DCP, Output
+from nxd_ckpt.convert.to_dcp import write_dcp
+from nxd_ckpt.core.heads import HARDWARE, Hardware
+from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.options import takes
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.torchtitan_names import TorchTitanNames
+from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.layout.mappings import Given, find_mapping
+from nxd_ckpt.options.execution import ExecutionOptions
+from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
+from nxd_ckpt.options.torch_forms import ToDcpOptions
+from nxd_ckpt.runtime.views.dcp_state import DcpState
+from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
+from nxd_ckpt.runtime.views.mapped_tag import MappedTag
+from nxd_ckpt.runtime.views.torchtitan_state import TorchTitanState, counters
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
+from nxd_ckpt.storage.urls import StrPath, join
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What was migrated, or would be.
+
+    Attributes:
+        source: as given.
+        target: the directory that was made.
+        writer: who wrote the source.
+        form: that of the target.
+        mapping: the mapping's name.
+        step: how many steps the run had made; None where nothing says so.
+        nbytes: bytes of the target's tensors.
+        left_out: what the source has and the target has not, in words.
+    """
+
+    source: str
+    target: str
+    writer: str
+    form: str
+    mapping: str
+    step: int | None
+    nbytes: int
+    left_out: tuple[str, ...]
+
+
+@as_checkpoint_errors()
+@takes(MigrateOptions)
+def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> Migration:
+    """Make ``dst``, with which transformers, torch DCP, TorchTitan or ``load_checkpoint`` continue on plain torch.
+
+    ``src`` is recognised by its files: a tag of neuronx-distributed's or of ours, a checkpoint of
+    neuronx-distributed-training (``NAME.ckpt``) or of optimum-neuron (``checkpoint-N``). Model and optimizer get
+    Hugging Face's names (TorchTitan's for that), whole tensors on one rank; where NxD's optimizer kept master weights
+    they are the model. The input is only read, its digests are verified on the way, and ``dst`` appears when all of it
+    is written. Keywords are the fields of :class:`~nxd_ckpt.options.migration.MigrateOptions`.
+
+    Args:
+        src: the checkpoint's directory or URL.
+        dst: the directory or URL that is made; for TorchTitan the one in which ``step-N`` is made.
+
+    Raises:
+        UnsupportedState: a layout that is recognised and not carried, or a model that the form has no names for.
+        MalformedFile: two layouts at once, or files that contradict each other.
+        CheckpointNotFound, PartNotFound: no checkpoint, or ranks' files are missing.
+        KeyMismatch, ShapeMismatch, TopologyMismatch, OptimizerMismatch, InvalidArgument: as for ``export_checkpoint``.
+    """
+    chosen = MigrateOptions(**options)
+    chosen.validate()
+    origin = find_origin(src, chosen.storage_options, names=not chosen.model_only and chosen.saved_param_names is None)
+    with origin.opened.kept():
+        terms = _terms(origin, chosen)
+        seen = HuggingFaceTag(origin.opened, terms)
+        seen.require_all()
+        step = origin.step if origin.step is not None else seen.steps
+    left_out = list(origin.left_out) + (["optimizer state that belongs to no parameter"] if seen.general else [])
+    if chosen.to in ("hf", "torchtitan"):
+        left_out += [name for name, held in (("scheduler", origin.scheduler), ("user content", origin.content)) if held]
+    place, nbytes = _WRITERS[chosen.to](origin, seen, terms, dst, step or 0, chosen)
+    return Migration(
+        os.fspath(src),
+        place,
+        origin.writer.value,
+        chosen.to,
+        terms.mapping.name,
+        step,
+        nbytes,
+        ("optimizer, scheduler, user content",) if chosen.model_only else tuple(left_out),
+    )
+
+
+def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
+    config = _config(origin, chosen)
+    document = config_in(read_config(config, chosen.storage_options)) if config is not None else {}
+    mapping = find_mapping(_given(origin, chosen), document)
+    names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
+    whole = not chosen.model_only
+    return HuggingFaceTerms(
+        mapping,
+        _sizes(origin, chosen, mapping, document),
+        names,
+        torchtitan=TorchTitanNames(document.get("model_type")) if chosen.to == "torchtitan" else None,
+        dtype=chosen.dtype,
+        optimizer=whole,
+        scheduler=origin.scheduler if whole else None,
+        content=origin.content if whole else None,
+    )
+
+
+def _given(origin: Origin, chosen: MigrateOptions) -> Given:
+    return chosen.mapping if chosen.mapping is not None else origin.mapping
+
+
+def _config(origin: Origin, chosen: MigrateOptions) -> str | None:
+    return os.fspath(chosen.config) if chosen.config is not None else origin.config
+
+
+def _sizes(origin: Origin, chosen: MigrateOptions, mapping: ModelMapping, config: Mapping[str, Any]) -> Sizes:
+    """Those of the model, with the order of key-value heads in which their copies are equal."""
+    said, given = origin.kv_size_multiplier, chosen.kv_size_multiplier
+    if None not in (said, given) and said != given:
+        raise InvalidArgument(f"kv_size_multiplier={given}, but {origin.place.path} says {said}")
+    copies = given or said or 1
+    if copies == 1:
+        return mapping.sizes(config, copies, chosen.hardware or "trn1")
+
+    def mapped(sizes: Sizes) -> MappedTag:
+        return MappedTag(origin.opened, mapping, sizes)
+
+    fitting: list[Sizes] = []
+    for hardware in HARDWARE if chosen.hardware is None else (chosen.hardware,):
+        sizes = mapping.sizes(config, copies, hardware)
+        converted = replace(sizes, converted=True)
+        try:
+            is_converted = are_converted(origin.opened, mapped(sizes), partial(mapped, converted))
+        except TopologyMismatch as error:
+            reason = error
+        else:
+            fitting.append(converted if is_converted else sizes)
+    if not fitting:
+        raise reason
+    if len(fitting) == 1:
+        return fitting[0]
+    raise InvalidArgument(
+        f"{origin.place.path} does not show in which order copies of key-value heads lie; pass hardware=, the kind of "
+        f"accelerator that the job ran on: {' or '.join(HARDWARE)}"
+    )
+
+
+def _as_hugging_face(
+    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
+) -> tuple[str, int]:
+    done = export_checkpoint(
+        join(origin.place.directory, origin.place.name),
+        dst,
+        config=_config(origin, chosen),
+        mapping=_given(origin, chosen),
+        kv_size_multiplier=terms.sizes.kv_size_multiplier,
+        hardware=_named(terms.sizes.hardware),
+        dtype=chosen.dtype,
+        size_per_shard=chosen.size_per_shard,
+        optimizer=seen.parts.optimizer is not None,
+        saved_param_names=terms.param_names,
+        overwrite=chosen.overwrite,
+        dry_run=chosen.dry_run,
+        storage_options=chosen.storage_options,
+        output_options=chosen.output_options,
+        durable=chosen.durable,
+        progress=chosen.progress,
+    )
+    return done.target, done.nbytes
+
+
+def _named(hardware: str) -> Hardware:
+    return next(one for one in HARDWARE if one == hardware)
+
+
+def _as_dcp(
+    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
+) -> tuple[str, int]:
+    return _written(origin, seen, DcpState(seen, WholeTag(seen), ToDcpOptions().names), dst, chosen)
+
+
+def _as_torchtitan(
+    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
+) -> tuple[str, int]:
+    counted = replace(terms, scheduler=None, content=counters(step, origin.tokens))
+    tag = HuggingFaceTag(origin.opened, counted)
+    assert terms.torchtitan is not None
+    state = TorchTitanState(tag, terms.torchtitan, terms.sizes.get("head_dim"))
+    return _written(origin, tag, state, join(os.fspath(dst), f"step-{step}"), chosen)
+
+
+def _written(
+    origin: Origin, seen: HuggingFaceTag, state: DcpState, dst: StrPath, chosen: MigrateOptions
+) -> tuple[str, int]:
+    target = locate_apart(dst, origin.place, chosen.written_with)
+    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
+    done = write_dcp(seen, state, output, origin.place, chosen)
+    return done.target, done.nbytes
+
+
+def _as_tag(
+    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
+) -> tuple[str, int]:
+    target = locate_output(dst, origin.place, chosen.overwrite, chosen.written_with)
+    what = HuggingFaceTarget(Topology(), terms=terms)
+    job = Job(
+        origin.place,
+        target,
+        what,
+        seen.parts,
+        durable=chosen.durable,
+        overwrite=chosen.overwrite,
+        save=origin.opened.save,
+    )
+    execution = ExecutionOptions(dry_run=chosen.dry_run, progress=chosen.progress)
+    done = convert(lambda process, processes: job, execution)
+    return done.target, done.nbytes
+
+
+_WRITERS = {"hf": _as_hugging_face, "dcp": _as_dcp, "torchtitan": _as_torchtitan, "tag": _as_tag}

@@ -1,0 +1,234 @@
+"""What a migration begins with: a checkpoint whose writer is recognised, and what that left beside the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nxd_ckpt.convert.locations import Location, locate_input
+from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.core import document
+from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_metadata
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.layout.writers import METADATA, Recognised, Writer, recognise
+from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.views.group_names import COMPUTED, Names, group_names
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
+
+_SHOWN = 8
+_STEP = re.compile(r"step=(\d+)")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint to be migrated.
+
+    Attributes:
+        writer: who wrote it.
+        place, opened: its tag.
+        config: where config.json is; None where there is none.
+        mapping, kv_size_multiplier: how it was made of a Hugging Face model, None where nothing beside it says so.
+        param_names: the optimizer's, where the tag does not say them.
+        step, tokens: how far the run was, None and 0 where nothing says so.
+        scheduler, content: the scheduler's state dict, and what else was saved; None for none.
+        left_out: what is there and cannot be carried, in words.
+    """
+
+    writer: Writer
+    place: Location
+    opened: OpenTag
+    config: str | None = None
+    mapping: Given = None
+    kv_size_multiplier: int | None = None
+    param_names: Names | None = None
+    step: int | None = None
+    tokens: int = 0
+    scheduler: Any = field(default=None, repr=False)
+    content: Mapping[str, Any] | None = field(default=None, repr=False)
+    left_out: tuple[str, ...] = ()
+
+
+def find_origin(path: StrPath, options: StorageOptions | None, *, names: bool) -> Origin:
+    """The checkpoint at ``path``. With ``names``, the optimizer's parameter names are found out where it has none.
+
+    Raises:
+        CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or one of several.
+        MalformedFile: two layouts at once, or files that contradict each other.
+        UnsupportedState: a layout that is recognised and not carried; says what to do instead.
+        OptimizerMismatch: nothing says whose the optimizer's entries are.
+    """
+    place = locate_input(path, options)
+    storage = place.open()
+    found = recognise(storage, place.name)
+    describe = _DESCRIBED.get(found.writer)
+    if describe is None:
+        raise UnsupportedState(f"{place.path} was written by {found.writer.value}; {_HINTS[found.writer]}")
+    if found.tag != place.name:
+        place = Location(join(place.directory, place.name), found.tag.rpartition("/")[2], options)
+    opened = open_complete_tag(storage, place.name) if found.writer is Writer.NXD_LEGACY else open_source(place)
+    with opened.kept():
+        return describe(Origin(found.writer, place, opened), storage, found, names)
+
+
+def _tag(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """A tag of NxD's or ours: it holds all that there is."""
+    opened, parts = origin.opened, origin.opened.parts
+    content, left_out = _content(opened)
+    return replace(
+        origin,
+        scheduler=opened.scheduler() if parts.scheduler else None,
+        content=content,
+        left_out=(*left_out, *(["rank content"] if parts.rank_content else [])),
+    )
+
+
+def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """NxDT: the user content is Lightning's dict, from which model and optimizer were taken out."""
+    content, left_out = _content(origin.opened)
+    rest = dict(content or {})
+    schedulers = rest.pop("lr_schedulers", [])
+    if len(schedulers) > 1:
+        rest["lr_schedulers"] = schedulers
+    config = _inside(rest, "hyper_parameters", "cfg") or _inside(rest, "hyper_parameters")
+    named = _STEP.search(origin.place.name)
+    step = rest.get("global_step", int(named[1]) if named else None)
+    copies = _inside(config, "distributed_strategy").get("kv_replicator")
+    return replace(
+        origin,
+        mapping="megatron_llama" if config.get("model_source") == "megatron" else None,
+        kv_size_multiplier=copies if isinstance(copies, int) else None,
+        param_names=group_names(origin.opened) if names else None,
+        step=step if isinstance(step, int) else None,
+        scheduler=schedulers[0] if len(schedulers) == 1 else None,
+        content=rest or None,
+        left_out=left_out,
+    )
+
+
+def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """Optimum-neuron: metadata of each stage in the tag; config.json, trainer_state.json and scheduler.pt beside it."""
+    opened, beside = origin.opened, TagFiles(storage, found.beside)
+    metadata = _metadata(TagFiles(storage, found.tag), opened)
+    _refuse_other_model(metadata, beside, opened)
+    state = _json(beside, "trainer_state.json")
+    step, tokens = state.get("global_step"), state.get("num_input_tokens_seen")
+    scheduler, left_out = _plain(beside, "scheduler.pt")
+    if beside.has("training_args.bin"):
+        left_out.append("training_args.bin (a pickled object of transformers)")
+    place = origin.place
+    return replace(
+        origin,
+        config=place.directory if beside.has("config.json") else None,
+        mapping=metadata.document,
+        kv_size_multiplier=metadata.kv_size_multiplier or 1,
+        param_names=group_names(opened, metadata.stages) if names else None,
+        step=step if isinstance(step, int) else None,
+        tokens=tokens if isinstance(tokens, int) else 0,
+        scheduler=scheduler,
+        content={"trainer_state": state} if state else None,
+        left_out=tuple(left_out),
+    )
+
+
+_DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
+    Writer.NXD_CKPT: _tag,
+    Writer.NXD: _tag,
+    Writer.NXD_LEGACY: _tag,
+    Writer.NXDT: _lightning,
+    Writer.OPTIMUM: _optimum,
+}
+_NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
+_HINTS: Mapping[Writer, str] = {
+    **dict.fromkeys(Writer, _NOT_CARRIED),
+    Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`",
+    Writer.HUGGING_FACE: "it needs no migration; make a tag of it with `nxd-ckpt import`",
+}
+
+
+def _metadata(files: TagFiles, opened: OpenTag) -> OptimumMetadata:
+    """What describes the stages. Raises PartNotFound where a stage lacks it, UnsupportedState for the older form."""
+    found = {int(match[1]): match[0] for match in map(METADATA.fullmatch, files.names()) if match is not None}
+    missing = [number for number in range(opened.topology.pp) if number not in found]
+    if missing or len(found) > opened.topology.pp:
+        raise PartNotFound(
+            f"{opened.where}: files of {opened.topology.pp} pipeline stages, but metadata "
+            f"(mp_metadata_pp_rank_P.json) of stages {sorted(found)}; files are missing, or of two saves"
+        )
+    old = [name for name in found.values() if name.endswith(".pt")]
+    if old:
+        raise UnsupportedState(
+            f"{files.where(old[0])}: metadata of optimum-neuron before 0.2.1, which is not carried; pass "
+            "the tag itself to `nxd-ckpt export`, with config= and kv_size_multiplier= of the job"
+        )
+    metadata = read_metadata({files.where(found[stage]): _json(files, found[stage]) for stage in sorted(found)})
+    if metadata.tp not in (None, opened.topology.tp):
+        raise MalformedFile(
+            f"{opened.where}: its metadata is of {metadata.tp} tensor-parallel ranks, its files are of "
+            f"{opened.topology.tp}; files of ranks are missing, or of two saves"
+        )
+    _refuse_other_names(metadata, opened)
+    return metadata
+
+
+def _refuse_other_names(metadata: OptimumMetadata, opened: OpenTag) -> None:
+    for stage, names in enumerate(metadata.stages if opened.parts.model else []):
+        held = opened.model_tree(Coordinates(stage))
+        absent = [name for name in names if name not in held]
+        unlisted = [name for name in held if name not in {*names, TIED_HEAD} and not name.endswith(COMPUTED)]
+        if absent or unlisted:
+            raise MalformedFile(
+                f"{opened.where}: metadata of stage {stage} lists {', '.join(absent[:_SHOWN]) or 'nothing'} that the "
+                f"model's files do not have, and the files have {', '.join(unlisted[:_SHOWN]) or 'nothing'} that it "
+                "does not list; files of two saves are mixed"
+            )
+
+
+def _refuse_other_model(metadata: OptimumMetadata, beside: TagFiles, opened: OpenTag) -> None:
+    config = _json(beside, "config.json")
+    for key, said in (("num_attention_heads", metadata.heads), ("num_key_value_heads", metadata.kv_heads)):
+        if said is not None and config.get(key, said) != said:
+            raise MalformedFile(
+                f"{beside.where('config.json')} says {key}={config[key]}, but the metadata of {opened.where} {said}; "
+                "they are of two models"
+            )
+
+
+def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """The user content, and what of it cannot be carried."""
+    if not opened.parts.user_content:
+        return None, ()
+    try:
+        content = opened.user_content()
+    except UnsafePickle as error:
+        return None, (f"user content ({error})",)
+    return content if isinstance(content, dict) else {"user_content": content}, ()
+
+
+def _plain(files: TagFiles, file: str) -> tuple[Any, list[str]]:
+    """What the file holds, None without one; and what cannot be carried."""
+    if not files.has(file):
+        return None, []
+    try:
+        return files.object(file), []
+    except UnsafePickle as error:
+        return None, [f"{file} ({error})"]
+
+
+def _json(files: TagFiles, file: str) -> dict[str, Any]:
+    """The JSON object in the file; empty without one."""
+    if not files.has(file):
+        return {}
+    return document.small(files.storage.read(files.key(file)), files.where(file))
+
+
+def _inside(content: Any, *keys: str) -> dict[str, Any]:
+    """The dict below these keys; empty without one."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,184 @@
+"""What optimum-neuron says of the model beside a checkpoint (``mp_metadata_pp_rank_P.json``), as a mapping. Pure.
+
+One file for each pipeline stage: ``parameters``, each with whether and along which dimension tensor-parallel ranks cut
+it, and ``model_weight_transformation_specs``, which say of which Hugging Face layers a layer was made. docs/rescue.md
+names the sources. So no mapping file is needed for models that optimum-neuron trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_ckpt.core.entries import checked
+from nxd_ckpt.errors import MalformedFile, UnsupportedState
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+"""Optimum-neuron pads these to a multiple of the ranks."""
+TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Of tied ones, the name that is not listed, and the one that is."""
+
+
+@dataclass
+class OptimumMetadata:
+    """All stages' metadata.
+
+    Attributes:
+        document: the mapping, as a mapping file has it.
+        stages: the parameters of each stage, in the model's order.
+        tp: tensor-parallel ranks; None where nothing was cut or made of several.
+        heads, kv_heads, kv_size_multiplier: of the attention layers; None where they were not changed.
+    """
+
+    document: dict[str, Any]
+    stages: list[list[str]]
+    tp: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    kv_size_multiplier: int | None = None
+    _rules: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+
+
+def read_metadata(files: Mapping[str, Mapping[str, Any]]) -> OptimumMetadata:
+    """What the files say, by name in order of their stages.
+
+    Raises:
+        MalformedFile: they are not such metadata, or contradict each other.
+        UnsupportedState: they describe what no rule can.
+    """
+    found = OptimumMetadata({}, [])
+    for where, content in files.items():
+        try:
+            _add_stage(found, content, where)
+        except (KeyError, TypeError, ValueError) as error:
+            raise MalformedFile(
+                f"{where}: not the metadata of optimum-neuron 0.2.1 to 0.4 ({type(error).__name__}: {error})"
+            ) from error
+    if TIED_HEAD not in found._rules and _EMBEDDING in found._rules:  # tied: one parameter under two names
+        found._rules[TIED_HEAD] = {**found._rules[_EMBEDDING], "nxd": TIED_HEAD, "hf": [TIED_HEAD], "optional": True}
+    found.document = {
+        "format_version": 1,
+        "name": "optimum-neuron",
+        "tied": {TIED_HEAD: _EMBEDDING},
+        "rules": list(found._rules.values()),
+    }
+    return found
+
+
+def _add_stage(found: OptimumMetadata, content: Mapping[str, Any], where: str) -> None:
+    parameters: Mapping[str, Mapping[str, Any]] = checked(dict, content["parameters"])
+    found.stages.append(list(parameters))
+    made: set[str] = set()
+    for module in content["model_weight_transformation_specs"]:
+        for kind, spec in module["specs"]:
+            if spec["peft_type"] is not None:
+                raise UnsupportedState(
+                    f"{where}: {module['module_fully_qualified_name']} has {spec['peft_type']} adapters, which are "
+                    "not carried; merge them into the model with optimum-neuron first"
+                )
+            rules = _MAKERS.get(kind, _unknown)(found, module["module_fully_qualified_name"], kind, spec, where)
+            for rule in rules:
+                if rule["nxd"] in parameters:
+                    made.add(rule["nxd"])
+                    _add(found, rule, where)
+    for name, cut in parameters.items():
+        if name not in made:
+            _add(found, _plain(name, cut, where), where)
+        if cut["tensor_model_parallel"]:
+            _agree(found, "tp", checked(int, cut["num_partitions"]), where)
+
+
+def _plain(name: str, cut: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A parameter that is one of Hugging Face's too."""
+    if not checked(bool, cut["tensor_model_parallel"]):
+        return {"nxd": name, "hf": [name]}
+    if cut["partition_stride"] != 1:
+        raise UnsupportedState(
+            f"{where}: {name} was cut with partition_stride {cut['partition_stride']}, and no transformation says of "
+            "which tensors it was made"
+        )
+    rows = {"rows": "vocab"} if name.endswith(_VOCABULARY) else {}
+    return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **rows}
+
+
+def _fused(found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """FusedLinearsSpec: layers side by side in one."""
+    _agree(found, "tp", checked(int, spec["tp_size"]), where)
+    names, dims = spec["linear_names"], spec["original_dims"]
+    if spec["fuse_axis"] not in (0, "column") or len(set(dims)) != 1 or len(dims) != len(names):
+        raise UnsupportedState(
+            f"{where}: {module}.{spec['fused_linear_name']} was made of {', '.join(names)} with {dims} rows along axis "
+            f"{spec['fuse_axis']}; only layers of equal size along axis 0 are carried"
+        )
+    return [
+        {
+            "nxd": f"{module}.{spec['fused_linear_name']}.{part}",
+            "hf": [f"{module}.{name}.{part}" for name in names],
+            "dim": 0,
+        }
+        for part in _tensors(spec)
+    ]
+
+
+def _heads(found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """GQAQKVColumnParallelLinearSpec: q, k and v, these several times, and the output layer in the order of q."""
+    for mine, theirs in (
+        ("tp", "tp_size"),
+        ("heads", "num_attention_heads"),
+        ("kv_heads", "num_key_value_heads"),
+        ("kv_size_multiplier", "kv_size_multiplier"),
+    ):
+        _agree(found, mine, checked(int, spec[theirs]), where)
+    at = f"{module}.{spec['gqa_qkv_projection_name']}"
+    layers = [spec[f"{name}_projection_name"] for name in ("query", "key", "value")]
+    kinds = ["query", "kv", "kv"]
+    rules: list[dict[str, Any]] = []
+    for part in _tensors(spec):
+        hf = [f"{module}.{layer}.{part}" for layer in layers]
+        if spec["fuse_qkv"]:
+            rules.append({"nxd": f"{at}.{part}_qkv", "hf": hf, "heads": kinds, "dim": 0})
+        else:
+            rules += [
+                {"nxd": f"{at}.{part}_{letter}", "hf": [name], "heads": [heads], "dim": 0}
+                for letter, name, heads in zip("qkv", hf, kinds, strict=True)
+            ]
+    output = f"{module}.{spec['output_projection_name']}.weight"
+    return [*rules, {"nxd": output, "hf": [output], "heads": ["query"], "dim": 1}]
+
+
+def _unknown(
+    found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
+) -> list[dict[str, Any]]:
+    raise UnsupportedState(f"{where}: {module} was made by {kind}, which this version does not know")
+
+
+_MAKERS = {"FusedLinearsSpec": _fused, "GQAQKVColumnParallelLinearSpec": _heads}
+
+
+def _tensors(spec: Mapping[str, Any]) -> Sequence[str]:
+    return ("weight", "bias") if checked(bool, spec["bias"]) else ("weight",)
+
+
+def _add(found: OptimumMetadata, rule: dict[str, Any], where: str) -> None:
+    """The rule for all layers at once. They are alike."""
+    general = {**rule, "nxd": _any_layer(rule["nxd"]), "hf": [_any_layer(name) for name in rule["hf"]]}
+    known = found._rules.setdefault(general["nxd"], general)
+    if known != general:
+        raise MalformedFile(
+            f"{where}: {rule['nxd']} is described in another way than the same parameter of other layers: {general} "
+            f"and {known}"
+        )
+
+
+def _any_layer(name: str) -> str:
+    return _NUMBER.sub("{layer}", name, count=1)
+
+
+def _agree(found: OptimumMetadata, name: str, value: int, where: str) -> None:
+    known = getattr(found, name)
+    if known not in (None, value):
+        raise MalformedFile(f"{where}: says {name}={value}, and elsewhere {name}={known}; files of two saves are mixed")
+    setattr(found, name, value)

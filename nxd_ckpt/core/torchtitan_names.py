@@ -1,0 +1,85 @@
+"""What TorchTitan calls the tensors of a Hugging Face model, and how it orders the rows of q and k. Pure.
+
+TorchTitan's Llama rotates neighbouring elements of a head (0 and 1, 2 and 3, ...), transformers' those half a head
+apart (0 and n/2, 1 and n/2 + 1, ...): so the rows of q and k lie in another order. Its Qwen 3 is as transformers'.
+Source: ``torchtitan.models.*.state_dict_adapter`` of torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.mapping import Pattern
+from nxd_ckpt.errors import UnsupportedState
+
+_COMMON = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{layer}.self_attn.q_proj.weight": "layers.{layer}.attention.qkv_linear.wq.weight",
+    "model.layers.{layer}.self_attn.k_proj.weight": "layers.{layer}.attention.qkv_linear.wk.weight",
+    "model.layers.{layer}.self_attn.v_proj.weight": "layers.{layer}.attention.qkv_linear.wv.weight",
+    "model.layers.{layer}.self_attn.o_proj.weight": "layers.{layer}.attention.wo.weight",
+    "model.layers.{layer}.mlp.gate_proj.weight": "layers.{layer}.feed_forward.w1.weight",
+    "model.layers.{layer}.mlp.up_proj.weight": "layers.{layer}.feed_forward.w3.weight",
+    "model.layers.{layer}.mlp.down_proj.weight": "layers.{layer}.feed_forward.w2.weight",
+    "model.layers.{layer}.input_layernorm.weight": "layers.{layer}.attention_norm.weight",
+    "model.layers.{layer}.post_attention_layernorm.weight": "layers.{layer}.ffn_norm.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_NORMS = {
+    f"model.layers.{{layer}}.self_attn.{name}.weight": f"layers.{{layer}}.attention.{name}.weight"
+    for name in ("q_norm", "k_norm")
+}
+_FAMILIES: Mapping[str, Mapping[str, str]] = {"llama": _COMMON, "qwen3": _COMMON | _NORMS}
+_PAIRED = {"llama": ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.weight")}
+
+
+class TorchTitanNames:
+    """Of the models that config.json calls ``model_type``.
+
+    Raises UnsupportedState for one that TorchTitan does not have, or whose names are not known here.
+    """
+
+    def __init__(self, model_type: object) -> None:
+        if model_type not in _FAMILIES:
+            raise UnsupportedState(
+                f"TorchTitan's names of model_type {model_type!r} are not known, only those of {', '.join(_FAMILIES)}; "
+                "choose another form (hf, dcp or tag)"
+            )
+        self._family = str(model_type)
+        self._patterns = {Pattern(hf): Pattern(titan) for hf, titan in _FAMILIES[self._family].items()}
+
+    def name(self, hf: str) -> str:
+        """TorchTitan's; raises UnsupportedState for a tensor that its model does not have."""
+        for pattern, titan in self._patterns.items():
+            numbers = pattern.match(hf)
+            if numbers is not None:
+                return titan.fill(numbers)
+        raise UnsupportedState(f"TorchTitan's {self._family} has no tensor for {hf}; choose the form hf, dcp or tag")
+
+    def has_pairs(self, titan: str) -> bool:
+        """Whether the rows of the tensor, or of a state shaped like it, lie in pairs."""
+        return any(f".{name}" in titan for name in _PAIRED.get(self._family, ()))
+
+
+class RowRun(NamedTuple):
+    """``length`` rows of a matrix from ``first`` on, whose place is ``box`` in one of four dimensions: head, row in
+    half a head, half, column."""
+
+    first: int
+    length: int
+    box: Box
+
+
+def rows_in_pairs(first: int, count: int, column: int, columns: int, head_dim: int) -> list[RowRun]:
+    """Where rows of q or k, from half a head to half a head, go where the two of a pair are neighbours."""
+    half, runs = head_dim // 2, []
+    while count:
+        head, within = divmod(first, head_dim)
+        side, row = divmod(within, half)
+        length = min(count, half - row)
+        runs.append(RowRun(first, length, Box((head, row, side, column), (1, length, 1, columns))))
+        first, count = first + length, count - length
+    return runs

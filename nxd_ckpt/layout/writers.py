@@ -1,0 +1,165 @@
+"""Whose checkpoint a directory is, by the names in it: every layout that the Neuron ecosystem wrote. docs/rescue.md has
+the sources. Reads listings only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
+from nxd_ckpt.layout import legacy, names
+from nxd_ckpt.storage.base import Storage
+
+
+class Writer(Enum):
+    """Who wrote it, as messages say it."""
+
+    NXD_CKPT = "nxd_ckpt"
+    NXD = "neuronx-distributed"
+    NXDT = "neuronx-distributed-training"
+    NXD_LEGACY = "neuronx-distributed 0.1 to 0.5"
+    OPTIMUM = "optimum-neuron"
+    OPTIMUM_ADAPTER = "optimum-neuron, a PEFT adapter"
+    OPTIMUM_OLD = "optimum-neuron before 0.0.25"
+    NEMO = "neuronx-nemo-megatron"
+    TIERED = "SageMaker's tiered storage"
+    PRESHARDED = "transformers-neuronx or NxD inference, sharded in advance"
+    FSDP = "torch-xla, FSDP's or xm.save's files"
+    TORCH_DCP = "torch DCP"
+    HUGGING_FACE = "Hugging Face transformers"
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """``tag`` is the directory's NxD tag, a key of the storage; of layouts without one the directory itself. ``beside``
+    is where the writer's other files are."""
+
+    writer: Writer
+    tag: str
+    beside: str
+
+
+METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
+"""Optimum-neuron's description of a pipeline stage."""
+
+_SHARDS = "shards"
+_PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
+_NEMO_RANK = re.compile(r"tp_rank_\d{2,}(?:_pp_rank_\d{3,})?")
+_PRESHARDED = re.compile(r"tp\d+_sharded_checkpoint\.safetensors")
+_TIERED = (re.compile(r"rank_\d+"), re.compile(r"step_\d+"))
+
+_Names = Mapping[str, bool]
+"""Name -> whether it is a directory."""
+
+
+def recognise(storage: Storage, folder: str) -> Recognised:
+    """Whose checkpoint ``folder`` is.
+
+    Raises:
+        CheckpointNotFound: no layout that is known, or a directory of several checkpoints.
+        MalformedFile: it is two at once.
+    """
+    listing = dict(storage.list(folder))
+    where = f"{storage.url}/{folder}" if folder else storage.url
+    found = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
+    if len(found) > 1:
+        both = " and ".join(writer.value for writer in found)
+        raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
+    if not found:
+        below = sorted(name for name, is_dir in listing.items() if is_dir and _is_one(storage, f"{folder}/{name}"))
+        if below:
+            raise CheckpointNotFound(f"{where} holds several checkpoints, expected one: {', '.join(below[:8])}")
+        raise CheckpointNotFound(
+            f"{where} has none of the layouts that are known (docs/rescue.md lists them); it holds "
+            f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
+        )
+    return _located(found[0], folder)
+
+
+def _located(writer: Writer, folder: str) -> Recognised:
+    parent, _, name = folder.rpartition("/")
+    if writer is Writer.OPTIMUM:
+        is_tag = name == _SHARDS
+        return Recognised(writer, folder if is_tag else _in(folder, _SHARDS), parent if is_tag else folder)
+    if writer is Writer.NXD and name.endswith(".ckpt"):
+        return Recognised(Writer.NXDT, folder, folder)
+    return Recognised(writer, folder, folder)
+
+
+def _is_one(storage: Storage, folder: str) -> bool:
+    listing = dict(storage.list(folder))
+    return any(test(storage, folder, listing) for test in _TESTS.values())
+
+
+def _is_tag(storage: Storage, folder: str, listing: _Names) -> bool:
+    return bool(_directories(listing) & _PARTS)
+
+
+def _is_ours(storage: Storage, folder: str, listing: _Names) -> bool:
+    return _is_tag(storage, folder, listing) and names.MANIFEST in listing
+
+
+def _is_nxd(storage: Storage, folder: str, listing: _Names) -> bool:
+    return _is_tag(storage, folder, listing) and names.MANIFEST not in listing and not _has_metadata(listing)
+
+
+def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
+    if _is_tag(storage, folder, listing) and _has_metadata(listing):
+        return True
+    return listing.get(_SHARDS) is True and _has_metadata(dict(storage.list(_in(folder, _SHARDS))))
+
+
+def _is_adapter(storage: Storage, folder: str, listing: _Names) -> bool:
+    inside = [name for name, is_dir in listing.items() if is_dir and name.startswith("adapter_")]
+    return any(name == "adapter_shards" or storage.is_dir(_in(folder, name, "adapter_shards")) for name in inside)
+
+
+def _is_nemo(storage: Storage, folder: str, listing: _Names) -> bool:
+    ranks = (name for name in _directories(listing) if _NEMO_RANK.fullmatch(name))
+    return any(entry.name.endswith(".ckpt") for rank in ranks for entry in storage.list(_in(folder, rank)))
+
+
+def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
+    is_rank = any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing)
+    return is_rank and not _is_nemo(storage, folder, listing)
+
+
+def _is_tiered(storage: Storage, folder: str, listing: _Names) -> bool:
+    inside = (name for name in _directories(listing) if any(one.fullmatch(name) for one in _TIERED))
+    return any(storage.is_file(_in(folder, name, "checkpoint.pt")) for name in inside)
+
+
+def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
+    weights = any(name.endswith(".safetensors") and not _PRESHARDED.fullmatch(name) for name in listing)
+    return weights and "config.json" in listing and not _is_optimum(storage, folder, listing)
+
+
+_TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
+    Writer.NXD_CKPT: _is_ours,
+    Writer.NXD: _is_nxd,
+    Writer.OPTIMUM: _is_optimum,
+    Writer.OPTIMUM_ADAPTER: _is_adapter,
+    Writer.OPTIMUM_OLD: lambda storage, folder, listing: listing.get("tensor_parallel_shards") is True,
+    Writer.NEMO: _is_nemo,
+    Writer.NXD_LEGACY: _is_legacy,
+    Writer.TIERED: _is_tiered,
+    Writer.PRESHARDED: lambda storage, folder, listing: any(map(_PRESHARDED.fullmatch, listing)),
+    Writer.FSDP: lambda storage, folder, listing: any(name.endswith(".pth") for name in listing),
+    Writer.TORCH_DCP: lambda storage, folder, listing: ".metadata" in listing,
+    Writer.HUGGING_FACE: _is_hugging_face,
+}
+
+
+def _has_metadata(listing: Iterable[str]) -> bool:
+    return any(map(METADATA.fullmatch, listing))
+
+
+def _directories(listing: _Names) -> set[str]:
+    return {name for name, is_dir in listing.items() if is_dir}
+
+
+def _in(*names: str) -> str:
+    return "/".join(name for name in names if name)

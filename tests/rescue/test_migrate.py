@@ -1,0 +1,185 @@
+"""Runs of Neuron's trainers continue on plain torch: every layout that is carried, in every form."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import LlamaForCausalLM
+
+from nxd_ckpt import load_checkpoint
+from nxd_ckpt.convert import Migration, migrate
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import write_config
+from tests.rescue.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
+from tests.rescue.written import write_nxd, write_nxdt, write_optimum
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+JOBS = {
+    "q k v apart": Job(Model(heads=4, kv_heads=4, head_dim=4), tp=2, pp=2),
+    "copies of heads": Job(Model(heads=8, head_dim=4), tp=4, qkv="linear", copies=2),
+    "fused copies": Job(Model(heads=8, head_dim=4), tp=4, pp=2, qkv="fused", copies=2),
+}
+WRITERS: dict[str, Callable[..., Path]] = {"nxdt": write_nxdt, "optimum": write_optimum}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, OldRun]:
+    return {name: old_run(job) for name, job in JOBS.items()}
+
+
+def migrated(source: Path, target: Path, run: OldRun, **options: Any) -> Migration:
+    """With config.json, where nothing of it is beside the checkpoint."""
+    if source.name.startswith("checkpoint-"):
+        return migrate(source, target, **options)
+    return migrate(
+        source, target, config=write_config(source.parent.parent / "config", run.job.model.config), **options
+    )
+
+
+def from_dcp(directory: Path) -> dict[str, Any]:
+    """All of a torch DCP directory, as torch reads it, flat."""
+    state: dict[str, Any] = {}
+    _load_state_dict(state, FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return dict(flat(state))
+
+
+def flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+@pytest.mark.parametrize(
+    ("writer", "name", "options"),
+    [
+        ("nxdt", "q k v apart", {"dp": 3}),
+        ("nxdt", "copies of heads", {"zero1": False}),
+        ("optimum", "q k v apart", {"zero1": False}),
+        ("optimum", "fused copies", {"dp": 2, "masters": True}),
+    ],
+)
+def test_the_next_steps_are_those_of_the_old_run(
+    tmp_path: Path, runs: dict[str, OldRun], writer: str, name: str, options: dict[str, Any]
+) -> None:
+    """Model, optimizer and scheduler of a migrated tag: the losses of the next two steps are equal to the last bit."""
+    run = runs[name]
+    done = migrated(WRITERS[writer](tmp_path, run, **options), tmp_path / "run" / "step_3", run, to="tag")
+    assert STEPS == done.step
+    model = model_of(run.job, seed=5)
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    content = load_checkpoint(tmp_path / "run", "step_3", model, optimizer, scheduler)
+    assert STEPS == (content if writer == "nxdt" else content["trainer_state"])["global_step"]
+    assert run.next_losses == train(model, optimizer, scheduler, range(STEPS, STEPS + 2))
+
+
+def test_transformers_and_its_optimizer_have_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """The form hf: from_pretrained's weights, and the optimizer's files under the same names."""
+    run = runs["fused copies"]
+    done = migrate(write_optimum(tmp_path, run, dp=2), tmp_path / "hf")
+    assert ("training_args.bin (a pickled object of transformers)", "scheduler", "user content") == done.left_out
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32)
+    assert all(torch.equal(run.weights[name], tensor) for name, tensor in model.state_dict().items())
+    moments = load_file(tmp_path / "hf" / "optimizer.safetensors")
+    assert {f"{name}/{kind}" for kind, held in run.moments.items() for name in held} == moments.keys()
+    assert all(torch.equal(run.moments[key.split("/")[1]][key.split("/")[0]], one) for key, one in moments.items())
+
+
+def test_torch_dcp_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """The form dcp: whole tensors under Hugging Face's names, steps as tensors, scheduler and Lightning's dict."""
+    run = runs["copies of heads"]
+    migrated(write_nxdt(tmp_path, run, dp=2), tmp_path / "dcp", run, to="dcp")
+    found = from_dcp(tmp_path / "dcp")
+    assert all(torch.equal(tensor, found[f"model.{name}"]) for name, tensor in run.weights.items())
+    for kind, held in run.moments.items():
+        assert all(torch.equal(tensor, found[f"optim.state.{name}.{kind}"]) for name, tensor in held.items())
+    assert torch.equal(torch.tensor(3.0), found["optim.state.lm_head.weight.step"])
+    assert STEPS == found["scheduler.last_epoch"] == found["user_content.global_step"]
+
+
+def test_torchtitan_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """The form torchtitan: its names and its order of rows, for weights and moments; its counters."""
+    run = runs["fused copies"]
+    done = migrate(write_optimum(tmp_path, run, dp=2), tmp_path / "checkpoint", to="torchtitan")
+    assert str(tmp_path / "checkpoint" / f"step-{STEPS}") == done.target
+    found = from_dcp(tmp_path / "checkpoint" / f"step-{STEPS}")
+    for hf, weight in run.weights.items():
+        titan = titan_name(hf)
+        assert torch.equal(titan_rows(hf, weight, run.job.model), found[titan]), hf
+        for kind, held in run.moments.items():
+            assert torch.equal(titan_rows(hf, held[hf], run.job.model), found[f"optimizer.state.{titan}.{kind}"]), hf
+        assert torch.equal(torch.tensor(3.0), found[f"optimizer.state.{titan}.step"])
+        assert run.lr == found[f"optimizer.param_groups.{titan}.lr"]
+    assert STEPS == found["train_state.step"] == found["lr_scheduler.last_epoch"]
+
+
+@cache
+def titan_table() -> dict[str, str]:
+    """TorchTitan's own table of names. Read, not imported: its models need a GPU's compiler."""
+    spec = find_spec("torchtitan")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("torchtitan is not installed: see the Makefile")
+    path = Path(spec.submodule_search_locations[0]) / "models" / "llama3" / "state_dict_adapter.py"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "self.from_hf_map":
+            table: dict[str, str] = ast.literal_eval(node.value)
+            return table
+    raise AssertionError(f"{path} has no table of names")
+
+
+def titan_name(hf: str) -> str:
+    number = re.search(r"\d+", hf)
+    name = titan_table()[re.sub(r"\d+", "{}", hf, count=1)]
+    return name.format(number[0]) if number else name
+
+
+def titan_rows(hf: str, tensor: torch.Tensor, model: Model) -> torch.Tensor:
+    """Rows of q and k: the two halves of a head become pairs of neighbours."""
+    if ".q_proj." not in hf and ".k_proj." not in hf:
+        return tensor
+    return tensor.view(-1, 2, model.head_dim // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def test_the_command_says_what_it_found(
+    tmp_path: Path, runs: dict[str, OldRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who wrote it, at which step, and what is left out; a dry run writes nothing."""
+    from nxd_ckpt.cli.main import main
+
+    source = write_optimum(tmp_path, runs["q k v apart"])
+    assert 0 == main(["migrate", str(source), str(tmp_path / "out"), "--to", "tag", "--dry-run", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ("optimum-neuron", "tag", STEPS) == (found["writer"], found["form"], found["step"])
+    assert ["training_args.bin (a pickled object of transformers)"] == found["left_out"]
+    assert not (tmp_path / "out").exists()
+    assert 0 == main(["migrate", str(source), str(tmp_path / "out")])
+    assert "optimum-neuron, step 3, read by mapping optimum-neuron" in capsys.readouterr().out
+
+
+def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """A plain tag says neither which model it is nor the order of its optimizer: both are asked for."""
+    run = runs["q k v apart"]
+    tag = write_nxd(tmp_path / "nxd" / "step_3", run)
+    held = [list(torch.load(tag / "model" / f"dp_rank_00_tp_rank_00_pp_rank_0{stage}.pt")) for stage in (0, 1)]
+    names = [[[name for name in stage if ("norm" in name) == norm] for norm in (False, True)] for stage in held]
+    migrated(tag, tmp_path / "run" / "step_3", run, to="tag", saved_param_names=names)
+    model = model_of(run.job, seed=5)
+    optimizer = optimizer_of(model)
+    load_checkpoint(tmp_path / "run", "step_3", model, optimizer)
+    assert run.next_losses[:1] == train(model, optimizer, None, range(STEPS, STEPS + 1))

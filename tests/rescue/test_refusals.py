@@ -1,0 +1,219 @@
+"""What is no checkpoint of one known layout, or contradicts itself, is refused by name, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt.convert import migrate
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidArgument,
+    MalformedFile,
+    OptimizerMismatch,
+    PartNotFound,
+    UnsupportedState,
+)
+from tests.hugging_face.reference import Job, Model
+from tests.rescue.old_run import OldRun
+from tests.rescue.written import write_nxd, write_nxdt, write_optimum
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+JOB = Job(Model(heads=8, head_dim=2), tp=4, pp=2, qkv="linear", copies=2)
+
+
+def untrained(job: Job = JOB) -> OldRun:
+    """Numbers in the place of a training."""
+    state = job.model.state()
+    moments = {"exp_avg": {name: tensor / 3 for name, tensor in state.items()}}
+    return OldRun(job, state, moments, {"last_epoch": 3}, 0.1, [])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``checkpoint-3`` of optimum-neuron. Tests change a copy."""
+    return write_optimum(tmp_path_factory.mktemp("optimum"), untrained(), dp=2)
+
+
+def refused(source: Path, kind: type[CheckpointError], complaint: str, **options: Any) -> None:
+    """In every form, and without a trace."""
+    out = source.parent / "out"
+    for form in ("hf", "dcp", "tag", "torchtitan"):
+        with pytest.raises(kind, match=complaint):
+            migrate(source, out / form, to=form, **options)
+    assert not out.exists()
+
+
+def edited(path: Path, change: Callable[[Any], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def _without_rank(place: Path) -> None:
+    (place / "shards" / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt").unlink()
+
+
+def _without_metadata(place: Path) -> None:
+    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
+
+
+def _not_metadata(place: Path) -> None:
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", lambda content: content.pop("parameters"))
+
+
+def _of_other_ranks(place: Path) -> None:
+    def change(content: Any) -> None:
+        for module in content["model_weight_transformation_specs"]:
+            module["specs"] = []
+        for cut in content["parameters"].values():
+            if cut["tensor_model_parallel"]:
+                cut.update(num_partitions=8, partition_stride=1)
+
+    for stage in (0, 1):
+        edited(place / "shards" / f"mp_metadata_pp_rank_{stage}.json", change)
+
+
+def _of_another_model(place: Path) -> None:
+    edited(place / "config.json", lambda content: content.update(num_attention_heads=16))
+
+
+def _with_another_name(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["parameters"]["model.extra.weight"] = {"tensor_model_parallel": False}
+
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
+
+
+def _without_a_name(place: Path) -> None:
+    edited(
+        place / "shards" / "mp_metadata_pp_rank_1.json", lambda content: content["parameters"].pop("model.norm.weight")
+    )
+
+
+def _with_lora(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["model_weight_transformation_specs"][0]["specs"][0][1]["peft_type"] = "lora"
+
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
+
+
+def _of_an_unknown_kind(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["model_weight_transformation_specs"][0]["specs"][0][0] = "NewSpec"
+
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
+
+
+def _older(place: Path) -> None:
+    for stage in (0, 1):
+        path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
+        path.rename(path.with_suffix(".pt"))
+
+
+def _two_at_once(place: Path) -> None:
+    shutil.copytree(place / "shards" / "model", place / "model")
+
+
+def _with_other_groups(place: Path) -> None:
+    for path in (place / "shards" / "optim").iterdir():
+        tree = torch.load(path, weights_only=False)
+        first, second = tree["param_groups"]
+        second["params"].insert(0, first["params"].pop())
+        torch.save(tree, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (_without_rank, PartNotFound, "the files of dp 0 tp 2 pp 1 are not there"),
+        (_without_metadata, PartNotFound, r"files of 2 pipeline stages, but metadata .* of stages \[0\]"),
+        (_not_metadata, MalformedFile, "mp_metadata_pp_rank_0.json: not the metadata of optimum-neuron"),
+        (_of_other_ranks, MalformedFile, "metadata is of 8 tensor-parallel ranks, its files are of 4"),
+        (_of_another_model, MalformedFile, "says num_attention_heads=16, but the metadata of .* 8"),
+        (_with_another_name, MalformedFile, r"lists model\.extra\.weight that the model's files do not have"),
+        (_without_a_name, MalformedFile, r"files have model\.norm\.weight that it does not list"),
+        (_with_lora, UnsupportedState, r"self_attn has lora adapters, which are not carried"),
+        (_of_an_unknown_kind, UnsupportedState, "was made by NewSpec, which this version does not know"),
+        (_older, UnsupportedState, "metadata of optimum-neuron before 0.2.1"),
+        (_two_at_once, MalformedFile, "two layouts: neuronx-distributed and optimum-neuron"),
+        (_with_other_groups, OptimizerMismatch, "are not those that its writer makes of this model"),
+    ],
+)
+def test_what_contradicts_itself(
+    tmp_path: Path, written: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """Missing ranks, metadata of another save or model, adapters, two layouts at once."""
+    place = tmp_path / written.name
+    shutil.copytree(written, place)
+    damage(place)
+    refused(place, kind, complaint)
+
+
+def _files(*names: str) -> Callable[[Path], None]:
+    def write(place: Path) -> None:
+        for name in names:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(b"")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fill", "kind", "complaint"),
+    [
+        (_files("notes.txt"), CheckpointNotFound, "has none of the layouts that are known .* holds notes.txt"),
+        (
+            _files("a/model/x", "b.ckpt/optim/x"),
+            CheckpointNotFound,
+            "holds several checkpoints, expected one: a, b.ckpt",
+        ),
+        (_files(".metadata"), UnsupportedState, "by torch DCP; make a tag of it with `nxd-ckpt from-dcp`"),
+        (_files("config.json", "model.safetensors"), UnsupportedState, "it needs no migration"),
+        (_files("adapter_default/adapter_shards/model/x"), UnsupportedState, "a PEFT adapter; .* not carried"),
+        (_files("tensor_parallel_shards/tp_rank_00/checkpoint.pt"), UnsupportedState, "before 0.0.25; .* not carried"),
+        (_files("tp_rank_00_pp_rank_000/model_optim_rng.ckpt"), UnsupportedState, "neuronx-nemo-megatron; .* not carr"),
+        (_files("rank_0/step_1/checkpoint.pt", "rank_0/checkpoint.pt"), UnsupportedState, "SageMaker's tiered storage"),
+        (_files("tp0_sharded_checkpoint.safetensors"), UnsupportedState, "sharded in advance; .* not carried"),
+        (_files("ckpt_rank-00000000-of-00000002.pth"), UnsupportedState, "FSDP's or xm.save's files; .* not carried"),
+    ],
+)
+def test_other_layouts_are_named(
+    tmp_path: Path, fill: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """What is recognised and not carried, what is several checkpoints, and what is none."""
+    place = tmp_path / "source"
+    place.mkdir()
+    fill(place)
+    refused(place, kind, complaint)
+
+
+def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
+    """Then config.json is asked for; and for the optimizer's names, where the writer is not known."""
+    run = untrained()
+    refused(write_nxdt(tmp_path, run), InvalidArgument, "it is not known which model this is")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(JOB.model.config))
+    tag = write_nxd(tmp_path / "nxd" / "step_3", run)
+    refused(tag, OptimizerMismatch, "pass saved_param_names=", config=config, kv_size_multiplier=2)
+
+
+def test_other_copies_than_the_job_says(tmp_path: Path) -> None:
+    """``kv_size_multiplier`` that contradicts what is beside the checkpoint, or the copies themselves."""
+    run = untrained()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(JOB.model.config))
+    place = write_nxdt(tmp_path, run)
+    refused(place, InvalidArgument, "kv_size_multiplier=4, but .* says 2", config=config, kv_size_multiplier=4)
+    torn = torch.load(place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")
+    torn["model.layers.0.self_attn.qkv_proj.weight_k"] += 1
+    torch.save(torn, place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")
+    refused(place, CheckpointError, r"copies of a key-value head in .*weight_k differ", config=config)

@@ -1,0 +1,194 @@
+"""Directories as the Neuron trainers write them, of an :class:`OldRun`: generated, file by file.
+
+Provenance: every name and key is from the projects' sources, which docs/rescue.md lists with repository and path
+(neuronx-distributed 0.18; neuronx-distributed-training, ``nlp_overrides.py``, ``exp_manager.py`` and
+``model_utils.py``; optimum-neuron 0.4.5, ``modeling_utils.py``, ``transformations_utils.py`` and
+``trainers/transformers.py``). How ranks hold the tensors is ``tests.hugging_face.reference``'s, with torch alone; that
+its order of query heads is that of optimum-neuron's ``compute_query_indices_for_rank`` was checked for 63 sizes.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxd_ckpt.layout.names import rank_file
+from tests.hugging_face.reference import State
+from tests.rescue.old_run import ADAMW, GROUPS, STEPS, OldRun, is_decayed
+
+NXDT_NAME = f"hf_llama3_8B--step={STEPS}-consumed_samples={STEPS * 2}.0.ckpt"
+
+
+def write_nxd(tag: Path, run: OldRun, *, dp: int = 1, zero1: bool = True, masters: bool = False) -> Path:
+    """A tag of neuronx-distributed: plain ``.pt`` files and both markers."""
+    (tag / "model").mkdir(parents=True)
+    (tag / "optim").mkdir()
+    for pp, tp in product(range(run.job.pp), range(run.job.tp)):
+        torch.save(_local(run, run.weights, tp, pp), tag / "model" / rank_file(0, None, tp, pp))
+        for dp_rank in range(dp if zero1 else 1):
+            tree = _zero1(run, tp, pp, dp, dp_rank, masters) if zero1 else _plain(run, tp, pp)
+            torch.save(tree, tag / "optim" / rank_file(dp_rank, None, tp, pp))
+    for marker in ("checkpoint", "done"):
+        (tag / marker).write_text("1")
+    return tag
+
+
+def write_nxdt(folder: Path, run: OldRun, **options: Any) -> Path:
+    """``checkpoints/NAME.ckpt`` of neuronx-distributed-training: the user content is Lightning's dict without
+    state_dict and optimizer_states."""
+    tag = write_nxd(folder / "checkpoints" / NXDT_NAME, run, **options)
+    content = {
+        "epoch": 0,
+        "global_step": STEPS,
+        "pytorch-lightning_version": "2.5.0",
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 1, "completed": 0}}}},
+        "callbacks": {
+            "NeMoModelCheckpoint": {"best_model_score": torch.tensor(float(STEPS)), "dirpath": "checkpoints"}
+        },
+        "lr_schedulers": [run.scheduler],
+        "hparams_name": "cfg",
+        "hyper_parameters": {
+            "cfg": {
+                "model_source": "hf",
+                "wrap_with_zero": True,
+                "distributed_strategy": {"tensor_model_parallel_size": run.job.tp, "kv_replicator": run.job.copies},
+            }
+        },
+    }
+    torch.save(content, tag / "user_content.pt")
+    return tag
+
+
+def write_optimum(folder: Path, run: OldRun, **options: Any) -> Path:
+    """``checkpoint-N`` of optimum-neuron 0.2.1 to 0.4.5."""
+    place = folder / f"checkpoint-{STEPS}"
+    shards = write_nxd(place / "shards", run, **options)
+    for stage in range(run.job.pp):
+        (shards / f"mp_metadata_pp_rank_{stage}.json").write_text(json.dumps(metadata_of(run, stage), indent=4))
+    (place / "config.json").write_text(json.dumps(run.job.model.config))
+    (place / "trn_config.json").write_text(json.dumps({"tensor_parallel_size": run.job.tp, "use_xser": False}))
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": STEPS, "epoch": 0.5, "log_history": []}))
+    (place / "training_args.bin").write_bytes(b"a pickle of transformers' TrainingArguments")
+    torch.save(run.scheduler, place / "scheduler.pt")
+    return place
+
+
+def metadata_of(run: OldRun, stage: int) -> dict[str, Any]:
+    """What ``create_parameter_metadata`` makes of the model on that stage."""
+    names = list(_local(run, run.weights, 0, stage))
+    modules = []
+    for layer in range(run.job.model.layers):
+        at = f"model.layers.{layer}"
+        mine = any(name.startswith(f"{at}.") for name in names)
+        modules.append({"module_fully_qualified_name": f"{at}.self_attn", "specs": _attention(run) if mine else []})
+        modules.append({"module_fully_qualified_name": f"{at}.mlp", "specs": _mlp(run) if mine else []})
+    return {
+        "parameters": {name: _cut(run, name) for name in names},
+        "model_weight_transformation_specs": modules,
+    }
+
+
+def _cut(run: OldRun, name: str) -> dict[str, Any]:
+    if "norm" in name:
+        return {"tensor_model_parallel": False}
+    dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+    stride = 2 if "gate_up" in name else 1
+    return {
+        "tensor_model_parallel": True,
+        "partition_dim": dim,
+        "partition_stride": stride,
+        "num_partitions": run.job.tp,
+    }
+
+
+def _attention(run: OldRun) -> list[Any]:
+    job, model = run.job, run.job.model
+    if job.qkv == "separate":
+        return []
+    spec = {
+        "gqa_qkv_projection_name": "qkv_proj",
+        "query_projection_name": "q_proj",
+        "key_projection_name": "k_proj",
+        "value_projection_name": "v_proj",
+        "output_projection_name": "o_proj",
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "kv_size_multiplier": job.copies,
+        "q_output_size_per_partition": model.hidden // job.tp,
+        "kv_output_size_per_partition": model.kv_heads * model.head_dim * job.copies // job.tp,
+        "fuse_qkv": job.qkv == "fused",
+        "bias": False,
+        "tp_size": job.tp,
+        "peft_type": None,
+    }
+    return [["GQAQKVColumnParallelLinearSpec", spec]]
+
+
+def _mlp(run: OldRun) -> list[Any]:
+    spec = {
+        "fused_linear_name": "gate_up_proj",
+        "linear_names": ["gate_proj", "up_proj"],
+        "bias": False,
+        "fuse_axis": 0,
+        "original_dims": [run.job.model.intermediate] * 2,
+        "tp_size": run.job.tp,
+        "peft_type": None,
+    }
+    return [["FusedLinearsSpec", spec]]
+
+
+def _local(run: OldRun, state: State, tp: int, pp: int) -> State:
+    held = run.job.rank(state, tp)
+    return {name: tensor.clone() for name, tensor in held.items() if run.job.stage(name) == pp}
+
+
+def _groups(run: OldRun, pp: int) -> list[list[str]]:
+    names = list(_local(run, run.weights, 0, pp))
+    return [[name for name in names if is_decayed(name) == decayed] for decayed in (True, False)]
+
+
+def _options(run: OldRun, groups: list[list[str]]) -> list[dict[str, Any]]:
+    found, begin = [], 0
+    for options, names in zip(GROUPS, groups, strict=True):
+        own = list(range(begin, begin + len(names)))
+        found.append(
+            {**ADAMW, "betas": list(ADAMW["betas"]), **options, "lr": run.lr, "initial_lr": 0.01, "params": own}
+        )
+        begin += len(names)
+    return found
+
+
+def _entries(run: OldRun, tp: int, pp: int, dp: int, dp_rank: int) -> dict[int, dict[str, Any]]:
+    names = [name for group in _groups(run, pp) for name in group]
+    held = {kind: _local(run, state, tp, pp) for kind, state in run.moments.items()}
+    return {
+        index: {"step": STEPS, **{kind: _shard(local[name], dp, dp_rank) for kind, local in held.items()}}
+        for index, name in enumerate(names)
+    }
+
+
+def _plain(run: OldRun, tp: int, pp: int) -> dict[str, Any]:
+    return {"state": _entries(run, tp, pp, 1, 0), "param_groups": _options(run, _groups(run, pp))}
+
+
+def _zero1(run: OldRun, tp: int, pp: int, dp: int, dp_rank: int, masters: bool) -> dict[str, Any]:
+    groups, held = _groups(run, pp), _local(run, run.weights, tp, pp)
+    names = [name for group in groups for name in group]
+    tree = {
+        "state": {},
+        "param_groups": _options(run, groups),
+        "base_state": _entries(run, tp, pp, dp, dp_rank),
+        "shape_info": {index: list(held[name].shape) for index, name in enumerate(names)},
+    }
+    if masters:
+        tree["sharded_master_weights"] = {i: _shard(held[name], dp, dp_rank) for i, name in enumerate(names)}
+    return tree
+
+
+def _shard(tensor: torch.Tensor, dp: int, dp_rank: int) -> torch.Tensor:
+    missing = -len(tensor) % dp
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]).chunk(dp)[dp_rank].clone()
