@@ -84,12 +84,13 @@ class PlainOptimizer:
         return found
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        is_fresh = not self._optimizer.state
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
         fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
         for slot in self._slots:
             slot.clear_gradients()
-        if type(self._optimizer).__module__.startswith("torch.optim"):
-            # As torch's load_state_dict: the steps that NxD's optimizers count as numbers become tensors.
+        if is_fresh and type(self._optimizer).__module__.startswith("torch.optim"):
+            # As in torch's load_state_dict: the steps that NxD's optimizers count as numbers become tensors.
             groups = self._optimizer.param_groups
             self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
 

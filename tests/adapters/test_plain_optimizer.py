@@ -172,6 +172,17 @@ def test_step_stays_as_the_optimizer_keeps_it(live, saved):
     assert (type(live), 7) == (type(step), int(step))
 
 
+def test_a_fresh_torch_optimizer_gets_steps_that_it_can_use():
+    """NxD's optimizers count steps as numbers, torch's Adam needs tensors: with no state yet, nothing else tells."""
+    net = _model()
+    optimizer = _optimizer(net)
+    tree = copied(optimizer.state_dict())
+    assert {} == tree["state"]
+    tree["state"][0] = {"step": 7, "exp_avg": torch.ones_like(net.unused), "exp_avg_sq": torch.ones_like(net.unused)}
+    open_optimizer(optimizer).load(tree, read)
+    assert torch.equal(torch.tensor(7.0), optimizer.state[net.unused]["step"])
+
+
 def _without_group(tree):
     tree["param_groups"].pop()
 
