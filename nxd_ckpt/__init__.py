@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
-    from nxd_ckpt.runtime.save.background import PendingSave
+    from nxd_ckpt.runtime.save.pending import PendingSave
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
 
 __all__ = [
@@ -70,7 +70,7 @@ _MODULE_OF = {
     "Checkpointer": "checkpointer",
     "GlobalTensor": "runtime.views.whole_tag",
     "Partition": "core.partition",
-    "PendingSave": "runtime.save.background",
+    "PendingSave": "runtime.save.pending",
     "Section": "core.section",
     "Topology": "core.topology",
     "capture_random_state": "adapters.random_state",

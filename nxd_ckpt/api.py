@@ -32,6 +32,7 @@ from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.forks import in_forked_children
 from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
+from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
@@ -83,14 +84,15 @@ def save_checkpoint(
     tag_values: Mapping[str, Any] | None = None,
     save_overwrite: bool | None = None,
     **options: Unpack[_SaveKeywords],
-) -> None:
+) -> PendingSave:
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
     :class:`~nxd_ckpt.runtime.save.options.SaveOptions` and of
     :class:`~nxd_ckpt.runtime.checkpointer_options.CheckpointerOptions`, of which the latter count at a directory's
     first save in a process. With ``async_save=True`` this returns once the state is copied to
-    host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it.
+    host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it. What is returned is a
+    :class:`~concurrent.futures.Future` and can be awaited; without ``async_save`` it is done.
 
     Args:
         checkpoint_dir_str: the directory, created by the first save; or the URL of one in a store (``s3://bucket/run``).
@@ -113,7 +115,7 @@ def save_checkpoint(
     own["overwrite"] = _overwrite(options.get("overwrite"), save_overwrite)
     shared["topology"] = topology = options.get("topology") or default_topology()
     with _kept((_resolved(directory), topology), lambda: Checkpointer(directory, **shared)) as checkpointer:
-        checkpointer.save(
+        return checkpointer.save(
             "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
             model,
             optimizer,

@@ -24,10 +24,10 @@ from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
 from nxd_ckpt.runtime.progress import watched
-from nxd_ckpt.runtime.save.background import PendingSave, SaveProgress
 from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.commit import clean_up
 from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions
+from nxd_ckpt.runtime.save.pending import PendingSave, SaveProgress
 from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.saving import Saving
@@ -147,7 +147,7 @@ class Checkpointer:
             saving, pending = self._begin(name, captured, chosen, async_save, started)
         if not async_save:
             self._wait_for(saving, pending)
-        return PendingSave(pending)
+        return pending.future
 
     @as_checkpoint_errors()
     @takes(LoadOptions, checks=False)
@@ -233,8 +233,8 @@ class Checkpointer:
         plan = saving.plan
         total = 0 if plan is None else sum(planned.image.nbytes for planned in plan.files)
         with watched("save", total, lambda: saving.nbytes, self._options.progress and self.topology.rank == 0):
-            pending.decided.wait()
-        PendingSave(pending).wait()
+            pending.future.wait_decided()
+        pending.future.wait()
 
     @property
     def is_open(self) -> bool:
@@ -246,7 +246,7 @@ class Checkpointer:
         """Wait for every save in flight; raise the first failure that was not raised before."""
         require_own(self._pid, self.storage.url)
         for save in list(self._pending):
-            save.decided.wait()
+            save.future.wait_decided()
         self._raise_unreported()
 
     @as_checkpoint_errors()
@@ -325,13 +325,13 @@ class Checkpointer:
 
     def _await_arena(self) -> None:
         for save in list(self._pending):
-            save.decided.wait()
+            save.future.wait_decided()
             if not save.unreported:
                 self._drop(save)
 
     def _raise_unreported(self) -> None:
         # What another thread has begun meanwhile stays: the next save has to wait for it.
-        decided = [save for save in list(self._pending) if save.decided.is_set() and self._drop(save)]
+        decided = [save for save in list(self._pending) if save.future.done() and self._drop(save)]
         failed = [save for save in decided if save.unreported]
         for save in failed:
             save.reported = True
@@ -356,8 +356,8 @@ class Checkpointer:
                     save.voted.wait()
             deadline = None if grace is None else time.monotonic() + grace
             for save in pending:
-                save.decided.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-            if all(save.decided.is_set() for save in pending):
+                save.future.wait_decided(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if all(save.future.done() for save in pending):
                 self._tear_down()
 
     def _tear_down(self) -> None:

@@ -60,6 +60,8 @@ FUNCTIONS: list[Callable[..., Any]] = [
 ]
 
 _RIGHT = """
+    pending: Future[None] = save_checkpoint("run", 4, {"w": 1}, async_save=True)
+    pending.add_done_callback(lambda pending: print(pending.exception()))
     save_checkpoint("run", 3, {"w": 1}, num_kept_ckpts=2, overwrite=True, durable=False, topology=Topology(dp=2))
     load_checkpoint("run", verify="reading", key_mapping={"a": "b"}, ignore_keys=["optim/*"], timeout=60.0)
     with Checkpointer("run", memory_cap=2**30) as checkpointer:
@@ -70,6 +72,7 @@ _RIGHT = """
     export_checkpoint("run/3", "hf", config="config.json", dtype="bfloat16", size_per_shard="1GB", progress=True)
 """
 _WRONG = """
+    tag: int = save_checkpoint("run", 4, {"w": 1}).tag
     save_checkpoint("run", 3, overwite=True)
     save_checkpoint("run", 3, durable="no")
     load_checkpoint("run", verfy=True)
@@ -82,6 +85,8 @@ _WRONG = """
     export_checkpoint("run/3", "hf", max_shard_size="1GB")
 """
 _SCRIPT = f"""
+from concurrent.futures import Future
+
 from nxd_ckpt import Checkpointer, Partition, Topology, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint, reshard
 

@@ -114,7 +114,7 @@ def run(
     diary.open = True
     value = 2 * number + 1  # with an optimizer in the one form of which rank 0 writes a part after the others' votes
     pending = save(saver, tag, value, num_kept_ckpts=KEPT, async_save=True, use_xser=xser, **moments(value, rank))
-    while not pending.done:
+    while not pending.done():
         time.sleep(0.001)
     pending.wait()
     (diaries / f"{number}.{rank}.done").touch()

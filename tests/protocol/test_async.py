@@ -67,7 +67,7 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path) -> None:
         content["epoch"] = 2
         content["seen"].append(3)
         own["mask"].zero_()
-        assert not pending.done
+        assert not pending.done()
         gate.open.set()
 
     saved = open_checkpoint(tmp_path, "t")
@@ -90,7 +90,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
 
     def second() -> None:
         saver.save("second", {"weight": torch.zeros(3)}, async_save=True)
-        first_done_when_second_returned.append(first.done)
+        first_done_when_second_returned.append(first.done())
 
     thread = threading.Thread(target=second)
     thread.start()
@@ -220,7 +220,7 @@ def test_a_pending_save_can_be_waited_for_in_steps(tmp_path: Path) -> None:
             pending.wait(0.05)
         gate.open.set()
         pending.wait(HANGS)
-    assert pending.done
+    assert pending.done()
     assert None is pending.error
     assert torch.equal(torch.ones(3), _model(tmp_path)["weight"])
 

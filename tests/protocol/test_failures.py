@@ -208,7 +208,7 @@ def logged_failure(rank: int, path: Path) -> list[str]:
     logging.getLogger("nxd_ckpt").addHandler(handler)
     saver = checkpointer(path, rank, 2, failing("close", "*-1/model/*", FULL) if rank == 1 else None)
     pending = save(saver, "first", 1, async_save=True)
-    while not pending.done:
+    while not pending.done():
         time.sleep(0.01)
     return list(records)
 

@@ -765,7 +765,7 @@ def test_changes_after_an_async_save_are_not_in_it(tmp_path: Path, change: Step,
         written.append(gate)
         pending = found.save(saver, "t")
         change(found)
-        assert not pending.done
+        assert not pending.done()
         gate.set()
     assert contents(tmp_path / "fresh" / "t") == contents(tmp_path / "reused" / "t")
 

@@ -154,7 +154,7 @@ for lr, tag in ((1, "first"), (300, "second")):
     optimizer["param_groups"][0]["lr"] = lr
     model = {f"w{number}": torch.full((3,), float(number + lr)) for number in range(100)}
     pending = saver.save(tag, model, optimizer, use_xser=True, async_save=True)
-print(pending.done)
+print(pending.done())
 """
 
 

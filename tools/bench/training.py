@@ -47,7 +47,7 @@ def slowdown(loop: TrainingLoop, save_async: Callable[[], Pending]) -> tuple[flo
     started = time.perf_counter()
     pending = save_async()
     stall = time.perf_counter() - started
-    during, steps = loop.seconds_a_step(lambda: pending.done)
+    during, steps = loop.seconds_a_step(pending.done)
     pending.wait()
     alone = min(before, loop.alone())
     return during / alone, stall + steps * (during - alone)

@@ -14,8 +14,9 @@ from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.runtime.arena import Arena, default_cap
 from nxd_ckpt.runtime.coordination.agreement import Agreement, on_all
 from nxd_ckpt.runtime.progress import report
-from nxd_ckpt.runtime.save.background import Helpers, SaveProgress, Worker
+from nxd_ckpt.runtime.save.background import Helpers, Worker
 from nxd_ckpt.runtime.save.mesh_agreement import agree_on_groups, with_words
+from nxd_ckpt.runtime.save.pending import SaveProgress
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.planner import Planner
 from nxd_ckpt.runtime.save.saving import Saving

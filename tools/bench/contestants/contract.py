@@ -20,7 +20,6 @@ LOADS = frozenset({WARM, COLD})
 class Pending(Protocol):
     """An async save in flight."""
 
-    @property
     def done(self) -> bool: ...
 
     def wait(self) -> None:
@@ -97,7 +96,8 @@ class Contestant:
 class Settled:
     """An async save that was complete when its call returned: of a floor."""
 
-    done = True
+    def done(self) -> bool:
+        return True
 
     def wait(self) -> None:
         return

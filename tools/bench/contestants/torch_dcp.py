@@ -30,7 +30,6 @@ class PendingDcp:
     def __init__(self, future: Future[Any], path: Path, leads: bool) -> None:
         self._future, self._path, self._leads = future, path, leads
 
-    @property
     def done(self) -> bool:
         return self._future.done()
 

@@ -1,0 +1,143 @@
+"""How far a save is: for the code that does it, and for its caller."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Generator, Mapping
+from concurrent import futures
+from typing import Any
+
+from nxd_ckpt.runtime.forks import require_own
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class SaveProgress:
+    """How far a save is. The code that does the save sets it; its caller holds the ``future``.
+
+    Attributes:
+        staged: the snapshot is complete.
+        voted: this rank has done its part: its own bytes are durable, or it failed.
+        reported: its failure was raised, or need not be.
+        future: is done once the tag is visible, or the save failed.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.timings: Mapping[str, float] = {}
+        self.nbytes = 0
+        self.reported = False
+        self.pid = os.getpid()
+        self.staged, self.voted = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self.future = PendingSave(self)
+
+    @property
+    def unreported(self) -> bool:
+        """Whether it failed, and the failure was not raised yet."""
+        return self.error is not None and not self.reported
+
+    def settle(self, error: BaseException | None) -> None:
+        """Decide it, and call what the caller added to be called then."""
+        self.error = error
+        if error is not None and self.unreported:
+            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
+        self.staged.set()
+        self.voted.set()
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+class PendingSave(futures.Future[None]):
+    """A save under way, as its caller sees it: a future, which can also be awaited. Made by ``Checkpointer.save``.
+
+    It cannot be cancelled. What ``add_done_callback`` was given is called on the thread that writes: it must be quick,
+    and must neither save nor wait.
+    """
+
+    def __init__(self, progress: SaveProgress) -> None:
+        super().__init__()
+        self._progress = progress
+        self.set_running_or_notify_cancel()
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self.error is not None else "done"
+        return f"<PendingSave {self.tag!r}: {state}>"
+
+    def __await__(self) -> Generator[Any, None, None]:
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()
+
+    @property
+    def tag(self) -> str:
+        """What is being saved."""
+        return self._progress.tag
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds per phase (``stage_seconds``, ``write_seconds``, ``commit_seconds``), complete once it is done."""
+        return self._progress.timings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank wrote, complete once it is done."""
+        return self._progress.nbytes
+
+    def staged(self, timeout: float | None = None) -> bool:
+        """Whether the snapshot is complete, waiting up to ``timeout`` seconds (None: until it is).
+
+        From then on the live state may change without being seen. ``save`` returns only staged saves.
+        """
+        if not self._progress.staged.is_set():
+            self._require_own()
+        return self._progress.staged.wait(timeout)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while undecided and after success. Looking at it does not count as being told."""
+        return self._progress.error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the tag is visible and durable.
+
+        Raises:
+            SaveFailed, OutcomeUnknown: it failed; see :mod:`nxd_ckpt.errors`.
+            TimeoutError: undecided after ``timeout`` seconds; it goes on.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+
+    def result(self, timeout: float | None = None) -> None:
+        """As :meth:`wait`."""
+        self.wait(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What :meth:`wait` would raise, or None. It is not raised again by ``Checkpointer.wait`` or ``close``.
+
+        Raises:
+            TimeoutError: undecided after ``timeout`` seconds; it goes on.
+        """
+        if not self.wait_decided(timeout):
+            raise TimeoutError(f"save of {self.tag!r} is still under way after {timeout} s")
+        self._progress.reported = True
+        return self.error
+
+    def wait_decided(self, timeout: float | None = None) -> bool:
+        """Like :meth:`wait`, but never raises: whether it is decided after ``timeout`` seconds."""
+        if not self.done():
+            self._require_own()
+        try:
+            super().exception(timeout)
+        except futures.TimeoutError:
+            return False
+        return True
+
+    def _require_own(self) -> None:
+        """In a forked child the thread that would decide it does not run."""
+        require_own(self._progress.pid, f"save of {self.tag!r}")
