@@ -10,6 +10,8 @@
 ``load_keys``                 single tensors of a tag, by name; ``get_checkpoint_metadata``: all of them, as
                               ``GlobalTensor``
 ``diff_checkpoints``          what two tags differ in, and by how much
+``Last``, ``Every``           rules for which tags to keep, for ``retain=``
+``Best``, ``Within``
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
 ``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint, get_checkpoint_metadata, load_keys, open_checkpoint
     from nxd_ckpt.checkpointer import Checkpointer
     from nxd_ckpt.core.partition import Partition
+    from nxd_ckpt.core.retention import Best, Every, Last, Within
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
@@ -42,13 +45,17 @@ if TYPE_CHECKING:
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "Checkpointer",
+    "Every",
     "GlobalTensor",
+    "Last",
     "Partition",
     "PendingSave",
     "Section",
     "Topology",
+    "Within",
     "__version__",
     "capture_random_state",
     "close_checkpointers",
@@ -66,13 +73,17 @@ __all__ = [
 
 # Imported at first use, so that `nxd-ckpt --help` does not wait for torch.
 _MODULE_OF = {
+    "Best": "core.retention",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
+    "Every": "core.retention",
     "GlobalTensor": "runtime.views.whole_tag",
+    "Last": "core.retention",
     "Partition": "core.partition",
     "PendingSave": "runtime.save.pending",
     "Section": "core.section",
     "Topology": "core.topology",
+    "Within": "core.retention",
     "capture_random_state": "adapters.random_state",
     "close_checkpointers": "api",
     "diff_checkpoints": "diff",

@@ -315,12 +315,13 @@ class Checkpointer:
             tag,
             plan,
             num_workers=options.writers_on_host,
-            num_kept_ckpts=options.num_kept,
             overwrite=options.overwrite,
             error=error,
             threads=self._pipeline.writers,
         )
         saving.versions = self._versions
+        if plan is not None:  # else the options may be what is wrong
+            saving.rules, saving.metrics = options.rules, options.recorded_metrics
         return saving
 
     def _await_arena(self) -> None:

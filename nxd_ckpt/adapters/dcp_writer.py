@@ -21,7 +21,7 @@ from nxd_ckpt.adapters.dcp_results import collected, read_value
 from nxd_ckpt.convert.locations import location_of
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart
-from nxd_ckpt.core.retention import validate_num_kept
+from nxd_ckpt.core.retention import rules_of
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
@@ -86,10 +86,9 @@ class StorageWriter(TorchStorageWriter):
         storage: Storage | None = None,
     ) -> None:
         super().__init__()
-        validate_num_kept(num_kept_ckpts)
         self._directory, self._tag = directory, tag
         self._names = DcpNames(model_key, optim_key)
-        self._num_kept = None if num_kept_ckpts == -1 else num_kept_ckpts
+        self._rules = rules_of(num_kept_ckpts)
         self._overwrite, self._timeout, self._trust = overwrite, timeout, trust_pickle
         self._durable, self._options, self._storage = durable, storage_options, storage
         self._is_coordinator, self._world_size = True, 1
@@ -148,7 +147,7 @@ class StorageWriter(TorchStorageWriter):
             _end_left(storage.url)
         tag = validate_tag(self._tag)
         session = open_session(storage, topology, agreement, None, self._timeout)
-        save = CollectedSave(session, tag, self._overwrite, self._num_kept)
+        save = CollectedSave(session, tag, self._overwrite, self._rules)
         try:
             decided_by_rank0(agreement, save.begin)
             results = on_all(agreement, lambda: self._write(save, plan, planner))

@@ -53,9 +53,10 @@ def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
 
 def _row(tag: dict[str, Any]) -> tuple[str, ...]:
     known = tag["order_time"] is not None
+    state = "latest" if tag["latest"] else "complete" if tag["complete"] else "incomplete"
     return (
         _name(tag),
-        "latest" if tag["latest"] else "complete" if tag["complete"] else "incomplete",
+        f"{state}, pinned" if tag["pinned"] else state,
         text.time_of_day(tag["order_time"]) if known else "?",
         size(tag["nbytes"]),
         text.short_topology(tag["topology"]),

@@ -23,6 +23,7 @@ from nxd_ckpt.layout.directory import (
 )
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
+from nxd_ckpt.runtime.save.retention import pinned
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tag.identity import Identity, of_latest
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
@@ -85,11 +86,11 @@ def _listing(storage: Storage, path: str, options: Options) -> dict[str, Any]:
         if tag is not None:
             where = without_password(directory)
             raise CheckpointNotFound(f"{storage.url} is itself a tag: list {where}, or inspect this one")
-    newest = latest(tags)
+    newest, pins = latest(tags), pinned(storage)
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
-        "tags": [_listed(storage, info, newest) for info in tags],
+        "tags": [{**_listed(storage, info, newest), "pinned": info.tag in pins} for info in tags],
         "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
     }
 
@@ -118,6 +119,7 @@ def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str
         "written_by": "nxd_ckpt" if info.ours else "neuronx_distributed",
         "topology": None,
         "parts": None,
+        "metrics": {},
         "nbytes": 0,
         "latest": info == newest,
         "lacks": [],
@@ -134,6 +136,7 @@ def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str
                 opened = open_complete_tag(storage, info.tag)
                 manifest = opened.manifest
                 document |= summary(opened, info)
+                document["metrics"] = {} if manifest is None else dict(manifest.metrics)
             document["nbytes"] = _nbytes(storage, info.tag, manifest)
         except TagReplaced:
             raise

@@ -7,6 +7,7 @@ validated on reading. docs/format.md describes the JSON for other implementers.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ from nxd_ckpt.core.entries import (
 )
 from nxd_ckpt.core.keys import checked_key, checked_name, checked_text
 from nxd_ckpt.core.mesh_record import MeshRecord
+from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
@@ -51,8 +53,14 @@ __all__ = [
 FORMAT_VERSION = 1
 MESH_VERSION = 2
 """The version of the documents of a mesh job that have a key more."""
+METRICS_VERSION = 3
+"""That of a manifest with metrics, of a mesh job or not."""
 
-_HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in (FORMAT_VERSION, MESH_VERSION))
+_VERSIONS = {
+    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION),
+    "rank_index": (FORMAT_VERSION, MESH_VERSION),
+}
+_HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in _VERSIONS["manifest"])
 _SEAL = b',"crc32":'
 
 _Maker = Callable[[Any], Any]
@@ -107,6 +115,7 @@ class Manifest:
     """One complete tag. ``order_time`` in seconds since the epoch; ``ranks`` by global rank, in order.
 
     ``leaders`` are the first ranks of a mesh job's groups: their indexes say what the tensors are. None otherwise.
+    ``metrics`` are what the save was told of the training; None for what was not finite.
     """
 
     tag: str
@@ -119,6 +128,7 @@ class Manifest:
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     leaders: tuple[int, ...] | None = None
+    metrics: Metrics = field(default_factory=dict)
 
     @property
     def is_converted(self) -> bool:
@@ -171,9 +181,10 @@ def dump_manifest(manifest: Manifest) -> bytes:
     rank_map = topology.rank_map
     places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
     leaders = {} if manifest.leaders is None else {"leaders": document.integers(manifest.leaders)}
+    metrics = {"metrics": document.plain(dict(manifest.metrics))} if manifest.metrics else {}
     text = document.members(
         {
-            "format_version": str(MESH_VERSION if leaders else FORMAT_VERSION),
+            "format_version": str(METRICS_VERSION if metrics else MESH_VERSION if leaders else FORMAT_VERSION),
             "kind": '"manifest"',
             "tag": document.plain(manifest.tag),
             "attempt": document.plain(manifest.attempt),
@@ -185,6 +196,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "parameters": parameters_text(manifest.parameters),
             "timings": document.plain(dict(manifest.timings)),
             "versions": document.plain(dict(manifest.versions)),
+            **metrics,
         }
     )
     # It verifies the indexes, and nothing else verifies it: so it carries a digest of the bytes before this field.
@@ -213,7 +225,8 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             parameters=_named(checked_text, fields["parameters"]),
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
-            leaders=_leaders(fields["leaders"], topology) if _is_of_mesh(fields) else None,
+            leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
+            metrics=_metrics(fields["metrics"]) if fields["format_version"] == METRICS_VERSION else {},
         )
 
 
@@ -244,6 +257,13 @@ def _parts(fields: Any) -> Parts:
         if name != "optimizer":
             checked(bool, value)
     return parts
+
+
+def _metrics(fields: Any) -> Metrics:
+    for value in _named(checked_text, fields).values():
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ValueError(f"expected metrics to be finite numbers or null, found {value!r:.80}")
+    return {name: None if value is None else float(value) for name, value in fields.items()}
 
 
 def _number(value: Any, limit: float = float(2**63)) -> Any:
@@ -284,11 +304,16 @@ def _parsed(data: bytes) -> Any:
 def _check_kind(fields: Any, kind: str) -> None:
     if not isinstance(fields, dict) or fields.get("kind") != kind:
         raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {str(fields)[:80]!r}")
-    if fields.get("format_version") not in (FORMAT_VERSION, MESH_VERSION):
+    if fields.get("format_version") not in _VERSIONS[kind]:
+        known = ", ".join(map(str, _VERSIONS[kind]))
         raise MalformedFile(
-            f"format_version {fields.get('format_version')!r}, this nxd_ckpt reads {FORMAT_VERSION} and "
-            f"{MESH_VERSION}; use the version of nxd_ckpt that wrote it, or a newer one"
+            f"format_version {fields.get('format_version')!r}, this nxd_ckpt reads {known}; use the version of "
+            "nxd_ckpt that wrote it, or a newer one"
         )
+
+
+def _has_leaders(fields: Mapping[str, Any]) -> bool:
+    return _is_of_mesh(fields) or (fields["format_version"] == METRICS_VERSION and "leaders" in fields)
 
 
 def _is_of_mesh(fields: Mapping[str, Any]) -> bool:

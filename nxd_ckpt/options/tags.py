@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from typing_extensions import TypedDict
 
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
@@ -17,6 +19,7 @@ from nxd_ckpt.options.execution import (
     check_workers,
 )
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.storage.urls import StorageOptions
 
 
 @dataclass(frozen=True)
@@ -136,3 +139,24 @@ class PackOptions(OutputOptions):
 
 class PackKeywords(OutputKeywords, total=False):
     pass
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """How tags are removed by rules.
+
+    Attributes:
+        dry_run: remove nothing, and say what would be removed.
+        storage_options: what a URL is opened with, under the names that fsspec and s3fs use.
+        timeout: seconds after which a job that holds the directory, and is gone, counts as dead.
+    """
+
+    dry_run: bool = False
+    storage_options: StorageOptions | None = field(default=None, repr=False)
+    timeout: float = DEFAULT_TIMEOUT
+
+
+class PruneKeywords(TypedDict, total=False):
+    dry_run: bool
+    storage_options: StorageOptions | None
+    timeout: float

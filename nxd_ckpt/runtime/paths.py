@@ -14,6 +14,7 @@ TRASH = f"{HIDDEN}/trash"
 RUNS = f"{HIDDEN}/runs"
 PROBES = f"{HIDDEN}/probes"
 COPIES = f"{HIDDEN}/copies"
+PINS = f"{HIDDEN}/pins"
 
 
 def staging_dir(attempt: str) -> str:

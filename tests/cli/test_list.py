@@ -54,6 +54,8 @@ def test_the_document_says_all_of_a_tag(run: Run, examples: Path) -> None:
         "written_by": "nxd_ckpt",
         "topology": {"dp": 2, "tp": 4, "pp": 1, "ep": 2},
         "parts": manifest["parts"],
+        "metrics": {},
+        "pinned": False,
         "nbytes": bytes_below(examples / "cut"),
         "lacks": [],
         "problems": [],

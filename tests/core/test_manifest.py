@@ -84,6 +84,8 @@ RECORD = MeshRecord(
 )
 LEADERS_INDEX = replace(INDEX, mesh=RECORD)
 MESH_MANIFEST = replace(MANIFEST, topology=Topology(dp=4), leaders=(0, 2))
+METRICS = {"loss": 2.25, "accuracy": None, "bits": -3.0}
+"""What tells of the training: any finite numbers, and None for one that was not."""
 
 
 def sealed(document: dict[str, Any]) -> bytes:
@@ -99,11 +101,37 @@ def test_an_index_is_read_back(index: RankIndex) -> None:
     assert index == load_index(dump_index(index), "index")
 
 
-@pytest.mark.parametrize("manifest", [MANIFEST, MESH_MANIFEST])
+@pytest.mark.parametrize(
+    "manifest",
+    [MANIFEST, MESH_MANIFEST, replace(MANIFEST, metrics=METRICS), replace(MESH_MANIFEST, metrics=METRICS)],
+    ids=["plain", "mesh", "metrics", "mesh with metrics"],
+)
 def test_a_manifest_is_read_back(manifest: Manifest) -> None:
     """Every field: the map of a cluster whose ranks are in an order of their own, and the leaders of a mesh job."""
     assert manifest == load_manifest(dump_manifest(manifest), "manifest.json")
     assert is_manifest(dump_manifest(manifest))
+
+
+def test_only_a_manifest_with_metrics_has_their_version() -> None:
+    """Others are read by every version that read them before."""
+    manifests = [MANIFEST, MESH_MANIFEST, replace(MANIFEST, metrics=METRICS)]
+    assert [1, 2, 3] == [json.loads(dump_manifest(one))["format_version"] for one in manifests]
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": True}, {"loss": [1]}, [2.0], {"loss": 10**400}])
+def test_metrics_that_are_no_numbers_are_refused(metrics: Any) -> None:
+    """In a file, whoever wrote it."""
+    document = json.loads(dump_manifest(replace(MANIFEST, metrics=METRICS)))
+    with pytest.raises(MalformedFile, match=r"^manifest\.json: "):
+        load_manifest(sealed({**document, "metrics": metrics}), "manifest.json")
+
+
+def test_metrics_that_are_not_finite_are_refused() -> None:
+    """JSON knows no NaN, though Python's reader does."""
+    data = dump_manifest(replace(MANIFEST, metrics=METRICS)).replace(b"2.25", b"NaN")
+    body = data.rpartition(b',"crc32":')[0]
+    with pytest.raises(MalformedFile, match="finite"):
+        load_manifest(body + b',"crc32":%d}' % zlib.crc32(body), "manifest.json")
 
 
 def test_the_parameters_alone_are_those_of_the_index() -> None:
@@ -127,7 +155,7 @@ def test_a_manifest_is_known_by_its_digest() -> None:
         is_manifest(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         for position in range(len(data))
     )
-    later = sealed({**json.loads(data), "format_version": 3})
+    later = sealed({**json.loads(data), "format_version": 4})
     assert [False, False] == [is_manifest(dump_index(INDEX)), is_manifest(later)]
 
 
@@ -151,8 +179,10 @@ def test_what_is_no_document_is_refused(load: Callable[[bytes, str], object], da
 def test_a_newer_format_says_so() -> None:
     """A file of a later version is not damaged: the error says what to use."""
     document = {**json.loads(dump_index(INDEX)), "format_version": 3}
-    with pytest.raises(MalformedFile, match="format_version 3, this nxd_ckpt reads 1 and 2"):
+    with pytest.raises(MalformedFile, match="format_version 3, this nxd_ckpt reads 1, 2;"):
         load_index(json.dumps(document).encode(), "index")
+    with pytest.raises(MalformedFile, match="format_version 4, this nxd_ckpt reads 1, 2, 3;"):
+        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 4}), "manifest.json")
 
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from([None, True, -1, 1.5, "x", [], {}, [-1], [[0]], {"x": 1}, 2**70])

@@ -1,45 +1,208 @@
-"""Retention: the newest complete tags stay, whatever else happens."""
+"""Retention: what rules keep together stays, and the newest complete tag always does."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.retention import tags_to_remove, validate_num_kept
+from nxd_ckpt.core.retention import (
+    Best,
+    Every,
+    Last,
+    Metrics,
+    Rule,
+    Within,
+    decide,
+    recorded_metrics,
+    rules_of,
+    step_of,
+)
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import InvalidArgument
 from tests.core.tag_infos import TAGS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-
-@pytest.mark.parametrize(("given_number", "expected"), [(None, None), (-1, None), (1, 1), (7, 7)])
-def test_none_and_minus_one_keep_all(given_number: int | None, expected: int | None) -> None:
-    """None and -1 keep all, as NxD has it."""
-    assert expected == validate_num_kept(given_number)
-
-
-@pytest.mark.parametrize("number", [0, -2, True, 2.0, "3"])
-def test_numbers_that_do_not(number: int) -> None:
-    """0 would delete what was just saved, as upstream does; the rest is a mistake."""
-    with pytest.raises(InvalidArgument, match="num_kept_ckpts must be None or -1"):
-        validate_num_kept(number)
+RULES: st.SearchStrategy[Rule] = st.one_of(
+    st.builds(Last, st.integers(1, 4)),
+    st.builds(Every, st.integers(1, 4)),
+    st.builds(Best, st.sampled_from(["loss", "accuracy"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
+    st.builds(Within, st.floats(0.1, 1e6)),
+)
+VALUES: st.SearchStrategy[float | None] = st.sampled_from([None, math.nan, math.inf, -1.0, 0.0, 0.5])
 
 
-@given(tags=TAGS, kept=st.none() | st.integers(1, 4))
-def test_enough_is_kept(tags: list[TagInfo], kept: int | None) -> None:
-    """min(kept, existing) complete tags stay, each newer than any that goes; incomplete ones are not touched."""
-    gone = tags_to_remove(tags, kept)
-    complete = [info for info in tags if info.complete]
-    staying = [info for info in complete if info.tag not in gone]
-    assert (len(complete) if kept is None else min(kept, len(complete))) == len(staying)
-    going = [info for info in complete if info.tag in gone]
-    assert len(gone) == len(going)
-    assert all((a.order_time, a.tag) < (b.order_time, b.tag) for a in going for b in staying)
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[TagInfo], list[Rule], Mapping[str, Metrics], set[str]]:
+    """Tags with times that are often equal, some of them with metrics, some pinned; and rules."""
+    tags = draw(TAGS)
+    known = {info.tag: draw(st.dictionaries(st.sampled_from(["loss", "accuracy"]), VALUES)) for info in tags}
+    pins = draw(st.sets(st.sampled_from([*known, "gone"])))
+    return tags, draw(st.lists(RULES, min_size=1, max_size=3)), known, pins
+
+
+def listing(*names: str) -> list[TagInfo]:
+    """Complete tags, an hour apart, oldest first."""
+    return [TagInfo(name, 3600.0 * number, True, True) for number, name in enumerate(names, 1)]
+
+
+def kept(tags: list[TagInfo], *rules: Rule, metrics: Mapping[str, Metrics] | None = None) -> list[str]:
+    return list(decide(tags, rules, metrics or {}).kept)
+
+
+@given(case=cases())
+def test_the_union_stays(case: tuple[list[TagInfo], list[Rule], Mapping[str, Metrics], set[str]]) -> None:
+    """What any rule alone keeps stays, as do pinned tags and the newest; nothing else does."""
+    tags, rules, metrics, pins = case
+    found = decide(tags, rules, metrics, pins)
+    complete = {info.tag for info in tags if info.complete}
+    newest = max(((info.order_time, info.tag) for info in tags if info.complete), default=(0.0, ""))[1]
+    alone = {tag for rule in rules for tag in decide(tags, [rule], metrics).kept}
+    assert (alone | pins | {newest}) & complete == found.kept.keys()
+
+
+@given(case=cases())
+def test_each_complete_tag_is_judged_once(
+    case: tuple[list[TagInfo], list[Rule], Mapping[str, Metrics], set[str]],
+) -> None:
+    """It stays for a reason, or goes; incomplete ones do neither. At least one stays, and the oldest go first."""
+    tags, rules, metrics, pins = case
+    found = decide(tags, rules, metrics, pins)
+    complete = sorted((info.order_time, info.tag) for info in tags if info.complete)
+    assert [tag for _, tag in complete] == sorted([*found.kept, *found.surplus], key=[t for _, t in complete].index)
+    assert len(complete) == len(found.kept) + len(found.surplus)
+    assert all(found.kept.values())
+    assert bool(complete) == bool(found.kept)
+    assert list(found.surplus) == [tag for _, tag in complete if tag in found.surplus]
+
+
+@given(tags=TAGS, count=st.integers(1, 4))
+def test_enough_is_kept(tags: list[TagInfo], count: int) -> None:
+    """Of the newest, min(count, existing) stay, each newer than any that goes; incomplete ones are not touched."""
+    found = decide(tags, [Last(count)], {})
+    times = {info.tag: (info.order_time, info.tag) for info in tags if info.complete}
+    assert min(count, len(times)) == len(found.kept)
+    assert all(times[going] < times[staying] for going in found.surplus for staying in found.kept)
 
 
 def test_the_oldest_go_first() -> None:
     """The order in which they go: an interruption leaves the newest."""
     tags = [TagInfo(name, time, True, True) for name, time in (("c", 3.0), ("a", 1.0), ("b", 2.0))]
-    assert ["a", "b"] == tags_to_remove(tags, 1)
+    assert ("a", "b") == decide(tags, [Last(1)], {}).surplus
+
+
+@pytest.mark.parametrize(
+    ("tag", "step"), [("step_300", 300), ("300", 300), ("ep1-ba0020", 20), ("final", None), ("v2_last", 2), ("٣", None)]
+)
+def test_the_step_is_the_last_number_of_the_name(tag: str, step: int | None) -> None:
+    """In ASCII digits; a name without one has no step."""
+    assert step == step_of(tag)
+
+
+def test_every_so_many_steps_one_is_kept() -> None:
+    """Step 0 too; a name without a step is not, and the newest is in any case."""
+    tags = listing("step_0", "step_15", "step_20", "end", "step_25")
+    assert ["step_0", "step_20", "step_25"] == kept(tags, Every(10))
+
+
+def test_the_best_are_kept() -> None:
+    """The lowest, or the highest; not what has no metric, or NaN."""
+    tags = listing("a", "b", "c", "d", "e", "f")
+    metrics: dict[str, Metrics] = {
+        "a": {"loss": 3.0}, "b": {"loss": None}, "c": {"loss": 1.0}, "d": {"other": 0.0}, "e": {"loss": 2.0}
+    }  # fmt: skip
+    assert ["c", "e", "f"] == kept(tags, Best("loss", 2), metrics=metrics)
+    assert ["a", "f"] == kept(tags, Best("loss", mode="max"), metrics=metrics)
+    assert ["f"] == kept(tags, Best("accuracy", 3), metrics=metrics)
+
+
+def test_of_equal_ones_the_newer_is_better() -> None:
+    """Whichever end is best."""
+    metrics = {tag: {"loss": 1.0} for tag in "abc"}
+    for mode in ("min", "max"):
+        rule = Best("loss", 1, mode)
+        assert ["c", "d"] == kept(listing("a", "b", "c", "d"), rule, metrics=metrics)
+
+
+def test_time_counts_back_from_the_newest() -> None:
+    """Not from now: a job that was away for a week finds its tags."""
+    tags = listing("a", "b", "c", "d")
+    assert ["b", "c", "d"] == kept(tags, Within(hours=2))
+    assert ["c", "d"] == kept(tags, Within(minutes=119))
+    assert ["a", "b", "c", "d"] == kept(tags, Within(days=1))
+
+
+def test_every_reason_is_told() -> None:
+    """By rule; pinned tags are, and the newest where nothing else keeps it."""
+    found = decide(listing("1", "2", "3"), [Every(2), Best("x")], {"2": {"x": 1.0}}, {"1", "2", "other"})
+    assert {"1": ("pinned",), "2": ("every 2", "best 1 by x (min)", "pinned"), "3": ("the newest",)} == found.kept
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Last(0),
+        lambda: Last(True),
+        lambda: Last(1.5),  # type: ignore[arg-type]
+        lambda: Every(0),
+        lambda: Best("", 1),
+        lambda: Best("loss", 0),
+        lambda: Best("loss", 1, "lowest"),  # type: ignore[arg-type]
+        lambda: Within(),
+        lambda: Within(hours=-1),
+        lambda: Within(hours=math.nan),
+        lambda: Within(days=math.inf),
+        lambda: Within("2h"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_rule_that_could_keep_nothing_is_refused(made: Callable[[], Rule]) -> None:
+    """And one that means nothing."""
+    with pytest.raises(InvalidArgument, match=r"(Last|Every|Best|Within)\(\)"):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(None, None), (-1, None), (1, (Last(1),)), (7, (Last(7),))]
+)
+def test_none_and_minus_one_keep_all(number: int | None, expected: Any) -> None:
+    """None and -1 keep all, as NxD has it; k is ``Last(k)``."""
+    assert expected == rules_of(number)
+
+
+def test_both_ways_to_say_it_count_together() -> None:
+    """``num_kept_ckpts`` is one rule more."""
+    assert (Every(5), Last(2)) == rules_of(2, [Every(5)])
+    assert (Every(5),) == rules_of(-1, (Every(5),))
+
+
+@pytest.mark.parametrize("number", [0, -2, True, 2.0, "3"])
+def test_numbers_that_do_not(number: Any) -> None:
+    """0 would delete what was just saved, as upstream does; the rest is a mistake."""
+    with pytest.raises(InvalidArgument, match="num_kept_ckpts must be None or -1"):
+        rules_of(number)
+
+
+@pytest.mark.parametrize("retain", [[], (), Last(3), [3], ["last"], {Last(3): 1}, "Last(3)"])
+def test_a_policy_without_rules_is_refused(retain: Any) -> None:
+    """It would keep nothing, or is none."""
+    with pytest.raises(InvalidArgument, match=r"expected a list of rules such as \[Last\(3\)"):
+        rules_of(None, retain)
+
+
+def test_metrics_are_numbers_by_name() -> None:
+    """Whole ones become floats, and what is not finite None."""
+    found = recorded_metrics({"loss": 2, "nan": math.nan, "inf": -math.inf, "f": 0.5})
+    assert {"loss": 2.0, "nan": None, "inf": None, "f": 0.5} == found
+    assert ({}, {}) == (recorded_metrics(None), recorded_metrics({}))
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "2"}, {"loss": True}, {3: 1.0}, {"": 1.0}, [2.0], {"loss": [1.0]}])
+def test_other_metrics_are_refused(metrics: Any) -> None:
+    """At the save, by name."""
+    with pytest.raises(InvalidArgument, match="metrics"):
+        recorded_metrics(metrics)

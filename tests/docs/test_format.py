@@ -61,7 +61,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     with Checkpointer("", storage=storage) as checkpointer:
         for _ in range(2):
             checkpointer.save(
-                "step_1", model, optimizer, user_content={"steps": 1}, rank_content={}, partitions={"1.weight": CUT}
+                "step_1",
+                model,
+                optimizer,
+                user_content={"steps": 1},
+                rank_content={},
+                partitions={"1.weight": CUT},
+                metrics={"loss": 2.5},
             )
     documents = {
         Path(key).name: json.loads(data) for key, data in storage.kept.items() if key.endswith(".json")

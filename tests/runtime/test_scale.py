@@ -15,6 +15,7 @@ from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.api import finalize_checkpoint
 from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index
+from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.layout import names
@@ -85,7 +86,7 @@ def test_a_commit_costs_the_same_whatever_the_number_of_ranks(tmp_path: Path) ->
     for ranks in (2, 64):
         storage, topology = voted(tmp_path / str(ranks), ranks), Topology(dp=ranks)
         votes = voting.collect(storage, ATTEMPT, ranks, 30.0)
-        request = Commit(Staged(ATTEMPT, "t"), Parts(), num_kept_ckpts=1)
+        request = Commit(Staged(ATTEMPT, "t"), Parts(), rules=[Last(1)])
 
         def decide(
             storage: HookedStorage, topology: Topology = topology, votes: list[Vote] = votes, request: Commit = request

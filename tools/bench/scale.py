@@ -36,6 +36,7 @@ from nxd_ckpt.core.manifest import (
 )
 from nxd_ckpt.core.mesh import Layout, Mesh, Shard
 from nxd_ckpt.core.mesh_groups import MeshPlace, MeshWord, groups_of
+from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout import names
@@ -138,7 +139,7 @@ def _decide(
     clock("all votes", cast_all)
     collected = clock("collect", lambda: voting.collect(storage, ATTEMPT, topology.world_size, 60.0))
     session = Session(storage, topology, "run", 60.0)
-    clock("judge, commit", lambda: commit(session, topology, collected, replace(request, num_kept_ckpts=2)))
+    clock("judge, commit", lambda: commit(session, topology, collected, replace(request, rules=[Last(2)])))
     voting.announce(storage, ATTEMPT, Verdict())
     clock("one verdict", lambda: voting.await_verdict(storage, ATTEMPT, "step", 60.0))
     clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "step")))

@@ -19,6 +19,7 @@ from nxd_ckpt.core.manifest import ParameterSpec, Parts, RankIndex, RankLine
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import Assembly, itemsize
@@ -83,9 +84,9 @@ class CollectedSave:
     """One attempt, as each rank makes it: :meth:`begin` on rank 0, :meth:`write` on all, then on rank 0
     :meth:`complete` or :meth:`discard`. It is over with :meth:`close`, which gives the directory back."""
 
-    def __init__(self, session: Session, tag: str, overwrite: bool | None, num_kept_ckpts: int | None) -> None:
+    def __init__(self, session: Session, tag: str, overwrite: bool | None, rules: Sequence[Rule] | None) -> None:
         session.counter += 1
-        self._session, self._num_kept = session, num_kept_ckpts
+        self._session, self._rules = session, rules
         self._publication = publication_of(session, session.counter, tag, overwrite)
         self._index = RankIndex(session.topology.coordinates, {}, ())
         self._started = time.monotonic()
@@ -140,7 +141,7 @@ class CollectedSave:
         request = Commit(
             self._publication,
             contents.parts,
-            self._num_kept,
+            self._rules,
             {"stage_seconds": round(time.monotonic() - self._started, 6)},
             versions(),
             contents.parameters,

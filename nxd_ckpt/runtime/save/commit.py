@@ -24,17 +24,18 @@ from nxd_ckpt.core.manifest import (
     load_parameters,
 )
 from nxd_ckpt.core.mesh_groups import MeshGroup
-from nxd_ckpt.core.retention import tags_to_remove
+from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags
+from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.retention import judged
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
 
@@ -45,16 +46,18 @@ logger = logging.getLogger("nxd_ckpt")
 class Commit:
     """What rank 0 knows of an attempt that is about to be decided.
 
-    ``parameters`` are those of its own index, ``groups`` those of a mesh job.
+    ``rules`` say which tags stay, None that all do. ``parameters`` are those of its own index, ``groups`` those of a
+    mesh job.
     """
 
     publication: Publication
     parts: Parts
-    num_kept_ckpts: int | None = None
+    rules: Sequence[Rule] | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, ParameterSpec] | None = None
     groups: Sequence[MeshGroup] | None = None
+    metrics: Metrics = field(default_factory=dict)
 
     def leaders(self, topology: Topology) -> list[int]:
         """One rank of each pipeline stage and expert group, or of each group of a mesh job: together they hold every
@@ -99,10 +102,12 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         },
         versions=request.versions,
         leaders=None if request.groups is None else tuple(leaders),
+        metrics=request.metrics,
     )
     publication.put(storage, names.MANIFEST, dump_manifest(manifest))
     publication.publish(session, order_time)
-    _retain(storage, request)
+    if request.rules is not None:
+        _retain(storage, publication, request.rules)
 
 
 def clean_up(session: Session, counter: int) -> None:
@@ -189,14 +194,11 @@ def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
     return storage.read(key), f"{storage.url}/{key}"
 
 
-def _retain(storage: Storage, request: Commit) -> None:
-    """Rename surplus tags out of sight. Never fails the save: the new tag is already safe."""
-    if request.num_kept_ckpts is None:
-        return
+def _retain(storage: Storage, publication: Publication, rules: Sequence[Rule]) -> None:
+    """Make surplus tags invisible. Never fails the save: the new tag is already safe."""
     try:
-        tags = [info for info in list_tags(storage) if is_checkpoint_of_ours_or_nxd(storage, info.tag)]
-        for tag in tags_to_remove(tags, request.num_kept_ckpts):
-            if tag != request.publication.tag:
-                request.publication.retire(storage, tag)
+        for tag in judged(storage, list_tags(storage), rules).surplus:
+            if tag != publication.tag:
+                publication.retire(storage, tag)
     except (OSError, CheckpointError) as error:
         logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

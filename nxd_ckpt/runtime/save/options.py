@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.retention import validate_num_kept
+from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.runtime.ignoring import IgnoreKeys
 
@@ -35,6 +35,10 @@ class SaveOptions:
             new one is written.
         weights_only: save the model and nothing else, even if optimizer and scheduler are given.
         ignore_keys: what is not saved: globs over names such as ``optim/*``, or a function of all names; as of a load.
+        retain: rules for which complete tags to keep, such as ``[Last(3), Every(1000), Best("loss", 3),
+            Within(hours=2)]``; a tag goes if no rule keeps it, it is not pinned, and it is not the newest.
+            ``num_kept_ckpts=k`` beside it is one rule more.
+        metrics: numbers by name, such as ``{"loss": 2.1}``, which the tag keeps for the rule ``Best``. Rank 0's count.
     """
 
     num_workers: int | None = 8
@@ -49,11 +53,18 @@ class SaveOptions:
     overwrite: bool | None = None
     weights_only: bool = False
     ignore_keys: IgnoreKeys | None = None
+    retain: Sequence[Rule] | None = None
+    metrics: Mapping[str, float] | None = None
 
     @property
-    def num_kept(self) -> int | None:
-        """Complete tags to keep; None keeps all."""
-        return None if self.num_kept_ckpts == -1 else self.num_kept_ckpts
+    def rules(self) -> tuple[Rule, ...] | None:
+        """Which complete tags to keep; None keeps all."""
+        return rules_of(self.num_kept_ckpts, self.retain)
+
+    @property
+    def recorded_metrics(self) -> dict[str, float | None]:
+        """What the manifest says of ``metrics``."""
+        return recorded_metrics(self.metrics)
 
     @property
     def writers_on_host(self) -> int | None:
@@ -62,7 +73,7 @@ class SaveOptions:
 
     def validate(self) -> None:
         """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
-        validate_num_kept(self.num_kept_ckpts)
+        _ = self.rules, self.recorded_metrics
         if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
         if self.overwrite not in (None, True, False):
@@ -82,6 +93,8 @@ class OurSaveKeywords(TypedDict, total=False):
     overwrite: bool | None
     weights_only: bool
     ignore_keys: IgnoreKeys | None
+    retain: Sequence[Rule] | None
+    metrics: Mapping[str, float] | None
 
 
 class SaveKeywords(OurSaveKeywords, total=False):

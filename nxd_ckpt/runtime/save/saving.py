@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 
 from nxd_ckpt.core.manifest import FileEntry, RankLine
+from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -48,7 +49,6 @@ class Saving:
         plan: SavePlan | None = None,
         *,
         num_workers: int | None = None,
-        num_kept_ckpts: int | None = None,
         overwrite: bool | None = None,
         error: BaseException | None = None,
         threads: Executor,
@@ -56,8 +56,10 @@ class Saving:
         self.session, self.tag, self.plan, self._threads = session, tag, plan, threads
         self._overwrite = overwrite
         self._patience = session.timeout
-        self.num_workers, self.num_kept_ckpts = num_workers, num_kept_ckpts
+        self.num_workers = num_workers
         self.error = error
+        self.rules: Sequence[Rule] | None = None
+        self.metrics: Metrics = {}
         self.timings: dict[str, float] = {}
         self.versions: dict[str, str] = {}
         self.saved_nbytes = 0
@@ -289,7 +291,9 @@ class Saving:
             if parts is None:
                 raise SaveFailed("rank 0 staged nothing")
             own, groups = (None, None) if self.plan is None else (self.plan.parameters, self.plan.groups)
-            request = Commit(self.publication, parts, self.num_kept_ckpts, self.timings, self.versions, own, groups)
+            request = Commit(
+                self.publication, parts, self.rules, self.timings, self.versions, own, groups, self.metrics
+            )
             commit(session, session.topology, votes, request)
             self.saved_nbytes = sum(vote.nbytes for vote in votes)
             verdict = Verdict()

@@ -1,0 +1,112 @@
+"""Removing tags by rules outside of a save, and pinning those that no rule removes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from typing_extensions import Unpack
+
+from nxd_ckpt.core.options import takes
+from nxd_ckpt.core.retention import Retention, Rule, rules_of
+from nxd_ckpt.core.tags import Tag, validate_tag
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.layout.directory import require_directory
+from nxd_ckpt.options.tags import PruneKeywords, PruneOptions
+from nxd_ckpt.runtime.coordination import journal
+from nxd_ckpt.runtime.coordination.agreement import Alone
+from nxd_ckpt.runtime.save import retention
+from nxd_ckpt.runtime.save.publication import publication_of
+from nxd_ckpt.runtime.save.session import open_session
+from nxd_ckpt.runtime.tag.choosing import choose_tag, settled_tags
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
+
+__all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What :func:`prune_checkpoints` did, or with ``dry_run`` would do; tags are oldest first.
+
+    ``kept`` says of each tag which rules keep it.
+    """
+
+    directory: str
+    kept: Mapping[str, tuple[str, ...]]
+    removed: tuple[str, ...]
+
+
+@as_checkpoint_errors()
+@takes(PruneOptions)
+def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[PruneKeywords]) -> Pruned:
+    """Remove the complete tags that no rule keeps, but those that are pinned, and the newest.
+
+    It takes the directory's lease, as a job that saves does. What is no checkpoint, or incomplete, is left alone.
+
+    Args:
+        path: the checkpoint directory or URL.
+        retain: rules such as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``.
+
+    Raises:
+        CheckpointNotFound: no such directory.
+        CorruptCheckpoint: no tag that would stay can be opened; nothing was removed.
+        DirectoryInUse: a live job saves there.
+        InvalidArgument: there are no rules.
+    """
+    chosen, rules = PruneOptions(**options), rules_of(None, retain)
+    if rules is None:
+        raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
+    storage = open_storage(path, storage_options=chosen.storage_options)
+    require_directory(storage)
+    if chosen.dry_run:
+        found = _judged(storage, rules)
+    else:
+        with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
+            found = _judged(storage, rules)
+            for tag in found.surplus:
+                session.require()
+                publication_of(session, 1, tag, None).retire(storage, tag)
+            journal.discard_trash(storage)
+    return Pruned(storage.url, found.kept, found.surplus)
+
+
+@as_checkpoint_errors()
+def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> None:
+    """Keep a complete tag whatever rules say, until :func:`unpin_checkpoint`. A live job may save there meanwhile.
+
+    Raises:
+        CheckpointNotFound: no such tag, or it is incomplete.
+    """
+    storage = open_storage(path, storage_options=storage_options)
+    retention.pin(storage, choose_tag(storage, tag))
+
+
+@as_checkpoint_errors()
+def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> bool:
+    """Leave a tag to the rules again; whether it was pinned. The tag itself may be gone."""
+    storage = open_storage(path, storage_options=storage_options)
+    require_directory(storage)
+    return retention.unpin(storage, validate_tag(tag))
+
+
+def _judged(storage: Storage, rules: Sequence[Rule]) -> Retention:
+    """What the rules say. Raises CorruptCheckpoint where nothing would be left that loads."""
+    found = retention.judged(storage, settled_tags(storage), rules)
+    if found.surplus and not any(_opens(storage, tag) for tag in reversed(list(found.kept))):
+        raise CorruptCheckpoint(
+            f"{storage.url}: none of the tags that would stay ({', '.join(found.kept)}) can be opened; nothing was "
+            "removed. Verify the others, and keep one that is good by pinning it"
+        )
+    return found
+
+
+def _opens(storage: Storage, tag: str) -> bool:
+    try:
+        open_complete_tag(storage, tag)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""What decides which tags of a directory stay: what is pinned there, and the metrics in the tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.retention import Best, Metrics, Retention, Rule, decide
+from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.layout import names
+from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd
+from nxd_ckpt.runtime.paths import PINS
+from nxd_ckpt.storage.base import Storage
+
+
+def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
+    """Which of ``tags``, those of the directory, stay. What is no checkpoint of ours or NxD's is in neither list.
+
+    Raises OSError or CheckpointError where it cannot be told.
+    """
+    ours = [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+    # Only where they are asked for: reading a manifest of many parameters takes its time.
+    asked = ours if any(isinstance(rule, Best) for rule in rules) else []
+    return decide(ours, rules, {info.tag: _metrics(storage, info) for info in asked}, pinned(storage))
+
+
+def pin(storage: Storage, tag: str) -> None:
+    """Keep ``tag`` whatever the rules say. It is done by name: a later save of the same name is pinned too."""
+    storage.make_dir(PINS)
+    storage.write(f"{PINS}/{tag}", b"1")
+    storage.sync_dir(PINS)
+
+
+def unpin(storage: Storage, tag: str) -> bool:
+    """Leave ``tag`` to the rules; whether it was pinned."""
+    was_pinned = tag in pinned(storage)
+    if was_pinned:
+        storage.remove(f"{PINS}/{tag}")
+        storage.sync_dir(PINS)
+    return was_pinned
+
+
+def pinned(storage: Storage) -> set[str]:
+    """The names of the tags that are pinned."""
+    return {entry.name for entry in storage.list(PINS) if not entry.is_dir}
+
+
+def _metrics(storage: Storage, info: TagInfo) -> Metrics:
+    key = f"{info.tag}/{names.MANIFEST}"
+    return load_manifest(storage.read(key), f"{storage.url}/{key}").metrics if info.ours else {}

@@ -1,0 +1,67 @@
+"""``nxd-ckpt pin``, ``unpin`` and ``prune``: which tags stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer
+from tests.cli.conftest import Run
+from tests.protocol.states import visible_tags
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    """A directory with four tags, of step 1 to 4, and a loss that rises and falls."""
+    with Checkpointer(tmp_path, durable=False) as saver:
+        for step, loss in enumerate((3.0, 1.0, float("nan"), 2.0), 1):
+            saver.save(f"step_{step}", {"weight": torch.ones(2)}, metrics={"loss": loss})
+    return tmp_path
+
+
+def test_pinned_tags_stay(four: Path, run: Run) -> None:
+    """The listing shows them, and what metrics there are; unpinned they go."""
+    assert (0, "step_3 is pinned\n") == (run("pin", four, "step_3").code, run("pin", four, "step_3").out)
+    listed = run("list", four, "--json").document["tags"]
+    assert ["step_3"] == [tag["tag"] for tag in listed if tag["pinned"]]
+    assert [{"loss": 3.0}, {"loss": 1.0}, {"loss": None}, {"loss": 2.0}] == [tag["metrics"] for tag in listed]
+    assert "complete, pinned" in run("list", four).out
+
+    assert 0 == run("prune", four, "--last", "1").code
+    assert ["step_3", "step_4"] == visible_tags(four)
+    assert "step_3 is no longer pinned\n" == run("unpin", four, "step_3").out
+    assert "step_3 was not pinned\n" == run("unpin", four, "step_3").out
+    assert "1 tag is removed" in run("prune", four, "--last", "1").out
+    assert ["step_4"] == visible_tags(four)
+
+
+def test_each_rule_has_a_flag(four: Path, run: Run) -> None:
+    """All together keep what each keeps; a dry run says which, and removes nothing."""
+    rules = ["--last", "1", "--every", "4", "--best", "loss:1:max", "--best", "loss"]
+    would = run("prune", four, *rules, "--dry-run", "--json").document
+    assert (["step_3"], True) == (would["removed"], would["dry_run"])
+    assert {"tag": "step_1", "because": ["best 1 by loss (max)"]} == would["kept"][0]
+    assert {"tag": "step_4", "because": ["last 1", "every 4"]} == would["kept"][-1]
+    assert "0 tags would be removed" in run("prune", four, *rules, "--within", "1d", "--dry-run").out
+    assert "1 tag would be removed" in run("prune", four, *rules, "--dry-run").out
+    assert 4 == len(visible_tags(four))
+
+
+@pytest.mark.parametrize(
+    "rules", [[], ["--last", "0"], ["--every", "x"], ["--best", "loss:0"], ["--within", "2 weeks"]], ids=str
+)
+def test_what_is_no_rule_is_a_wrong_command_line(four: Path, run: Run, rules: list[str]) -> None:
+    """Before anything is removed."""
+    with pytest.raises(SystemExit, match="2"):
+        run("prune", four, *rules)
+    assert 4 == len(visible_tags(four))
+
+
+def test_only_a_tag_that_is_there_is_pinned(four: Path, run: Run) -> None:
+    """The error says what there is."""
+    outcome = run("pin", four, "step_9")
+    assert (1, True) == (outcome.code, "no tag 'step_9'" in outcome.err)

@@ -1,0 +1,145 @@
+"""Retention by rules: at saves, in directories and stores, and by ``prune``; pinned tags stay."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Best, Checkpointer, Every, Last, Within, open_checkpoint, retention, save_checkpoint
+from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.retention import pin_checkpoint, prune_checkpoints, unpin_checkpoint
+from nxd_ckpt.runtime.save.retention import pin
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.memory import MemoryStorage
+from tests.protocol.states import visible_tags
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+LOSSES = {"step_1": 3.0, "step_2": 1.0, "step_3": math.nan, "step_4": 2.0, "step_5": 2.5}
+STATE = {"weight": torch.ones(2)}
+
+
+def save_all(storage: Storage, **options: Any) -> list[str]:
+    """A save for each of :data:`LOSSES`; the complete tags after the last one, by name."""
+    with Checkpointer("", storage=storage) as saver:
+        for tag, loss in LOSSES.items():
+            saver.save(tag, STATE, metrics={"loss": loss}, **options)
+    return sorted(info.tag for info in list_tags(storage) if info.complete)
+
+
+@pytest.fixture(params=["directory", "store"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return LocalStorage(tmp_path, durable=False) if request.param == "directory" else MemoryStorage()
+
+
+def test_rules_are_followed_at_each_save(storage: Storage) -> None:
+    """The best, and every second, and the newest stay, of directories and of stores; a metric of NaN is no best."""
+    assert ["step_2", "step_4", "step_5"] == save_all(storage, retain=[Best("loss"), Every(2)])
+
+
+def test_a_pinned_tag_stays(storage: Storage) -> None:
+    """Whatever the rules say; a pin of a tag that is not there does no harm."""
+    pin(storage, "step_1")
+    pin(storage, "never")
+    assert ["step_1", "step_4", "step_5"] == save_all(storage, num_kept_ckpts=1, retain=[Last(2)])
+
+
+def test_the_manifest_keeps_metrics(tmp_path: Path) -> None:
+    """Those of rank 0 at the call, as floats; what was not finite is None."""
+    metrics = {"loss": math.inf, "accuracy": 1}
+    with Checkpointer(tmp_path) as saver:
+        pending = saver.save("t", STATE, metrics=metrics, async_save=True)
+        metrics["accuracy"] = 7
+        pending.wait()
+    manifest = open_checkpoint(tmp_path).manifest
+    assert manifest is not None
+    assert {"loss": None, "accuracy": 1.0} == manifest.metrics
+
+
+@pytest.mark.parametrize("options", [{"metrics": {"loss": torch.ones(1)}}, {"retain": []}, {"retain": [7]}])
+def test_what_means_nothing_is_refused_before_anything_is_written(tmp_path: Path, options: Any) -> None:
+    """And the next save works."""
+    with Checkpointer(tmp_path) as saver:
+        saver.save("first", STATE)
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            saver.save("second", STATE, **options)
+        saver.save("third", STATE)
+    assert ["first", "third"] == visible_tags(tmp_path)
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Path:
+    """A directory with a tag for each of :data:`LOSSES`."""
+    save_all(LocalStorage(tmp_path, durable=False))
+    return tmp_path
+
+
+def test_prune_removes_what_a_save_would(five: Path) -> None:
+    """First only said, then done; a second time there is nothing left to do."""
+    rules: list[Rule] = [Best("loss", 2), Within(minutes=1e-9)]
+    pin_checkpoint(five, "step_1")
+    would = prune_checkpoints(five, rules, dry_run=True)
+    before = visible_tags(five)
+    done = prune_checkpoints(five, rules)
+    assert list(LOSSES) == before
+    assert ("step_3",) == done.removed == would.removed
+    assert ["step_1", "step_2", "step_4", "step_5"] == visible_tags(five) == list(done.kept)
+    assert () == prune_checkpoints(five, rules).removed
+
+    assert (True, False) == (unpin_checkpoint(five, "step_1"), unpin_checkpoint(five, "step_1"))
+    assert ("step_1",) == prune_checkpoints(five, rules).removed
+
+
+def test_prune_works_on_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a removed tag is left there."""
+    store = MemoryStorage()
+    save_all(store)
+    monkeypatch.setattr(retention, "open_storage", lambda path, storage_options: store)
+    assert ("step_1", "step_2", "step_3") == prune_checkpoints("memory://run", [Last(2)]).removed
+    assert {"step_4", "step_5"} == {entry.name for entry in store.list() if entry.name[0] != "."}
+
+
+def test_prune_leaves_the_directory_to_a_live_job(five: Path) -> None:
+    """It needs the lease; pinning does not, and what would be removed may be asked."""
+    with Checkpointer(five) as saver:
+        saver.save("step_6", STATE)
+        with pytest.raises(DirectoryInUse):
+            prune_checkpoints(five, [Last(1)])
+        assert 5 == len(prune_checkpoints(five, [Last(1)], dry_run=True).removed)
+        pin_checkpoint(five, "step_1")
+        saver.save("step_7", STATE, num_kept_ckpts=1)
+    assert ["step_1", "step_7"] == visible_tags(five)
+
+
+def test_prune_keeps_one_that_opens(five: Path) -> None:
+    """Where all that would stay are damaged, nothing is removed."""
+    shutil.rmtree(five / "step_5" / "index")
+    with pytest.raises(CorruptCheckpoint, match=r"none of the tags that would stay \(step_5\)"):
+        prune_checkpoints(five, [Last(1)])
+    assert 5 == len(visible_tags(five))
+    assert ("step_1", "step_2", "step_3") == prune_checkpoints(five, [Last(2)]).removed
+
+
+def test_pinning_needs_a_tag(five: Path) -> None:
+    """One that is complete."""
+    with pytest.raises(CheckpointNotFound, match="step_9"):
+        pin_checkpoint(five, "step_9")
+
+
+def test_tags_without_metrics_follow_other_rules(tmp_path: Path) -> None:
+    """Those that were saved before metrics were given, and NxD's, are never the best, and never in the way."""
+    for tag in ("a", "b"):
+        save_checkpoint(tmp_path, tag, STATE)
+    for name in ("checkpoint", "done"):
+        (tmp_path / "nxd" / "model").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nxd" / name).write_text("1")
+    save_checkpoint(tmp_path, "c", STATE, metrics={"loss": 1.0}, retain=[Best("loss", 5)])
+    assert ["c"] == visible_tags(tmp_path)
