@@ -129,7 +129,7 @@ class HuggingFaceTag(OpenTag):
         }
         for one in self._optimizer.tensors:
             if one.entry != MASTER_WEIGHTS:
-                state.setdefault(numbers[self._name(one.counterpart.name)], {})[one.entry] = self._leaf(one, one.dtype)
+                state.setdefault(numbers[self._name(one.hf_slice.name)], {})[one.entry] = self._leaf(one, one.dtype)
         return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
 
     @property
