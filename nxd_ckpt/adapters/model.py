@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, placed_of
+from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, local_of, placed_of
 from nxd_ckpt.adapters.parameters import (
     form_of,
+    has_address,
     is_tensor,
     materialize,
     memory_for,
@@ -278,9 +279,9 @@ class DictModel(ModelAdapter):
     """A state dict. An empty one is filled with CPU tensors, in another tensors are overwritten in place."""
 
     def may_hold(self, parameter: torch.Tensor) -> bool:
-        if parameter.device.type == "cpu":
+        if has_address(local_of(parameter)):
             return memory_of(parameter) in self._memory
-        # It is not known whether tensors on a device in a state dict are the parameters themselves.
+        # It is not known whether tensors on XLA in a state dict are the parameters themselves.
         return any((held.device, held.shape) == (parameter.device, parameter.shape) for held in self._tensors.values())
 
     @cached_property
@@ -329,13 +330,13 @@ def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
     """Whether ``value`` is the tensor ``own``, but another object. On XLA its name must be enough."""
     if own is None or not isinstance(value, torch.Tensor) or value is own or form_of(value) != form_of(own):
         return False
-    if own.device.type != "cpu" or own.numel() == 0:
-        return value.device == own.device
-    return memory_of(value) == memory_of(own)
+    if has_address(local_of(own)):
+        return memory_of(value) == memory_of(own)
+    return value.device == own.device
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    sized = zip(tensor.shape, tensor.stride(), strict=True) if tensor.device.type == "cpu" else ()
+    sized = zip(tensor.shape, tensor.stride(), strict=True) if has_address(tensor) else ()
     return any(size > 1 and stride == 0 for size, stride in sized)
 
 

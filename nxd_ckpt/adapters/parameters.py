@@ -59,14 +59,19 @@ def traits_of(tensor: torch.Tensor) -> Hashable:
     return tensor.dtype, tensor.shape, tensor.device, type(tensor), tensor.requires_grad, partition, placed
 
 
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether it is known where its memory lies: not for the lazy tensors of XLA, and what has no memory."""
+    return tensor.numel() > 0 and not tensor.is_meta and not torch_xla.is_xla(tensor)
+
+
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same memory seen the same way; on XLA for the same object only."""
+    """Equal for tensors that are the same memory seen the same way; without an address for the same object only."""
     local = dtensor.local_of(tensor)
-    if local is not tensor:
-        return "local", id(tensor) if local.numel() == 0 else memory_of(local)
-    if tensor.device.type == "cpu" and tensor.numel() > 0:
-        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return id(tensor)
+    place: Hashable = id(tensor)  # not that of ``local``: the next one may have it too
+    if has_address(local):
+        seen = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
+        place = local.device, local.data_ptr(), local.dtype, seen
+    return place if local is tensor else ("local", place)
 
 
 def memory_for(live: Any) -> torch.Tensor | None:

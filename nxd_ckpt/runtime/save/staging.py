@@ -99,36 +99,48 @@ def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
     target = torch.frombuffer(view, dtype=tensor.dtype)
     if target.numel() == tensor.numel():
         return tensor, target.view(tensor.shape)
-    (host,) = torch_xla.to_cpu([tensor])
-    return host.reshape(-1)[start:stop], target
+    whole = torch_xla.to_cpu([tensor])[0] if torch_xla.is_xla(tensor) else tensor.detach()
+    return whole.reshape(-1)[start:stop], target
 
 
 @torch.no_grad()
 def _copy(copies: Iterable[_Copy]) -> None:
-    on_device, streams = [], set()
+    from_xla, streams = [], {}
     for source, target in copies:
-        if source.device.type == "cpu":
+        if source.is_cpu:
             target.copy_(_rows(source, target))  # whatever its strides: one copy, no temporary
-        elif (stream := _stream_of(source.device)) is not None:
-            target.copy_(_rows(source, target), non_blocking=True)  # all are under way at once
-            streams.add(stream)
+        elif torch_xla.is_xla(source):
+            from_xla.append((source, target))
         else:
-            on_device.append((source, target))
-    for stream in streams:
-        stream.synchronize()
-    for batch in _batches(on_device):
+            if source.device not in streams:
+                streams[source.device] = _stream_with_events(source.device)
+            # With events all are under way at once.
+            target.copy_(_rows(source, target), non_blocking=streams[source.device] is not None)
+    _wait_for([stream for stream in streams.values() if stream is not None])
+    for batch in _batches(from_xla):
         hosts = torch_xla.to_cpu([source for source, _ in batch])
         for host, (_, target) in zip(hosts, batch, strict=True):
             target.copy_(_rows(host, target))
 
 
-def _stream_of(device: torch.device) -> Any:
-    """The stream that copies from the accelerator go through; None for a device that torch knows no streams of."""
+def _stream_with_events(device: torch.device) -> Any:
+    """The stream that copies from ``device`` go through; None where torch knows none, or cannot wait for its work."""
     accelerator = getattr(torch, "accelerator", None)
     current = None if accelerator is None else accelerator.current_accelerator()
     if accelerator is None or current is None or current.type != device.type:
         return None
-    return accelerator.current_stream(device)
+    try:
+        stream = accelerator.current_stream(device)
+        stream.record_event()
+    except RuntimeError:  # a backend that has none
+        return None
+    return stream
+
+
+def _wait_for(streams: Iterable[Any]) -> None:
+    """Until all that is in the streams by now is done; not for what other threads give them to do meanwhile."""
+    for event in [stream.record_event() for stream in streams]:
+        event.synchronize()
 
 
 def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
