@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 SOURCE = Path(__file__).with_name("neuron_device.cpp")
 COMPILER = "g++"
@@ -44,7 +45,7 @@ def _compile(library: Path) -> None:
 def register(library: Path) -> None:
     """Give this process the device ``neuron``, for good."""
     torch.ops.load_library(library)
-    torch.utils.rename_privateuse1_backend("neuron")
+    rename_privateuse1_backend("neuron")
     module: Any = ModuleType("torch.neuron")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
