@@ -37,7 +37,7 @@ lint: $(XLA_READY)
 	$(VENV)/bin/mypy
 
 test-xla: $(XLA_READY)
-	$(VENV)/bin/python -m pytest -m "not soak and not once" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 2 --dist loadfile $(PYTEST_ARGS)

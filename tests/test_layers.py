@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 

@@ -57,6 +57,7 @@ def test_every_measure_of_a_scenario_has_a_round(tmp_path: Path) -> None:
     assert "== W1 cpu 1p" in done.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.plain
 @pytest.mark.once
 def test_a_module_and_its_optimizer_on_two_processes(tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
     assert [((), "WrongValues")] == [(row.values, row.missing.partition(":")[0]) for row in rounds.rows()]
 
 
+@pytest.mark.soak
 @pytest.mark.xla
 def test_device_tensors_have_transfers_as_their_floor(tmp_path: Path) -> None:
     """On torch-xla's CPU device the floors are its transfers, and its own format is a peer."""
@@ -137,6 +139,7 @@ def test_device_tensors_have_transfers_as_their_floor(tmp_path: Path) -> None:
     assert [1, 1, 1] == [len(found[key]["values"]) for key in keys]
 
 
+@pytest.mark.soak
 @pytest.mark.plain
 @pytest.mark.once
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.elastic.whole import Layout, Weight, expected
 from tests.layout.equality import difference
 from tests.rigs.rank_pool import RankPool
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MIB = 2**20
 BLOCK = 4 * MIB

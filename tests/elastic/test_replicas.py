@@ -24,7 +24,7 @@ from tests.elastic.whole import Layout, Weight, expected
 from tests.layout.equality import difference
 from tests.rigs.rank_pool import RankPool, WorkerDied
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 RANKS = 4
 LARGEST = 256 * 2**10

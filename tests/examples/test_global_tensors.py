@@ -13,7 +13,7 @@ from torch import Tensor
 
 import nxd_ckpt
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EMBED, NORM, DOWN, HEAD = "embed.weight", "layers.0.mlp_norm.weight", "layers.0.mlp.down.weight", "head.weight"

@@ -19,7 +19,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from tests.formats.assemblies import BEFORE, Files, cases, index
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @given(cases(), st.sampled_from([4, 16, 64, 2**20]))

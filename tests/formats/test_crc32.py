@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.formats import crc32 as module
 from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine, combine_blocks, crc32, zeros
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

@@ -17,7 +17,9 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.paths import STAGING, TRASH
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.storage.urls import open_storage
+from tests.object_stores.conftest import SMALLEST_PART
 from tests.protocol.job import Job
 from tests.rigs.s3_server import S3Server
 
@@ -29,11 +31,12 @@ MIB = 2**20
 
 def model_of(value: int, rank: int) -> dict[str, torch.Tensor]:
     """A rank's state in save number ``value``: a tensor that goes up in several parts, and a small one."""
-    return {"large": torch.full((5 * MIB,), 10.0 * value + rank), "small": torch.arange(5.0) + value}
+    return {"large": torch.full((2 * MIB,), 10.0 * value + rank), "small": torch.arange(5.0) + value}
 
 
 def train(rank: int, url: str, options: dict[str, Any], number: int, begun: str) -> bool:
     """A run: a new tag, then one that is saved anew in every run."""
+    upload.PART = SMALLEST_PART
     saver = Checkpointer(
         url, topology=Topology(tp=WORLD, rank=rank), storage_options=options, run_id=f"run{number}", timeout=600.0
     )
@@ -76,7 +79,7 @@ def strays(server: S3Server, bucket: str, prefix: str, url: str) -> list[str]:
     return [key for key in left if key not in named] + server.unfinished(bucket)
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_after_a_kill_all_that_is_visible_is_complete(s3_server: S3Server, tmp_path: Path, rounds: int) -> None:
     """After each kill all that is visible is complete; the next run leaves neither objects nor uploads of the dead."""
     seed = time.time_ns()
@@ -119,7 +122,7 @@ def live(value: float, tp: int, rank: int) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_a_rank_downloads_what_it_needs(s3_server: S3Server, tp: int) -> None:
     """On the same and on other sizes, digests included: 1.1 times the bytes of its own part at most."""
     bucket = f"bytes-{uuid.uuid4().hex}"

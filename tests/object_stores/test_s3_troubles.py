@@ -32,7 +32,7 @@ import json, sys
 import torch
 from nxd_ckpt import save_checkpoint
 
-state = {"large": torch.full((10 * 2**20,), 7.0)}
+state = {"large": torch.full((5 * 2**20,), 7.0)}
 save_checkpoint(sys.argv[1], "t", state, async_save=True, storage_options=json.loads(sys.argv[2]))
 """
 
@@ -60,7 +60,7 @@ def rank_of_two(rank: int, url: str, options: dict[str, Any], timeout: float = 2
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
     """Some of it goes up in several parts."""
-    return {"large": torch.full((5 * MIB,), value), "small": torch.full((3,), value)}
+    return {"large": torch.full((2 * MIB,), value), "small": torch.full((3,), value)}
 
 
 def small(value: int) -> dict[str, torch.Tensor]:
@@ -191,8 +191,8 @@ def test_names_that_begin_alike_are_different(s3_server: S3Server, bucket: str) 
         with Checkpointer(f"s3://{bucket}/{run}", storage_options=options) as saver:
             saver.save("step_1", small(1))
             saver.save("step_10", small(10))
-    left = open_storage(f"s3://{bucket}/run70", storage_options=options).create("step_10/unfinished", 40 * MIB)
-    left.write_at(0, bytes(20 * MIB))
+    left = open_storage(f"s3://{bucket}/run70", storage_options=options).create("step_10/unfinished", 15 * MIB)
+    left.write_at(0, bytes(6 * MIB))
     left.settle()
     with Checkpointer(f"s3://{bucket}/run7", storage_options=options) as saver:
         saver.save("step_1", small(2), overwrite=True)
@@ -210,9 +210,9 @@ def test_more_than_fits_the_staging_memory(s3_server: S3Server, bucket: str) -> 
     """Goes up in waves, a tensor larger than all of it too, out of memory that the next wave overwrites."""
     url, options = f"s3://{bucket}/run", s3_server.options
     state = {f"small.{number}": torch.full((1000 + number,), float(number)) for number in range(200)}
-    state["large"] = torch.arange(8.0 * MIB)
-    state["last"] = torch.arange(3.0 * MIB)
-    with Checkpointer(url, storage_options=options, memory_cap=12 * MIB) as saver:
+    state["large"] = torch.arange(4.0 * MIB)
+    state["last"] = torch.arange(1.5 * MIB)
+    with Checkpointer(url, storage_options=options, memory_cap=6 * MIB) as saver:
         saver.save("t", state)
     model = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load_checkpoint(url, model=model, storage_options=options, verify=True)

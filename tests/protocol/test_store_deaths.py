@@ -1,11 +1,13 @@
 """A store without renames: whenever a job dies, or an operation fails, what is visible is complete, and nothing stays.
 
-Exhaustive: a save is rehearsed, then done once for each of its operations, with the death or failure just before it.
+A save is rehearsed, then done once for each of its operations, with the death or failure just before it: for all of
+them in make soak, for some elsewhere.
 """
 
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -61,12 +63,19 @@ def operations_of(save: Save) -> int:
     return len(process.log)
 
 
-@pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
-def test_what_is_visible_after_a_death_anywhere_is_complete(save: Save) -> None:
-    """What is visible then is complete; the next job's first save leaves no key of the dead one's."""
-    count = operations_of(save)
+@pytest.fixture(params=[3, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+def moments(save: Save, request: pytest.FixtureRequest) -> range:
+    """The operations of the save before which something happens; which ones differs from run to run."""
+    begin, count = random.randrange(request.param), operations_of(save)
     assert count > 30
-    for number in range(count):
+    print("from operation", begin)
+    return range(begin, count, request.param)
+
+
+@pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
+def test_what_is_visible_after_a_death_anywhere_is_complete(save: Save, moments: range) -> None:
+    """What is visible then is complete; the next job's first save leaves no key of the dead one's."""
+    for number in moments:
         store, process = started()
         process.arm(nth(number))
         save(process)
@@ -84,13 +93,13 @@ def test_what_is_visible_after_a_death_anywhere_is_complete(save: Save) -> None:
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
 @pytest.mark.parametrize("again", ["same", "another"])
-def test_after_a_failure_anywhere_a_save_knows_its_outcome(save: Save, again: str) -> None:
+def test_after_a_failure_anywhere_a_save_knows_its_outcome(save: Save, again: str, moments: range) -> None:
     """The save says whether its tag is there, and the same job's next one, of that tag or another, leaves no stray."""
 
     def fail() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    for number in range(operations_of(save)):
+    for number in moments:
         store, process = started()
         process.arm(nth(number), fail)
         error = save(process)
@@ -109,10 +118,9 @@ def test_after_a_failure_anywhere_a_save_knows_its_outcome(save: Save, again: st
 
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
-def test_death_while_the_next_job_cleans_up(save: Save) -> None:
+def test_death_while_the_next_job_cleans_up(save: Save, moments: range) -> None:
     """However far it came with it, the job after it ends it."""
-    count = operations_of(save)
-    for number in range(4, count, 5):
+    for number in moments[::5]:
         for further in range(0, 40, 6):
             store, process = started()
             process.arm(nth(number))

@@ -364,7 +364,9 @@ def test_without_rank_0_others_know_whether_a_tag_is_there(moment: Moment, error
     assert ({"first": 1, "t": 2} if visible else {"first": 1}) == values(store, 2)
 
 
-@pytest.mark.parametrize("number", range(0, 60, 4))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=pytest.mark.soak if number % 3 else ()) for number in range(0, 60, 4)]
+)
 def test_a_tag_is_old_gone_or_new_after_both_ranks_died(number: int) -> None:
     """At any time in a save over a tag, which is then as it was, gone, or new; the next job leaves no stray."""
     store = MemoryStorage()

@@ -144,7 +144,7 @@ def test_what_is_visible_after_a_kill_is_complete(tmp_path: Path, victim: int, n
     assert 3 == value_in(path, "second")
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_conversion_commits_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     """It commits as a save does, its workers too: what fails leaves nothing, and what succeeds is a tag."""
     source = save_example(tmp_path / "input", 2)

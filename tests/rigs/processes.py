@@ -6,4 +6,6 @@ import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
 # nxd_ckpt imports lazily: the last two name what a save and a load import.
-FORKED.set_forkserver_preload(["pytest", "torch.distributed", "nxd_ckpt.testing.storage", "tests.protocol.states"])
+FORKED.set_forkserver_preload(
+    ["boto3", "pytest", "torch.distributed", "nxd_ckpt.testing.storage", "tests.protocol.states"]
+)

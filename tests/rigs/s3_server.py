@@ -64,6 +64,12 @@ class S3Server:
     def make_bucket(self, name: str) -> None:
         self._client().create_bucket(Bucket=name)
 
+    def put(self, bucket: str, key: str) -> None:
+        """Make an empty object, without a request."""
+        from moto.s3.models import s3_backends
+
+        s3_backends["123456789012"]["aws"].put_object(bucket, key, b"")
+
     def keys(self, bucket: str) -> list[str]:
         """Names of the first 1,000 objects."""
         return [item["Key"] for item in self._client().list_objects_v2(Bucket=bucket).get("Contents", ())]

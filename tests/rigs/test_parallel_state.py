@@ -11,7 +11,7 @@ import pytest
 from nxd_ckpt.errors import InvalidArgument
 from tests.rigs.parallel_state import FakeParallelState, installed_parallel_state
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 NAME = "neuronx_distributed.parallel_layers.parallel_state"
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.rigs.rank_pool import RankPool, WorkerDied, WorkerError, WorkerTimeout
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")

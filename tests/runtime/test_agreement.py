@@ -13,7 +13,7 @@ from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgree
 from nxd_ckpt.runtime.coordination.meeting import meet
 from tests.runtime.ranks import on_ranks
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_rank_0_gathers_and_all_get_its_broadcast() -> None:

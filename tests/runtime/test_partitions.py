@@ -14,7 +14,7 @@ from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.options import SaveOptions
 from nxd_ckpt.runtime.save.plan import plan_save
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def pieces(topology: Topology, **partitions: Partition) -> tuple[Piece, ...] | None:

@@ -29,7 +29,7 @@ from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 from nxd_ckpt.verify import verify_checkpoint
 from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MIB = 2**20
 

@@ -1,0 +1,15 @@
+"""Uploads in the smallest parts that S3 takes, so that little data goes up in several."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_ckpt.storage.s3 import upload
+
+SMALLEST_PART = 5 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; ranks of a job are processes of their own."""
+    monkeypatch.setattr(upload, "PART", SMALLEST_PART)
