@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from botocore import loaders
 from hypothesis import settings
 
 from tests.rigs.rank_pool import RankPool
@@ -57,8 +59,9 @@ def _unpacked(tar_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """A real S3 server on 127.0.0.1, with :data:`BUCKET`."""
-    with S3Server() as server:
+    """A real S3 server on 127.0.0.1, with :data:`BUCKET`; the clients of this process read boto's data files once."""
+    with S3Server() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders, "create_loader", cache(loaders.create_loader))
         server.make_bucket(BUCKET)
         yield server
 

@@ -6,6 +6,7 @@ of the first task is raised, whichever thread was faster.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -122,6 +123,6 @@ class ReadPool:
 
     def _scratch(self) -> memoryview:
         if not hasattr(self._own, "memory"):
-            self._own.memory = memoryview(bytearray(PIECE))
+            self._own.memory = memoryview(mmap.mmap(-1, PIECE))  # unlike bytearray, it costs nothing until it is used
         memory: memoryview = self._own.memory
         return memory
