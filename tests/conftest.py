@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,9 @@ from hypothesis import settings
 
 from tests.rigs.rank_pool import RankPool
 from tests.rigs.s3_server import S3Server
+
+# Nothing is downloaded; without this, Hugging Face's libraries wait for a network that need not be there.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.

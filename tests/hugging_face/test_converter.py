@@ -53,10 +53,8 @@ def test_a_full_state_becomes_a_tag_and_comes_back(tmp_path: Path) -> None:
     assert (tag / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").is_dir()
     for at in map(Topology(tp=4, pp=2).at, range(8)):
         assert [] == differences(local_state(JOB, state, at), loaded(tag, at))
-    done = converter(
-        tag / "model", tmp_path / "out", "--convert_to_full_state", "--config", str(config), "--load_xser", "1", *HEADS
-    )
-    assert (0, "") == (done.returncode, done.stderr)
+    back = ["--convert_to_full_state", "--config", str(config), "--load_xser", "1", *HEADS]
+    assert 0 == convert(tag / "model", tmp_path / "out", *back)
     assert [] == differences(state, weights(tmp_path / "out"))
 
 
@@ -134,8 +132,8 @@ def test_plain_files_become_xser_files_and_back(tmp_path: Path, kind: str) -> No
     state = JOB.model.state()
     source = (save_job if kind == "ours" else write_as_nxd)(tmp_path / "run", JOB, state)
     xser, plain = tmp_path / "xser" / "step_1", tmp_path / "plain" / "step_1"
-    assert 0 == converter(source, xser, "--convert_to_xser").returncode
-    assert 0 == converter(xser, plain, "--convert_from_xser").returncode
+    assert 0 == convert(source, xser, "--convert_to_xser")
+    assert 0 == convert(xser, plain, "--convert_from_xser")
     for at in map(Topology(tp=4, pp=2).at, range(8)):
         expected = local_state(JOB, state, at)
         assert ([], []) == (differences(expected, loaded(xser, at)), differences(expected, loaded(plain, at)))
@@ -195,28 +193,22 @@ def test_a_yaml_file_of_something_else_is_named(tmp_path: Path, capsys: pytest.C
     assert "other.yaml: not a configuration of NxD Training" in capsys.readouterr().err
 
 
-def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_found_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Here from the cache of huggingface_hub; what is not there is named."""
-    pytest.importorskip("huggingface_hub")
     cached = tmp_path / "hub" / "models--me--llama"
     snapshot = cached / "snapshots" / "abc"
     write_config(snapshot, JOB.model.config)
     save_file(JOB.model.state(), snapshot / "model.safetensors", metadata={"format": "pt"})
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("abc")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tool = [sys.executable, str(REPOSITORY / "tools" / "checkpoint_converter.py"), "--convert_from_full_state"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     tag = tmp_path / "run" / "step_0"
-
-    def run(name: str) -> subprocess.CompletedProcess[str]:
-        what = ["--hf_model_name", name, "--output_dir", str(tag)]
-        return subprocess.run([*tool, *what], capture_output=True, text=True, check=False)
-
-    missing = run("me/mistral")
-    assert 1 == missing.returncode
-    assert "--hf_model_name me/mistral: " in missing.stderr
-    assert (0, "") == ((done := run("me/llama")).returncode, done.stderr)
+    words = ["--convert_from_full_state", "--output_dir", str(tag), "--hf_model_name"]
+    assert 1 == main([*words, "me/mistral"])
+    assert "--hf_model_name me/mistral: " in capsys.readouterr().err
+    assert 0 == main([*words, "me/llama"])
     assert [] == differences(Job(JOB.model).rank(JOB.model.state()), loaded(tag, Topology()))
 
 

@@ -23,7 +23,8 @@ def test_a_save_to_s3_in_waves_arrives_bit_for_bit(s3_server: S3Server, cap: int
     """A tensor that is larger than the staging memory and than a part, between small ones, arrives bit for bit."""
     url, options = f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_server.options
     small = {f"small.{number}": torch.rand(MIB // 8 + number) for number in range(12)}
-    state = {**small, "large": torch.rand((2 * upload.PART + 5 * MIB) // 4), "empty": torch.empty(0), "last": torch.rand(3)}
+    large = torch.rand((2 * upload.PART + 5 * MIB) // 4)
+    state = {**small, "large": large, "empty": torch.empty(0), "last": torch.rand(3)}
     with Checkpointer(url, storage_options=options, memory_cap=cap) as saver:
         for tag in ("first", "second"):
             pending = saver.save(tag, state, async_save=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,17 +96,11 @@ class Bucket:
         return sum(count for key, count in self.server.sent.items() if key.startswith(f"/{self.name}/"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with S3Server() as server:
-        yield server
-
-
 @pytest.fixture
-def bucket(server: S3Server) -> Bucket:
+def bucket(s3_server: S3Server) -> Bucket:
     name = f"b{uuid.uuid4().hex[:12]}"
-    server.make_bucket(name)
-    return Bucket(server, name)
+    s3_server.make_bucket(name)
+    return Bucket(s3_server, name)
 
 
 def zeros() -> dict[str, torch.Tensor]:
@@ -228,25 +220,20 @@ def test_worker_processes_get_the_options(bucket: Bucket, tmp_path: Path) -> Non
     assert () == verify_checkpoint(bucket.url, "dp4", storage_options=bucket.options).problems
 
 
-def test_the_command_takes_urls(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_urls(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Options on the command line, or from the environment as everything that uses AWS takes them."""
     source = save_example(tmp_path / "input", 2)
     assert 0 == main(["cp", str(source), f"{bucket.url}/step_3", "--quiet", *bucket.words])
     capsys.readouterr()
     assert 0 == main(["list", bucket.url, "--json", *bucket.words])
     assert [("step_3", True)] == [(t["tag"], t["complete"]) for t in json.loads(capsys.readouterr().out)["tags"]]
-    given = bucket.options
-    environment = {
-        "AWS_ACCESS_KEY_ID": given["key"],
-        "AWS_SECRET_ACCESS_KEY": given["secret"],
-        "AWS_ENDPOINT_URL": given["endpoint_url"],
-        "AWS_DEFAULT_REGION": given["client_kwargs"]["region_name"],
-    }
+    for name, value in bucket.server.environment.items():
+        monkeypatch.setenv(name, value)
     for arguments in (["inspect", f"{bucket.url}/step_3"], ["verify", bucket.url, "step_3"]):
-        command = [sys.executable, "-m", "nxd_ckpt.cli", *arguments, "--json"]
-        ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
-        assert (0, "") == (ended.returncode, ended.stderr)
-        assert [] == json.loads(ended.stdout)["problems"]
+        assert 0 == main([*arguments, "--json"])
+        assert [] == json.loads(capsys.readouterr().out)["problems"]
 
 
 def test_options_are_for_what_is_a_url(bucket: Bucket, tmp_path: Path) -> None:
