@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.alike import alike
 from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size
 
 NAME = "inspect"
@@ -82,6 +83,8 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ranks = "" if document["world_size"] is None else f", {text.count(document['world_size'], 'rank')}"
     order = ", in an order of their own" if document["standard_rank_order"] is False else ""
     yield "topology", f"{text.topology(document['topology'])}{ranks}{order}"
+    if document["meshes"]:
+        yield ("mesh" if len(document["meshes"]) == 1 else "meshes"), ", ".join(map(_mesh, document["meshes"]))
     yield "parts", text.parts(document["parts"])
     yield "files", _form(document["parts"])
     seconds = {name: value for name, value in document["timings"].items() if name.endswith("_seconds")}
@@ -91,6 +94,12 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
     for part, held in {**sizes, "total": total}.items():
         yield part.replace("_", " "), f"{size(held['nbytes'])} in {text.count(held['files'], 'file')}"
+
+
+def _mesh(mesh: dict[str, Any]) -> str:
+    """``fsdp=2 tp=4``, or ``2 of tp=4``."""
+    count = "" if mesh["count"] == 1 else f"{mesh['count']} of "
+    return count + Mesh(tuple(mesh["names"]), tuple(mesh["shape"]), ()).describe()
 
 
 def _form(parts: dict[str, Any]) -> str:

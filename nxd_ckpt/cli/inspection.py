@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,7 @@ def _document(opened: OpenTag, rank: int, pattern: str | None, depth: int | None
         "latest": info == latest(tags),
         **_of_manifest(opened),
         "sizes": _sizes(opened),
+        "meshes": None,
         "parameters": None,
         "optimizer": None,
         "user_content": None,
@@ -93,6 +95,8 @@ def _document(opened: OpenTag, rank: int, pattern: str | None, depth: int | None
         "prefixes": None,
         "problems": problems,
     }
+    with _noting(problems):
+        document["meshes"] = _meshes(opened)
     with _noting(problems):
         document["parameters"] = parameters(opened)
     with _noting(problems):
@@ -128,6 +132,17 @@ def _of_manifest(opened: OpenTag) -> dict[str, Any]:
         "versions": {} if manifest is None else dict(manifest.versions),
         "timings": {} if manifest is None else dict(manifest.timings),
     }
+
+
+def _meshes(opened: OpenTag) -> list[dict[str, Any]] | None:
+    """The device meshes of a mesh job, how many there are of each form: stages and replicas may have their own."""
+    if opened.mesh is None:
+        return None
+    counts: Counter[tuple[Any, Any]] = Counter()
+    for mesh in opened.mesh.meshes():
+        count, *shape = mesh.shape
+        counts[mesh.names[1:], tuple(shape)] += count
+    return [{"names": list(names), "shape": list(shape), "count": n} for (names, shape), n in counts.items()]
 
 
 def _sizes(opened: OpenTag) -> dict[str, dict[str, int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt import open_checkpoint
+from nxd_ckpt.cli.inspection import inspection
 from tests.layout.equality import difference
 from tests.mesh import jobs
 from tests.rigs.rank_pool import RankPool
@@ -35,7 +36,7 @@ def test_what_a_mesh_saved_another_loads(gloo_ranks: RankPool, tmp_path: Path, s
 
 def test_stages_are_put_together(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """What two pipeline stages saved, each on a mesh of its own, is one model: the same stages load it, and a reader
-    has the tensors of both."""
+    has the tensors of both, and both meshes."""
     expected = gloo_ranks.run(jobs.pipeline, tmp_path, "step_1")
     found = gloo_ranks.run(jobs.pipeline, tmp_path, "step_1", True)
     for one, other in zip(expected, found, strict=True):
@@ -44,3 +45,4 @@ def test_stages_are_put_together(gloo_ranks: RankPool, tmp_path: Path) -> None:
     model = {name.removeprefix("model/"): value for name, value in stages.items() if name.startswith("model/")}
     held = open_checkpoint(tmp_path).model_state()
     assert None is difference(dict(sorted(model.items())), dict(sorted(held.items())))
+    assert [{"names": ["fsdp"], "shape": [2], "count": 2}] == inspection(str(tmp_path), None)["meshes"]

@@ -59,6 +59,8 @@ def test_every_reader_takes_it_as_any_tag(
     for command in (["inspect", str(path), "--tensors"], ["diff", str(path), str(tmp_path / "tp2" / "step_1")]):
         assert main(command) == 0
         assert "blocks" in capsys.readouterr().out or command[0] == "diff"
+    assert main(["inspect", str(path)]) == 0
+    assert "fsdp=2 tp=2\n" in capsys.readouterr().out
 
 
 def test_damage_is_found(tag: tuple[Path, dict[str, Any]]) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.convert import from_dcp, reshard, to_dcp
 from nxd_ckpt.verify import verify_checkpoint
+from tests.rigs.rank_pool import RankPool
 from tests.torch_dcp import ranks
 
 pytestmark = pytest.mark.plain
@@ -28,3 +31,19 @@ def test_a_checkpoint_goes_through_a_tag_of_other_sizes_and_back(tmp_path: Path,
     reshard(tmp_path / "two", tmp_path / "three", dp=3, pp=2, stages=STAGES)
     to_dcp(tmp_path / "three", tmp_path / "again", flatten_optimizer_state=flat)
     assert expected == olmo.resumed(tmp_path / "again", flat)
+
+
+@pytest.mark.once
+def test_ranks_under_fsdp2_exchange_checkpoints_with_it(tmp_path: Path, pool: RankPool) -> None:
+    """Ours resume from what its function wrote, it from a tag of a mesh, model and optimizer; and torch's own
+    ``dcp_to_torch_save`` makes one file of that."""
+    from tests.torch_dcp import olmo
+
+    expected = pool.run(olmo.saved_on_ranks, tmp_path)[0]
+    from_dcp(tmp_path / "olmo", tmp_path / "of_olmo" / "step_1", optimizer="plain")
+    to_dcp(tmp_path / "ours" / "step_1", tmp_path / "dcp")
+    assert [[expected] * 2] * 2 == pool.run(olmo.resumed_on_ranks, tmp_path)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert expected["model"] == ranks.gathered(whole["model"])
+    assert expected["optim"]["state"] == ranks.gathered(whole["optim"]["state"])

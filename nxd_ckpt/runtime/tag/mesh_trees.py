@@ -13,6 +13,7 @@ from typing import Any
 from nxd_ckpt.adapters.optimizer_state import OF_PARAMETERS
 from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
+from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
@@ -73,6 +74,11 @@ class MeshTrees:
         trees = [self._tree(names.OPTIMIZER_DIR, leader) for leader in self.leaders]
         return [name for _, held in self._groups(trees) for name, _ in held]
 
+    def meshes(self) -> list[Mesh]:
+        """Those that its DTensors lie on, each with as many equal ones as its first dimension says."""
+        layouts = (layout for leader in self.leaders for layout in self._record(leader).layouts)
+        return list(dict.fromkeys(layout.mesh for layout in layouts if len(layout.mesh.shape) > 1))
+
     def _groups(self, trees: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[tuple[str, Any]]]]:
         """The options of each param group, and of each of its parameters the name and the state.
 
@@ -95,9 +101,7 @@ class MeshTrees:
     def _tree(self, directory: str, leader: int) -> dict[str, Any]:
         file = names.structure_file(directory, leader)
         self.verify(file, leader)
-        record = self.index(leader).mesh
-        if record is None:
-            raise MalformedFile(f"{self.where}: the index of rank {leader}, a leader, has no {'mesh'!r}: damaged")
+        record = self._record(leader)
         tensors = [one for one in record.tensors if one.name.startswith(_PREFIXES[directory])]
 
         def whole(tid: int) -> Assembly:
@@ -108,6 +112,12 @@ class MeshTrees:
 
         tree: dict[str, Any] = xser.join(self.files.tree(file), whole)
         return tree
+
+    def _record(self, leader: int) -> MeshRecord:
+        record = self.index(leader).mesh
+        if record is None:
+            raise MalformedFile(f"{self.where}: the index of rank {leader}, a leader, has no {'mesh'!r}: damaged")
+        return record
 
     def _parts(self, record: MeshRecord, tensor: WholeTensor, wanted: Box) -> tuple[Part, ...]:
         """What ``wanted``, a box of the tensor, is made of."""
