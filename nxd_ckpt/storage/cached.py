@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import quote
 
+from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -33,7 +33,7 @@ _DOWNLOADS = 8
 _PIECE = 8 * 2**20
 
 
-class CachedStorage(StorageWrapper):
+class CachedStorage(StorageWrapper, Closing):
     """``inner``, but for what :meth:`fetch` has brought: that is read from copies below ``work_dir``.
 
     To be closed, or used as a context manager; until then nobody removes the copies.
@@ -90,14 +90,6 @@ class CachedStorage(StorageWrapper):
         """Read from ``inner`` again, and let others remove the copies."""
         self._fetched.clear()
         self._open.__exit__(None, None, None)
-
-    def __enter__(self) -> CachedStorage:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _at(self, key: str) -> Storage:
         return self._copies if key in self._fetched else self.inner

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import sha256
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from nxd_ckpt import errors
+from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import Assembly, byte_view, itemsize
@@ -74,7 +74,7 @@ def agree_on_shares(agreement: Agreement, shares: ReplicaShares, terms: Any = No
     return bool(agreement.broadcast(all(found == [found[0]] * found[0][0] for found in groups.values())))
 
 
-class Broadcast:
+class Broadcast(Closing):
     """The replicas as a gloo group of their own, until it is closed. Construction is collective over them.
 
     A member that closes it early, or dies, makes :meth:`fill` fail on the others at once.
@@ -97,14 +97,6 @@ class Broadcast:
                 f"{_first_line(error)}. GLOO_SOCKET_IFNAME names the network interface to use; share_reads=False does "
                 "without"
             ) from error
-
-    def __enter__(self) -> Broadcast:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Leave the group. Safe to call again."""

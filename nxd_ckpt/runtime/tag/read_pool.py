@@ -10,8 +10,8 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
+from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK
 
 PIECE = CRC_BLOCK
@@ -22,7 +22,7 @@ Task = Callable[[memoryview], None]
 """Called with :data:`PIECE` bytes of scratch memory that are the thread's own."""
 
 
-class ReadPool:
+class ReadPool(Closing):
     """Runs tasks on ``threads`` threads, the caller's included: the storage's ``concurrency``. Close it."""
 
     def __init__(self, threads: int) -> None:
@@ -74,14 +74,6 @@ class ReadPool:
                 self._changed.wait()
         for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join()
-
-    def __enter__(self) -> ReadPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _next(self, count: int) -> tuple[int, Task] | None:
         """The next of the first ``count`` tasks to run here; None once all of them are done."""

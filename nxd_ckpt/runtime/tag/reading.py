@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
+from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.formats import crc32, torch_zip
@@ -52,7 +52,7 @@ _PENDING = 64 * 2**20
 """Bytes of blocks that are collected before they are read: what a conversion asks for at once, and no more."""
 
 
-class LeafReader:
+class LeafReader(Closing):
     """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
 
     Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
@@ -124,14 +124,6 @@ class LeafReader:
         """Stop reading and close the files. Returns when no thread reads any more."""
         self._pool.close()
         self._open.close()
-
-    def __enter__(self) -> LeafReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _verify(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
         """Verify these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
