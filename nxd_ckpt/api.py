@@ -29,11 +29,11 @@ from nxd_ckpt.runtime.checkpointer_options import (
     DirectoryOptions,
 )
 from nxd_ckpt.runtime.environment import default_topology
-from nxd_ckpt.runtime.forks import in_forked_children
 from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.storage.system import in_forked_children
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
 _Key = tuple[str, Topology]

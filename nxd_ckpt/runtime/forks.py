@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from nxd_ckpt.errors import CheckpointError
-
-
-def in_forked_children(call: Callable[[], None]) -> None:
-    """Call it at the beginning of every child that this process forks, where a system forks at all."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=call)
 
 
 def require_own(pid: int, what: str) -> None:

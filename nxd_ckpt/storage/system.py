@@ -106,7 +106,7 @@ def sync_path(path: Path) -> None:
 
 
 def in_forked_children(call: Callable[[], object]) -> None:
-    """Have every child that is forked from now on call it first."""
+    """Have every child that is forked from now on call it first, where a system forks at all."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
 
