@@ -18,13 +18,12 @@ import torch
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
-    OF_PARAMETERS,
-    Group,
     Keeps,
     LeafSource,
     Slot,
     describe_path,
     keeps_nothing,
+    options_of,
     restore_groups,
 )
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
@@ -59,7 +58,7 @@ class ExpertZero1Optimizer:
         tree = self._optimizer.state_dict()
         outer = self._optimizer.param_groups
         tree["param_groups"] = [
-            {**inner, **_options(group)} for inner, group in zip(tree["param_groups"], [*outer, *outer], strict=True)
+            {**inner, **options_of(group)} for inner, group in zip(tree["param_groups"], [*outer, *outer], strict=True)
         ]
         offsets = {"base_state": tree["ep_base_state_offset"], MASTERS: tree["ep_shape_info_offset"]}
         ordinary, experts = self._ordinary.master_weights(), self._experts.master_weights()
@@ -121,10 +120,6 @@ def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 part[section] = _rows(saved[section], saved[key], expert)
         parts.append(part)
     return parts[0], parts[1]
-
-
-def _options(group: Group) -> Group:
-    return {option: value for option, value in group.items() if option not in OF_PARAMETERS}
 
 
 def _rows(entries: Mapping[int, Any], offset: int, expert: bool) -> dict[int, Any]:

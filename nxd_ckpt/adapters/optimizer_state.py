@@ -45,7 +45,7 @@ def keeps_nothing(name: str) -> bool:
 Group = dict[str, Any]
 _Entries = dict[Any, Any]
 
-OF_PARAMETERS = ("params", "param_names")
+_OF_PARAMETERS = ("params", "param_names")
 """What a param group says of its parameters; the rest are options."""
 
 STEP = "step"
@@ -169,6 +169,11 @@ def entries_of(slots: Iterable[Slot], state: Mapping[Any, Any]) -> Iterator[str]
         yield from map(slot.global_name, state.get(slot.key, ()))
 
 
+def options_of(group: Mapping[str, Any]) -> Group:
+    """What a param group says beside its parameters."""
+    return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
+
+
 def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: LeafSource) -> None:
     """Restore the options (lr, betas, ...) of each list of groups in ``live``, in place, all from ``saved``.
 
@@ -176,9 +181,7 @@ def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read
     """
     for number, options in enumerate(saved):
         first, *others = (groups[number] for groups in live)
-        for option, value in options.items():
-            if option in OF_PARAMETERS:
-                continue
+        for option, value in options_of(options).items():
             first[option] = _option(option, value, first.get(option), read)
             for group in others:
                 group[option] = first[option]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxd_ckpt.adapters.optimizer_state import OF_PARAMETERS
+from nxd_ckpt.adapters.optimizer_state import options_of
 from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Mesh
@@ -88,7 +88,7 @@ class MeshTrees:
         for leader, tree in zip(self.leaders, trees, strict=True):
             listed = iter(self.index(leader).optimizer_names or ())
             for number, group in enumerate(tree["param_groups"]):
-                options = {option: value for option, value in group.items() if option not in OF_PARAMETERS}
+                options = options_of(group)
                 told = number, by_digest(options)
                 held = next((held for other, known, held in found if (other, by_digest(known)) == told), None)
                 if held is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.adapters.expert_zero1 import split
-from nxd_ckpt.adapters.optimizer_state import OF_PARAMETERS, STEP
+from nxd_ckpt.adapters.optimizer_state import STEP, options_of
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
@@ -85,7 +85,7 @@ def saved_optimizer(
     groups, section = tree["param_groups"], tree["base_state"] if "base_state" in tree else tree["state"]
     return SavedOptimizer(
         {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},
-        [_options(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
+        [options_of(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
         {key: value for key, value in section.items() if isinstance(key, str)},
     )
 
@@ -105,7 +105,7 @@ def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
     return [
         SavedSlot(
             number,
-            _options(group),
+            options_of(group),
             state.get(index, {}),
             masters.get(index),
             tuple(shapes[index]) if index in shapes else None,
@@ -114,7 +114,3 @@ def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
         for number, group in enumerate(tree["param_groups"])
         for index in group["params"]
     ]
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in group.items() if option not in OF_PARAMETERS}
