@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -48,30 +48,30 @@ class World:
         raise InvalidArgument(f"collective on rank {self.rank}: it is in none of the groups {groups}")
 
 
-def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
+def world_from_environment() -> World:
     """The world that the launcher described; a world of one without it.
 
     Raises:
         InvalidArgument: there are several processes, but the launcher did not start them.
     """
-    rank = int(environment.get("RANK", 0))
-    size = int(environment.get("WORLD_SIZE", 1))
-    if size > 1 and PORT_VARIABLE not in environment:
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1 and PORT_VARIABLE not in os.environ:
         raise InvalidArgument(
             f"CPU-XLA emulation of {size} ranks: {PORT_VARIABLE} is not set; start the script with "
             f"python -m nxd_ckpt.emulation --nproc {size}"
         )
-    timeout = timedelta(seconds=float(environment.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS)))
+    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS)))
     return World(
         rank=rank,
         size=size,
-        local_rank=int(environment.get("LOCAL_RANK", rank)),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         # Not at MASTER_PORT, which is the script's: a store that outlived its process groups would hand the
         # addresses of the old group to the next one.
         store=TCPStore(
-            environment.get("MASTER_ADDR", "127.0.0.1"),
-            int(environment.get(PORT_VARIABLE, 0)),
+            os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            int(os.environ.get(PORT_VARIABLE, 0)),
             size,
             is_master=rank == 0,
             timeout=timeout,

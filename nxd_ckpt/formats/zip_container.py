@@ -44,13 +44,13 @@ class Record:
         return self.offset + self.nbytes
 
 
-def place(name: str, nbytes: int, cursor: int, alignment: int, crc32: int | None = None) -> Record:
+def place(name: str, nbytes: int, cursor: int, alignment: int) -> Record:
     """The record of ``name`` with its header at ``cursor`` and its data at the next fitting multiple."""
     header = LOCAL.size + len(name) + (20 if nbytes >= FULL32 else 0)
     offset = -(-(cursor + header) // alignment) * alignment
     if 0 < offset - cursor - header < 4:  # an extra field takes four bytes itself
         offset += alignment
-    return Record(name, cursor, offset, nbytes, crc32)
+    return Record(name, cursor, offset, nbytes, None)
 
 
 def local_header(record: Record, crc32: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,6 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.runtime.ignoring import Ignoring, Names
 from nxd_ckpt.runtime.load.options import LoadOptions
-
-logger = logging.getLogger("nxd_ckpt")
 
 _BESIDE_THE_MODEL = ("optim", "scheduler", "user_content", "rank_content")
 
