@@ -1,6 +1,5 @@
-"""Without a cluster, on any CPU host: a tag's optimizer, or all of it, for other sizes; a tag in another place, or as
-one archive; its model as a Hugging Face directory, or a tag from one; all of it as plain files; and both from and to
-torch DCP."""
+"""Conversions, on any CPU host and without a cluster: tags for other sizes, in other places or as one archive, from and
+to Hugging Face directories and torch DCP, and as plain files of whole tensors."""
 
 from nxd_ckpt.convert.cp import Copy, copy_checkpoint
 from nxd_ckpt.convert.export import Export, export_checkpoint

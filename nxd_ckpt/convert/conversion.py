@@ -1,4 +1,5 @@
-"""One conversion from beginning to end: claim the directory, write, vote, commit; what fails leaves nothing behind.
+"""One conversion from beginning to end: claim the directory, write, vote, commit. One that fails leaves nothing
+behind.
 
 The order is that of a save (see runtime.save.saving), with the ranks of the result in place of live ones: whoever
 writes a rank's files votes for it.
@@ -78,7 +79,7 @@ def _must_agree(words: Sequence[str] | None) -> None:
 
 @contextmanager
 def _claimed(job: Job, agreement: Agreement, timeout: float, workers: WorkerPool) -> Iterator[Session]:
-    """The claim on the result's directory; afterwards what the attempt left there is removed."""
+    """Hold the result's directory; at the end, remove what the attempt left there."""
     storage = job.target.open(job.durable)
     processes = Topology(dp=agreement.world_size, rank=agreement.rank)
     session = open_session(storage, processes, agreement, None, timeout)
@@ -121,7 +122,7 @@ class _Attempt:
         self._looked = time.monotonic()
 
     def begin(self) -> None:
-        """Process 0, before any of them writes."""
+        """Make room: on process 0, before any process writes."""
         self._publication.begin(self._session)
 
     def run(self) -> None:
@@ -130,7 +131,7 @@ class _Attempt:
         try:
             self._write()
         except BaseException as error:
-            own = error  # the others must hear of it, of an interrupt too
+            own = error  # the others must hear of it, even of an interrupt
         if self._session.topology.rank == 0:
             own = self._decide(own)
             verdict = Verdict()
@@ -158,7 +159,7 @@ class _Attempt:
             # The error itself, perhaps a full disk, is raised next: it says more.
 
     def _tick(self) -> None:
-        """Show the other processes that this one moves, and stop where one of them has failed."""
+        """Show the other processes that this one makes progress, and stop if one of them has failed."""
         now = time.monotonic()
         if self._session.topology.world_size == 1 or now - self._looked < min(5.0, self._session.timeout / 10):
             return
@@ -170,7 +171,7 @@ class _Attempt:
             raise CheckpointError("stopped: another process of this conversion failed")
 
     def _decide(self, own: BaseException | None) -> BaseException | None:
-        """Process 0: collect the votes, commit, announce; the error that kept the tag from becoming visible."""
+        """Process 0: collect the votes, commit and announce. Returns the error if the tag did not become visible."""
         if own is None:
             try:
                 self._commit()

@@ -100,7 +100,7 @@ class Bringing:
         return [name for name in self._there if name not in wanted]
 
     def bring(self, file: TagFile) -> Brought:
-        """Make ``file`` be there, durable but for its name, and equal to its digests; if it is there already, look.
+        """Copy or link the file and compare its digests; its bytes are durable then. One that is there is checked.
 
         Raises:
             PartNotFound, MalformedFile, DigestMismatch: it is not what it was when the tag was saved.

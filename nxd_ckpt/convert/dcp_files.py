@@ -1,7 +1,7 @@
 """The files of a torch DCP directory, planned: every entry is a ``torch.save`` file. Touches no file.
 
-A large tensor's is a file of its own, as torch's writer has them with ``single_file_per_rank=False``. Values and small
-tensors lie in common ones, one behind the other.
+A large tensor has a file of its own, as with ``single_file_per_rank=False`` of torch's writer. Values and small tensors
+share files, one behind the other.
 """
 
 from __future__ import annotations

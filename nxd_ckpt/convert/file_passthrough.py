@@ -1,4 +1,4 @@
-"""What a conversion takes over as it is: whole files, and what the input's index, or a look at them, says of them.
+"""Files that a conversion takes over unchanged, and what the input's index, or the files themselves, say of them.
 
 Files of ours are hard-linked where that works: none is ever modified in place. neuronx_distributed does write into the
 files of a tag that it saves again, so what it wrote is copied, and digested on the way.
@@ -76,7 +76,7 @@ class FilePassthrough:
         listed = {file: entry for index in group for file, entry in index.files.items() if _is_model(file)}
         files = {file: self._file(file, entry, folder, progress) for file, entry in listed.items()}
         tensors = tuple(tensor for index in group for tensor in index.tensors if _is_model(tensor.file))
-        # With what the commit found out beyond the index.
+        # The manifest's: the commit knew more than an index does.
         return PassedFiles(files, tensors, {name: self._recorded[name] for name in group[0].parameters})
 
     def _foreign_model(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:

@@ -1,7 +1,7 @@
 """In which order a tag's copies of key-value heads lie: files do not say, so the copies are read and compared.
 
 NxD's layers and its converter keep them in different orders on trn2 (:mod:`nxd_ckpt.core.heads`). A wrong order, or a
-wrong ``kv_size_multiplier``, would export one head as another; it shows in copies that are not equal.
+wrong ``kv_size_multiplier``, would export one head as another. Both show in copies that differ.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.storage.base import Storage
 
 WAVE = 32 * 2**20
-"""Bytes that are read, and bytes that are written meanwhile: enough for any disk, and for a digest of every block."""
+"""Bytes that are read at once, while as many are written: enough for any disk, and for a digest of every block."""
 
 TOGETHER = WAVE // CRC_BLOCK
-"""Sets of files that are filled side by side, at most: of each at least a block at a time."""
+"""How many sets of files are filled side by side, at most: each gets at least a block at a time."""
 
 _Cast = tuple[str, Assembly, torch.Tensor]
 """The name of a tensor that loses range, what it is made of, and a part of it."""
@@ -101,7 +101,7 @@ def _fill(
 
 
 def _read(reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str) -> Iterator[_Cast]:
-    """Ask for a run of the leaf's bytes; of what loses range, to be looked at when it is there."""
+    """Ask for a run of the leaf's bytes. Yields what loses range: it is to be checked once it has been read."""
     tensors = list(read_run(reader, leaf, begin, memory, name))
     yield from ((name, leaf, tensor) for tensor in tensors if _loses_range(leaf))
 
@@ -111,7 +111,7 @@ def read_run(
 ) -> Iterator[torch.Tensor]:
     """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, and to verify them.
 
-    Yields the tensors that it is then, each when it was asked for.
+    Yields the tensors that the memory will hold, each once it has been asked for.
     """
     dtype = torch_dtype(leaf.dtype)
     first, last = begin // dtype.itemsize, (begin + len(memory)) // dtype.itemsize

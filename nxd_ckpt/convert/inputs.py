@@ -1,5 +1,4 @@
-"""What a conversion's result is made of, as one of its workers has it opened: a tag, or a directory of Hugging Face's
-or of torch DCP."""
+"""The input of a conversion, as a worker has it open: a tag, or a directory of Hugging Face's or of torch DCP."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Input(Protocol):
         """Take over what belongs to the rank, below ``folder``; see :class:`.FilePassthrough`."""
 
     def kept(self) -> AbstractContextManager[None]:
-        """Within, it is read: raises TagReplaced if it is no more the save that was opened."""
+        """The input is read within. Raises TagReplaced if it is no longer the save that was opened."""
 
 
 def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
@@ -115,7 +114,7 @@ class _Anew(_Verified):
 
 
 class _Directory:
-    """Its files have no digests: only their headers verify anything."""
+    """Its files have no digests: only their headers can be checked."""
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._files, self._model = directory.files, ImportedModel(directory, target)

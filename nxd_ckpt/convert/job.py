@@ -16,7 +16,7 @@ from nxd_ckpt.runtime.views.target import Target
 
 @dataclass(frozen=True)
 class DcpTarget(Target):
-    """The same for a torch DCP directory, and what it calls things."""
+    """A target that is made of a torch DCP directory; ``names`` are what that calls things."""
 
     names: DcpNames = field(default_factory=DcpNames)
 

@@ -49,12 +49,12 @@ class Location:
         return open_storage(self.directory, durable, self.options)
 
     def replacement(self, storage: Storage) -> Replacement:
-        """What is written here that is no tag: under which names, before it gets this one. Where there are renames."""
+        """Under which names an output that is no tag is written before it gets this one, where there are renames."""
         return Replacement(storage, f".{self.name}.incomplete", self.name, f".{self.name}.replaced")
 
 
 def settle(place: Location, storage: Storage) -> None:
-    """Give what was to become ``place`` its name, if that was interrupted between two renames. Raises OSError."""
+    """Finish a replacement of ``place`` that was interrupted between its two renames. Raises OSError."""
     replacement = place.replacement(storage)
     if storage.renames and replacement.is_there(replacement.aside) and not replacement.is_there(place.name):
         logger.warning("%s was being replaced when that was interrupted: it is finished now", place.path)
@@ -62,7 +62,7 @@ def settle(place: Location, storage: Storage) -> None:
 
 
 def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
-    """The tag ``path``; also the only one of an archive. Raises CheckpointNotFound where there is none."""
+    """The tag at ``path``, or the only one in the archive there. Raises CheckpointNotFound where there is none."""
     place = locate_made(path, options)
     if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
         place = _only_tag(place)
@@ -73,7 +73,7 @@ def locate_input(path: StrPath, options: StorageOptions | None = None) -> Locati
 def locate_made(path: StrPath, options: StorageOptions | None) -> Location:
     """The input ``path``, which may be an output of ours; see :func:`settle`."""
     place = location_of(path, "input", options)
-    with suppress(OSError):  # where nothing can be renamed, errors come from those who look for it
+    with suppress(OSError):  # reading needs no renames; whoever opens the input says what is missing
         settle(place, place.open())
     return place
 
@@ -89,7 +89,7 @@ def _only_tag(archive: Location) -> Location:
 
 
 def locate_output(path: StrPath, source: Location, overwrite: bool, options: StorageOptions | None = None) -> Location:
-    """The tag ``path`` that is to be made, verified to be free or replaceable, and apart from ``source``.
+    """Where the tag ``path`` is to be made: it is free, or may be replaced, and lies apart from ``source``.
 
     Raises:
         InvalidArgument: it is or contains the input, or lies inside it; it exists, and ``overwrite`` is not given or
@@ -105,7 +105,7 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
     held = {entry.name for entry in storage.list(target.name)}
     if not held:
         return target
-    # On a store, what was interrupted lies where the tag is to be; there is nothing in it to keep.
+    # On a store, an interrupted conversion leaves its files in the tag's place. None of them is worth keeping.
     remains = not storage.renames and DONE not in held
     if not overwrite and not remains:
         raise InvalidArgument(
@@ -120,7 +120,7 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
 
 
 def locate_apart(path: StrPath, source: Location, options: StorageOptions | None) -> Location:
-    """What is to be made at ``path``, which is no tag; whether something is there already is not asked.
+    """Where something that is no tag is to be made. Whether ``path`` is free is not checked.
 
     Raises:
         InvalidArgument: it is or contains the input, or lies inside it or another tag.
@@ -132,7 +132,7 @@ def locate_apart(path: StrPath, source: Location, options: StorageOptions | None
 
 
 def refuse_inside_tag(target: Location, storage: Storage) -> None:
-    """Raise InvalidArgument where the output would lie inside a tag: whoever copies or removes that takes it along."""
+    """Raise InvalidArgument for an output inside a tag: whoever copied or removed the tag would take it along."""
     around = tag_around(storage)
     if around is not None:
         raise InvalidArgument(f"output {target.path} lies inside the checkpoint {around}: choose a path outside of it")

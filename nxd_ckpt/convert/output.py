@@ -1,8 +1,8 @@
 """What an export, an unsharding or a packing makes: it appears when it is whole, and what was there stays until then.
 
 On a file system it is written beside its place, and gets its name at the end (see runtime.coordination.replacement). An
-object store has no renames: there the files are written in place, that which readers look for first (the index, or the
-one file) at the end.
+object store has no renames: there the files are written in place. What readers look for first (the index, or the one
+file) comes last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nxd_ckpt.storage.base import DirEntry
 
 @dataclass(frozen=True)
 class Kind:
-    """What such a directory holds: patterns of files, ``DIR/*.pt`` for those in a directory. One with anything else is
-    not replaced."""
+    """Which files such a directory may hold, as patterns (``DIR/*.pt`` for files in a subdirectory). One with any other
+    file is not replaced."""
 
     noun: str
     patterns: tuple[str, ...]
@@ -95,7 +95,7 @@ class Output:
         storage, replacement = self.storage, self.place.replacement(self.storage)
         storage.remove(self.folder)
         if storage.renames and replacement.is_there(replacement.aside):
-            # What is half removed must not have the name of what may be put back.
+            # While it is being removed it must not have the name from which it would be put back.
             storage.rename(replacement.aside, replacement.finished)
             storage.remove(replacement.finished)
 

@@ -23,7 +23,7 @@ Progress = Callable[[int], None]
 
 
 class RankWriter:
-    """Writes any rank of the result of ``job``, in bounded memory. One to a process or thread."""
+    """Writes any rank of the result of ``job``, in bounded memory. Each process or thread has one."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

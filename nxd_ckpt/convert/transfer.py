@@ -104,7 +104,7 @@ def sync(storage: Storage, key: str) -> None:
     """Make the bytes of a file durable that another process may have left in the page cache."""
     if not isinstance(storage, LocalStorage) or not storage.durable:
         return
-    storage.size(key)  # it is a regular file: opening one of another kind could block
+    storage.size(key)  # raises unless it is a regular file: opening another kind could block
     sync_path(storage.path(key))
 
 

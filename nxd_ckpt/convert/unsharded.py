@@ -1,4 +1,4 @@
-"""What an unsharded checkpoint consists of: what stands where in which file, and what the files are called.
+"""The layout of an unsharded checkpoint: what its files are called, and what is where in them.
 
 Names and layout are those of OLMo-core's ``unshard_checkpoint``. Touches no file.
 """

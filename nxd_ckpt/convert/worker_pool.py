@@ -66,7 +66,7 @@ class WorkerPool:
     def write(self, ranks: Sequence[int], publication: Publication, tick: Callable[[], None]) -> Iterator[Vote]:
         """Write these ranks; the vote of each as it is done. ``tick`` is called several times a second.
 
-        For one that failed, first its vote comes, then its error is raised.
+        If a rank fails, its vote comes first, and then its error is raised.
         """
         # Neighbours hold parts of the same tensors: a worker that writes them side by side reads those once.
         together = min(TOGETHER, max(len(ranks) // self._num_workers, 1))
@@ -158,8 +158,8 @@ def _count(written: Any, stop: Any, nbytes: int) -> None:
 def joined(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
     """The agreement of this process alone; with ``all_ranks`` of all ranks of the job, each of which must call this.
 
-    They are those of the process group, or, where there is none yet, those that torchrun started. For these a group is
-    made with gloo, and closed again.
+    The ranks are those of the process group. Where there is none yet, they are those that torchrun started: a gloo
+    group is made for them, and closed again.
 
     Raises InvalidArgument where the environment describes no job, PeerTimeout where a rank does not come.
     """

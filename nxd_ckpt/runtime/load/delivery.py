@@ -1,4 +1,4 @@
-"""Bringing leaves to live tensors: what lies in host memory is filled in place, what does not is handed over in turn.
+"""Filling live tensors: those in host memory in place, others by way of host memory, one after the other.
 
 The caller goes on while the bytes are read. Memory for what is on its way to a device is bounded: two tensors, or more
 small ones.

@@ -23,7 +23,7 @@ def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | No
 def download(
     cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, reports_progress: bool, progress: bool
 ) -> None:
-    """Fetch the files that ``leaves`` are read from; ``reports_progress`` says that this rank speaks for all.
+    """Fetch the files that ``leaves`` are read from; ``reports_progress`` says that this rank shows it for all.
 
     Raises OSError.
     """

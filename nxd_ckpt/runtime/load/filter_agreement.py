@@ -1,4 +1,4 @@
-"""Whether all ranks filter alike, and what no rank has anything for."""
+"""Whether all ranks filter alike, and which filters match nothing on any rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING = ("None", "''", "[]", "{}")
 
 
 class Unmatched:
-    """What of a filter this rank has nothing for. Of what no rank has anything for, :meth:`complain` says so.
+    """The parts of a filter that match nothing on this rank. :meth:`complain` tells of those that match on none.
 
     ``live`` are the names that this rank holds, ``saved`` those that it saw in the tag, before they were renamed;
     ``names`` are all that a glob may stand for.
@@ -49,7 +49,7 @@ class Unmatched:
 
         Raises RanksDisagree where a callable chose differently among the same names.
         """
-        # Ranks of one pipeline stage know the same tensors: one of each says them. Rank content is each rank's own.
+        # Ranks of one pipeline stage know the same tensors: one of them tells. Rank content is each rank's own.
         speaks = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
         found = self.found if speaks else {"globs": self.found["globs"]}
         words = agreement.gather([self._choice, found])
@@ -58,7 +58,7 @@ class Unmatched:
             choices, said = zip(*(words or [[self._choice, self.found]]), strict=True)
             _refuse_different(choices)
             if agreement.world_size < topology.world_size and topology.pp > 1:
-                return  # one process plays one stage of several, and what it has nothing for the others may have
+                return  # one process plays one of several stages: what matches nothing here may match on another
             nowhere = {
                 kind: _in_all(found, [word[kind] for word in said if kind in word])
                 for kind, found in self.found.items()

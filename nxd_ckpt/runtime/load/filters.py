@@ -32,8 +32,8 @@ class Filter(Ignoring):
         return self._renames or super().__bool__()
 
     def know_base_names(self, live_to_base: Mapping[str, str], saved: Collection[str]) -> None:
-        """From here on, those of the live names that a tag with these ``saved`` names lacks are looked for under their
-        base names, if it has those; what ``key_mapping`` says counts more."""
+        """From here on, a live name that is not among the ``saved`` ones is looked for under its base name, if that is.
+        What ``key_mapping`` says counts more."""
         mapping, prefix = self.renaming.key_mapping, self.renaming.prefix
         found = {
             live: prefix + base
@@ -44,12 +44,12 @@ class Filter(Ignoring):
             self.renaming = Renaming({**found, **mapping}, prefix)
 
     def know_shards(self) -> None:
-        """From here on, a weight that is left out is so with its ZeRO-1 shard: that is a copy of it, and the next step
-        would put what was loaded there into the weight."""
+        """From here on, a weight that is left out keeps its ZeRO-1 shard, too: the next step would write a loaded one
+        into the weight."""
         self._has_shards = True
 
     def renamed(self, options: LoadOptions) -> LoadOptions:
-        """The options with live names where they tell saved ones."""
+        """The options, with live names in place of saved ones."""
         names = options.saved_param_names
         if names is None:
             return options
@@ -72,7 +72,7 @@ class Filter(Ignoring):
         followed = {f"optim/{alias}/{MASTER_WEIGHTS}" for name in loaded for alias in self._aliases(name)}
 
         def follows(name: str) -> bool:
-            # Of what weight a shard without a name is, nobody knows: it is cut anew if any was loaded.
+            # Nobody knows whose shard one without a name is: it is cut anew if any weight was loaded.
             unnamed = name.startswith("optim/#") and name.endswith(f"/{MASTER_WEIGHTS}")
             return name in followed or (unnamed and bool(followed))
 

@@ -1,7 +1,7 @@
 """Loading a Hugging Face directory into a live model: every rank reads its own slices, and no rank the whole.
 
 The phases are those of a tag: what fits is found out on all ranks, from headers alone, before anything changes on any.
-Such files have no digests. That they are as long as their headers say is all that can be known before.
+Such files have no digests. All that can be checked before is that they are as long as their headers say.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_hugging_face(
 
 
 def _taken_by_all(agreement: Agreement, taken: Sequence[str]) -> list[str]:
-    """On rank 0, what the ranks take; those of a stage take the same, and one of them says which."""
+    """On rank 0, what all ranks take. The ranks of a stage take the same: one of them tells."""
     digests = agreement.gather(sha256(repr(taken).encode()).hexdigest())
     speakers = agreement.broadcast(None if digests is None else sorted({*map(digests.index, digests)}))
     found = agreement.gather(list(taken) if agreement.rank in speakers else [])

@@ -54,7 +54,7 @@ def load(
     touched: list[str] = []
 
     def read() -> Any:
-        # A tag that went while it was put into the live objects leaves them to the next one; there may be none.
+        # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
         with overwriting(storage.url) if touched else nullcontext():
             return read_tag()
 

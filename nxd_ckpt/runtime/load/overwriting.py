@@ -24,7 +24,7 @@ _PARTLY = "The live state is partly overwritten: load another tag before trainin
 
 @contextmanager
 def overwriting(where: str) -> Iterator[None]:
-    """Within, live state changes: an error says that it is partly overwritten, with what is at ``where``."""
+    """Within, live state changes. Errors say that it is partly overwritten with what is at ``where``."""
     try:
         yield
     except CheckpointError as error:
@@ -36,7 +36,7 @@ def overwriting(where: str) -> Iterator[None]:
 
 def fill_model(model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], delivery: Delivery) -> None:
     """Assign what ``tree`` has under ``names``. All is in its place when the delivery has finished."""
-    # All before the first is read: beside threads that read, asking a tensor anything takes ten times as long.
+    # All of it before the first read: while threads read, asking a tensor anything takes ten times as long.
     destinations = {name: model.destination(name) for name in names}
     for name in names:
         if isinstance(tree[name], (TensorStub, Assembly)):

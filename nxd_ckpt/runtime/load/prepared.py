@@ -247,7 +247,7 @@ class PreparedLoad:
                     nbytes += out.nbytes
             self.reader.finish()
         except (CheckpointError, OSError):
-            return math.inf  # who reads it for good will say so
+            return math.inf  # the load itself will report it
         return nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
 
     def apply(self) -> None:

@@ -1,7 +1,7 @@
 """The learning rates that a scheduler had set when NxD saved ZeRO-1 with expert parallelism.
 
 NxD saves the param groups of the two inner optimizers, which get what the scheduler did at the next step only. What it
-set is in the scheduler's own state alone. Conversions write what they read: theirs lack it, too.
+set is in the scheduler's own state alone. Conversions write what they read, so what they make lacks it, too.
 """
 
 from __future__ import annotations
