@@ -81,6 +81,14 @@ def test_ranks_with_other_names_are_put_together(tmp_path: Path, pool: RankPool)
     assert {"layers.0.weight", "layers.1.weight"} == set(parameters(tmp_path, "stages"))
 
 
+def test_a_rank_may_have_several_chunks_of_a_tensor(tmp_path: Path, pool: RankPool) -> None:
+    """As ShardedTensor has: torch and we put them together."""
+    expected = writing.whole("even")
+    assert [expected.tolist()] * 2 == pool.run(writing.chunks, tmp_path)
+    assert torch.equal(expected, open_checkpoint(tmp_path).read("model/w"))
+    assert () == verify_checkpoint(tmp_path).problems
+
+
 def test_each_rank_may_save_alone(tmp_path: Path, pool: RankPool) -> None:
     """``no_dist=True`` on every rank of a job, each to a directory of its own; and without a process group at all."""
     pool.run(writing.alone, tmp_path)

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
@@ -120,6 +123,20 @@ def stages(rank: int, directory: Path) -> None:
         "loader": {f"rank_{rank}": b"at %d" % rank, "world_size": 2},
     }
     save(state, storage_writer=StorageWriter(directory, "stages"))
+
+
+def chunks(rank: int, directory: Path) -> list[Any]:
+    """Each rank has two shards of a ShardedTensor, by turns; the tensor as it comes back."""
+    tensor = whole("even")
+    local = []
+    for row in (rank, rank + 2):
+        about = ShardMetadata([row, 0], [1, 6], f"rank:{rank}/cpu")
+        local.append(LocalShard(tensor[row : row + 1].clone(), about))
+    state = {"model": {"w": init_from_local_shards(local, [4, 6])}}
+    save(state, storage_writer=StorageWriter(directory, "chunks"))
+    found: dict[str, Any] = {"model": {"w": torch.zeros(4, 6)}}
+    load(found, storage_reader=StorageReader(directory / "chunks"))
+    return gathered(found["model"]["w"])
 
 
 def alone(rank: int, directory: Path) -> None:

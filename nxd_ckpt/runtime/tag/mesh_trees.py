@@ -41,7 +41,7 @@ class MeshTrees:
     verify: Callable[[str, int], None]
     verify_size: Callable[[str, int], None]
     entries: Entries
-    _written: dict[int, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    _written: dict[int, Mapping[str, Sequence[TensorEntry]]] = field(default_factory=dict)
     _sized: set[str] = field(default_factory=set)
 
     def model(self) -> dict[str, Any]:
@@ -129,19 +129,26 @@ class MeshTrees:
         return found
 
     def _parts_of(self, rank: int, tensor: WholeTensor, wanted: Box) -> Iterator[Part]:
-        entry = self._entries_of(rank).get(tensor.name)
-        if entry is None or entry.pieces is None or entry.dtype != tensor.dtype:
-            held = "none" if entry is None else f"{entry.dtype} {entry.shape}"
+        entries = self._entries_of(rank).get(tensor.name, ())
+        wrong = [entry for entry in entries if entry.pieces is None or entry.dtype != tensor.dtype]
+        if wrong or not entries:
+            held = f"{wrong[0].dtype} {wrong[0].shape}" if wrong else "none"
             where = f"{self.where}: the index of rank {rank}"
             raise MalformedFile(f"{where}: expected a {tensor.dtype} part of {tensor.name}, found {held}")
-        common = [(piece, part) for piece in entry.pieces if (part := piece.box.intersect(wanted)) is not None]
-        if common:
-            stub = self._stub(rank, entry)
-            yield from (Part(stub, piece.local_of(part), part.shifted(wanted.offset)) for piece, part in common)
+        for entry in entries:
+            pieces = entry.pieces or ()
+            common = [(piece, part) for piece in pieces if (part := piece.box.intersect(wanted)) is not None]
+            if common:
+                stub = self._stub(rank, entry)
+                yield from (Part(stub, piece.local_of(part), part.shifted(wanted.offset)) for piece, part in common)
 
-    def _entries_of(self, rank: int) -> Mapping[str, TensorEntry]:
+    def _entries_of(self, rank: int) -> Mapping[str, Sequence[TensorEntry]]:
+        """What the rank wrote, by name: of a tensor that torch DCP has in several chunks, each of them."""
         if rank not in self._written:
-            self._written[rank] = {entry.name: entry for entry in self.index(rank).tensors}
+            found: dict[str, list[TensorEntry]] = {}
+            for entry in self.index(rank).tensors:
+                found.setdefault(entry.name, []).append(entry)
+            self._written[rank] = found
         return self._written[rank]
 
     def _stub(self, rank: int, entry: TensorEntry) -> TensorStub:
