@@ -13,11 +13,11 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.core.options import options_of, takes
-from nxd_ckpt.core.tags import Tag, filled_tag, validate_tag
-from nxd_ckpt.errors import CheckpointError, RanksDisagree, as_checkpoint_errors
+from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.checkpointer_options import CheckpointerKeywords, CheckpointerOptions
-from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.forks import require_own
@@ -26,8 +26,9 @@ from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
 from nxd_ckpt.runtime.progress import watched
 from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.commit import clean_up
-from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions
-from nxd_ckpt.runtime.save.pending import PendingSave, SaveProgress
+from nxd_ckpt.runtime.save.failures import Failures
+from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions, understood
+from nxd_ckpt.runtime.save.pending import InFlight, PendingSave, SaveProgress
 from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.saving import Saving
@@ -72,6 +73,7 @@ class Checkpointer:
             storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
         """
         self._options = chosen = CheckpointerOptions(**options)
+        chosen.validate()
         if storage is None:
             storage = open_storage(path, chosen.durable, chosen.storage_options)
         self.storage = storage
@@ -80,8 +82,9 @@ class Checkpointer:
         self._session: Session | None = None
         self._pipeline = Pipeline(self.topology, chosen.memory_cap)
         self._turns = Turns()
+        self._failures = Failures(chosen)
         self._pid = os.getpid()
-        self._pending: list[SaveProgress] = []  # no lock: signal handlers save too, and every change of it is atomic
+        self._in_flight = InFlight()
         self._versions: dict[str, str] = {}
 
     @as_checkpoint_errors()
@@ -106,7 +109,7 @@ class Checkpointer:
         flight, it is waited for: there is one staging arena.
 
         An earlier async save that failed does not make this one fail: its own ``PendingSave``, :meth:`wait` or
-        :meth:`close` reports it.
+        :meth:`close` reports it. With ``on_save_failure="warn"`` this call raises the last of too many that failed.
 
         Args:
             tag: its name, one directory name such as "step_300"; an int is taken as its digits.
@@ -125,7 +128,7 @@ class Checkpointer:
         """
         require_own(self._pid, self.storage.url)
         started = time.monotonic()
-        name, chosen, refused = _understood(tag, tag_values, options)
+        name, chosen, refused = understood(tag, tag_values, options)
 
         def captured() -> SaveState:
             require_locks("saving")
@@ -142,10 +145,13 @@ class Checkpointer:
                 rank_content=rank_content,
             )
 
+        pending = SaveProgress(name, self._failures)
         with self._turns.taken(f"save of {name!r}"):
-            self._await_arena()
-            saving, pending = self._begin(name, captured, chosen, async_save, started)
-        if not async_save:
+            self._in_flight.settle()
+            if self._failures.warns:
+                self._in_flight.raise_unreported()
+            saving = self._begun(pending, captured, chosen, async_save, started)
+        if not async_save and saving is not None:
             self._wait_for(saving, pending)
         return pending.future
 
@@ -182,23 +188,43 @@ class Checkpointer:
         """
         require_own(self._pid, self.storage.url)
         with self._turns.taken("load"):
-            self._await_arena()
+            self._in_flight.settle()
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             agreement = self._meet("load")
             return load(
                 self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._options.timeout
             )
 
-    def _begin(
+    def _begun(
         self,
-        tag: str,
+        pending: SaveProgress,
         captured: Callable[[], SaveState],
         options: SaveOptions,
         async_save: bool,
         started: float,
-    ) -> tuple[Saving, SaveProgress]:
+    ) -> Saving | None:
+        """As :meth:`_begin`; None where a first save failed, on all ranks, and that need not be raised."""
+        try:
+            with as_checkpoint_errors():
+                return self._begin(pending, captured, options, async_save, started)
+        except CheckpointError as error:
+            if not self._failures.warns:
+                raise
+            pending.settle(error)
+            if pending.unreported:
+                raise
+            return None
+
+    def _begin(
+        self,
+        pending: SaveProgress,
+        captured: Callable[[], SaveState],
+        options: SaveOptions,
+        async_save: bool,
+        started: float,
+    ) -> Saving:
         """Stage what is ``captured`` and hand it over to the writer thread, which does the rest."""
-        pending = SaveProgress(tag)
+        tag = pending.tag
         planned = self._opened(captured, tag) if self._session is None else None
         error: BaseException | None = None
         if planned is None:
@@ -208,7 +234,7 @@ class Checkpointer:
                 error = problem
         saving = self._saving(tag, planned.plan if planned is not None else None, error, options)
         self._pipeline.submit(saving.begin)
-        self._pending.append(pending)
+        self._in_flight.add(pending)
         try:
             if planned is not None:
                 self._pipeline.stage(saving, planned)
@@ -221,12 +247,13 @@ class Checkpointer:
             # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
             # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
             interrupted = error is not None and not isinstance(error, Exception)
-            raise_now = error is not None and (planned is None or not async_save or interrupted)
+            at_once = not self._failures.warns and (planned is None or not async_save)
+            raise_now = error is not None and (at_once or interrupted)
             pending.reported = raise_now
             self._pipeline.conclude(saving, pending, started)
         if error is not None and raise_now:
             raise error
-        return saving, pending
+        return saving
 
     def _wait_for(self, saving: Saving, pending: SaveProgress) -> None:
         """Until it is decided, with a bar of what this rank writes; raises what failed."""
@@ -234,7 +261,13 @@ class Checkpointer:
         total = 0 if plan is None else sum(planned.image.nbytes for planned in plan.files)
         with watched("save", total, lambda: saving.nbytes, self._options.progress and self.topology.rank == 0):
             pending.future.wait_decided()
-        pending.future.wait()
+        if not pending.tolerated:
+            pending.future.wait()
+
+    @property
+    def failed_in_a_row(self) -> int:
+        """How many of the last saves failed: 0 after one that did not."""
+        return self._failures.in_a_row
 
     @property
     def is_open(self) -> bool:
@@ -245,16 +278,15 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before."""
         require_own(self._pid, self.storage.url)
-        for save in list(self._pending):
-            save.future.wait_decided()
-        self._raise_unreported()
+        self._in_flight.wait()
+        self._in_flight.raise_unreported()
 
     @as_checkpoint_errors()
     def close(self) -> None:
         """Finish what is in flight, give the directory and the memory back, raise what failed and was not raised."""
         require_own(self._pid, self.storage.url)
         self._shut(None)
-        self._raise_unreported()
+        self._in_flight.raise_unreported()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -292,9 +324,7 @@ class Checkpointer:
         agreement = self._meet("save")
         planned: Planned | None = None
         if agreement is not None:
-            agreed = planned = self._pipeline.plan_together(agreement, captured)
-            words = agreement.gather(agreed.plan.agreed(tag, self.topology))
-            decided_by_rank0(agreement, lambda: _must_agree(words))
+            planned = self._pipeline.plan_together(agreement, captured, tag)
         self._versions = versions()  # reads files: not on a later save's way
         shared = self._options
         self._session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
@@ -324,34 +354,11 @@ class Checkpointer:
             saving.rules, saving.metrics = options.rules, options.recorded_metrics
         return saving
 
-    def _await_arena(self) -> None:
-        for save in list(self._pending):
-            save.future.wait_decided()
-            if not save.unreported:
-                self._drop(save)
-
-    def _raise_unreported(self) -> None:
-        # What another thread has begun meanwhile stays: the next save has to wait for it.
-        decided = [save for save in list(self._pending) if save.future.done() and self._drop(save)]
-        failed = [save for save in decided if save.unreported]
-        for save in failed:
-            save.reported = True
-        if failed and failed[0].error is not None:
-            raise failed[0].error
-
-    def _drop(self, save: SaveProgress) -> bool:
-        """Keep a save no longer; whether no other thread did that before."""
-        try:
-            self._pending.remove(save)
-        except ValueError:
-            return False
-        return True
-
     def _shut(self, grace: float | None) -> None:
         if grace is not None and self._session is not None:
             self._session.leaves_at = time.monotonic() + grace
         with suppress(TimeoutError), self._turns.taken("close", grace):
-            pending = list(self._pending)
+            pending = self._in_flight.saves
             if grace is not None:
                 for save in pending:
                     save.voted.wait()
@@ -377,22 +384,3 @@ class Checkpointer:
             clean_up(session, session.counter + 1)
         except (OSError, CheckpointError) as error:  # the directory must be given back; the next job sweeps
             logger.warning("could not clean up %s: %s", self.storage.url, error)
-
-
-def _understood(
-    tag: object, values: Mapping[str, Any] | None, given: Mapping[str, Any]
-) -> tuple[str, SaveOptions, CheckpointError | None]:
-    """What a save is called, its options, and why it cannot be made: that is to reach all ranks."""
-    name, options = str(tag), SaveOptions()
-    try:
-        name = validate_tag(filled_tag(tag, values))
-        options = options_of(SaveOptions, given)
-    except CheckpointError as error:
-        return name, options, error
-    return name, options, None
-
-
-def _must_agree(words: list[Any] | None) -> None:
-    for rank, word in enumerate(words or []):
-        if words is not None and word != words[0]:
-            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")

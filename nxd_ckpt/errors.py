@@ -9,6 +9,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── UnsupportedSystem                        this operating system lacks what was asked for
     ├── CheckpointNotFound (FileNotFoundError)   no directory, no complete tag, no such tag
     │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
+    │       └── PartLost                         it had it when it was saved
     ├── TagReplaced                              another save took the tag's place while it was read, or it was removed
     ├── CorruptCheckpoint                        what is on disk is not what was written
     │   ├── MalformedFile                        truncated, or not the format its name says
@@ -67,6 +68,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 class PartNotFound(CheckpointNotFound):
     """The tag does not hold what was asked for (model, optimizer, scheduler, a rank's file)."""
+
+
+class PartLost(PartNotFound):
+    """A file that the tag had when it was saved is gone: the tag is damaged."""
 
 
 class TagReplaced(CheckpointError):

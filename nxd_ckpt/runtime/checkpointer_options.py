@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from typing_extensions import TypedDict
 
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import StorageOptions
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds without any progress of a rank after which it counts as lost."""
+
+OnFailure = Literal["raise", "warn"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,26 @@ class CheckpointerOptions(DirectoryOptions):
         memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
         progress: show a bar on rank 0's standard error, if that is a terminal, for what the caller waits for longer
             than two seconds.
+        on_save_failure: "raise", or "warn": then a save that fails, for whatever reason, is logged on every rank, and
+            training goes on.
+        max_failed_saves: with "warn", so many saves in a row may fail; the last of them is raised, by the call itself,
+            or if it was async, by the next save, ``wait`` or ``finalize_checkpoint``.
     """
 
     run_id: str | None = None
     durable: bool = True
     memory_cap: int | None = None
     progress: bool = True
+    on_save_failure: OnFailure = "raise"
+    max_failed_saves: int = 3
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for what has no meaning."""
+        if self.on_save_failure not in get_args(OnFailure):
+            raise InvalidArgument(f"on_save_failure must be 'raise' or 'warn', found {self.on_save_failure!r}")
+        limit = self.max_failed_saves
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise InvalidArgument(f"max_failed_saves must be an int of at least 1, found {limit!r}")
 
 
 class CheckpointerKeywords(DirectoryKeywords, total=False):
@@ -61,3 +79,5 @@ class CheckpointerKeywords(DirectoryKeywords, total=False):
     durable: bool
     memory_cap: int | None
     progress: bool
+    on_save_failure: OnFailure
+    max_failed_saves: int

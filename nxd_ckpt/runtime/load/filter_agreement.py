@@ -126,6 +126,7 @@ def word_of(options: LoadOptions) -> dict[str, str]:
         "ignore_keys": "a callable" if callable(options.ignore_keys) else options.ignore_keys,
         "load_weights_only": options.load_weights_only,
         "strict_model_weights": options.strict_model_weights,
+        "fallback": options.fallback or None,
     }
     shown = {name: _value_text(value) for name, value in given.items()}  # of whatever type: nothing is validated yet
     return {name: text for name, text in shown.items() if text not in _NOTHING}

@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointNotFound, RanksDisagree
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    PartLost,
+    PeerTimeout,
+    RanksDisagree,
+    TagReplaced,
+)
 from nxd_ckpt.layout.hugging_face import is_hugging_face
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.load.downloading import open_cache
 from nxd_ckpt.runtime.load.filter_agreement import word_of
 from nxd_ckpt.runtime.load.hugging_face import load_hugging_face
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.load.overwriting import overwriting
+from nxd_ckpt.runtime.load.overwriting import PARTLY, overwriting
 from nxd_ckpt.runtime.load.prepared import PreparedLoad, garbage_left
 from nxd_ckpt.runtime.progress import report
 from nxd_ckpt.runtime.tag.choosing import choose_tag
@@ -52,20 +60,31 @@ def load(
     wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
 
     touched: list[str] = []
+    damaged: dict[str, str] = {}
 
     def read() -> Any:
+        before = len(damaged)
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
         with overwriting(storage.url) if touched else nullcontext():
-            return read_tag()
+            content = read_tag()
+        return content if len(damaged) == before else read()
 
     def read_tag() -> Any:
-        chosen = decided_by_rank0(agreement, lambda: _tag_at(storage, wanted))
+        """The user content; None too where a tag is damaged, and another one may be read."""
+        chosen = decided_by_rank0(agreement, lambda: _tag_at(storage, wanted, damaged))
         if chosen is None:
             _must_be_one(agreement, storage.url)
             load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
             return None
         given = (model, optimizer, scheduler)
-        prepared = _load(storage, topology, agreement, chosen, given, options, timeout, touched)
+        try:
+            prepared = _load(storage, topology, agreement, chosen, given, options, timeout, touched)
+        except CheckpointError as error:
+            if wanted is not None or not options.fallback or isinstance(error, (TagReplaced, PeerTimeout)):
+                raise
+            damaged[chosen] = _damage(agreement, error)
+            return None
+        _say_passed_over(agreement, prepared.where, damaged)
         if prepared.reports_progress and logger.isEnabledFor(logging.INFO):
             report("loaded", prepared.where, prepared.nbytes, started)
         return prepared.user_content
@@ -117,14 +136,43 @@ def _load(
     return prepared
 
 
-def _tag_at(storage: Storage, tag: Tag | None) -> str | None:
-    """The tag to load; None where there is none, but a Hugging Face directory. Raises as :func:`choose_tag`."""
+def _tag_at(storage: Storage, tag: Tag | None, damaged: Mapping[str, str]) -> str | None:
+    """The tag to load, none that is ``damaged``; None where there is none, but a Hugging Face directory.
+
+    Raises as :func:`choose_tag`, and CorruptCheckpoint where all are damaged.
+    """
     try:
-        return choose_tag(storage, tag)
-    except CheckpointNotFound:
+        return choose_tag(storage, tag, damaged)
+    except CheckpointNotFound as error:
+        if damaged:
+            raise CorruptCheckpoint(
+                f"{storage.url}: no complete tag is undamaged. {_passed_over(damaged)}; restore one from a copy"
+            ) from error
         if tag is None and is_hugging_face(storage):
             return None
         raise
+
+
+def _damage(agreement: Agreement, error: CheckpointError) -> str:
+    """What is damaged in a tag that no rank could load, as one of the ranks found it.
+
+    Raises ``error`` where no rank found damage.
+    """
+    word = str(error).removesuffix(f". {PARTLY}") if isinstance(error, (CorruptCheckpoint, PartLost)) else None
+    words = agreement.gather(word)
+    found: str | None = decided_by_rank0(agreement, lambda: next((word for word in words or () if word), None))
+    if found is None:
+        raise error
+    return found
+
+
+def _say_passed_over(agreement: Agreement, where: str, damaged: Mapping[str, str]) -> None:
+    if damaged and agreement.rank == 0:
+        logger.warning("%s was loaded, not the latest tag: %s", where, _passed_over(damaged))
+
+
+def _passed_over(damaged: Mapping[str, str]) -> str:
+    return "; ".join(f"{tag!r} is damaged ({why})" for tag, why in damaged.items())
 
 
 def _must_be_one_save(agreement: Agreement, prepared: PreparedLoad) -> None:

@@ -68,6 +68,8 @@ class LoadOptions:
             cut from its weights.
         strict_model_weights: ``strict`` for the names of the model alone; None is as ``strict``, which also counts for
             filters.
+        fallback: where no tag is named and the latest is damaged, load the newest one that is not, with a warning that
+            says which and why.
     """
 
     strict: bool = True
@@ -91,6 +93,7 @@ class LoadOptions:
     ignore_keys: IgnoreKeys | None = None
     load_weights_only: bool = False
     strict_model_weights: bool | None = None
+    fallback: bool = False
 
     @property
     def strict_names(self) -> bool:
@@ -116,6 +119,8 @@ class LoadOptions:
                 f"verify={self.verify!r}: expected True (compare all digests before anything changes), 'reading' (as "
                 "the bytes arrive), False (not at all) or None (True on file systems, 'reading' on stores)"
             )
+        if self.fallback and self.verify is False:
+            raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is where pre_download=True keeps its copies: pass that too, or neither")
 
@@ -141,6 +146,7 @@ class OurLoadKeywords(TypedDict, total=False):
     ignore_keys: IgnoreKeys | None
     load_weights_only: bool
     strict_model_weights: bool | None
+    fallback: bool
 
 
 class LoadKeywords(OurLoadKeywords, total=False):

@@ -19,7 +19,7 @@ from nxd_ckpt.runtime.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")
 
-_PARTLY = "The live state is partly overwritten: load another tag before training on"
+PARTLY = "The live state is partly overwritten: load another tag before training on"
 
 
 @contextmanager
@@ -28,9 +28,9 @@ def overwriting(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{error}. {_PARTLY}") from error
+        raise type(error)(f"{error}. {PARTLY}") from error
     except OSError as error:
-        logger.error("%s: %s. %s", where, error, _PARTLY)
+        logger.error("%s: %s. %s", where, error, PARTLY)
         raise
 
 

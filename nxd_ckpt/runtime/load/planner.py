@@ -20,7 +20,7 @@ from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
 from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.resharding import check_partitions
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
+from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.load.load_context import LoadContext
 from nxd_ckpt.runtime.load.placing import local_tree
@@ -235,7 +235,7 @@ class LoadPlanner:
             return tree
         parts, where = self._opened.parts, self._opened.where
         if parts.lower_precision_weights or not parts.master_weights:
-            raise PartNotFound(
+            raise PartLost(
                 f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
                 "tag lost files since it was saved; load another one"
             )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import TypedDict
 
+from nxd_ckpt.core.options import options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.core.tags import filled_tag, validate_tag
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.runtime.ignoring import IgnoreKeys
 
 
@@ -104,3 +107,16 @@ class SaveKeywords(OurSaveKeywords, total=False):
     zero1_optimizer: bool
     use_zero1_dcp: bool
     avoid_saving_lower_precision_weights: bool
+
+
+def understood(
+    tag: object, values: Mapping[str, Any] | None, given: Mapping[str, Any]
+) -> tuple[str, SaveOptions, CheckpointError | None]:
+    """What a save is called, its options, and why it cannot be made: that is to reach all ranks."""
+    name, options = str(tag), SaveOptions()
+    try:
+        name = validate_tag(filled_tag(tag, values))
+        options = options_of(SaveOptions, given)
+    except CheckpointError as error:
+        return name, options, error
+    return name, options, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Generator, Mapping
@@ -10,8 +9,7 @@ from concurrent import futures
 from typing import Any
 
 from nxd_ckpt.runtime.forks import require_own
-
-logger = logging.getLogger("nxd_ckpt")
+from nxd_ckpt.runtime.save.failures import Failures
 
 
 class SaveProgress:
@@ -20,15 +18,16 @@ class SaveProgress:
     Attributes:
         staged: the snapshot is complete.
         voted: this rank has done its part: its own bytes are durable, or it failed.
-        reported: its failure was raised, or need not be.
+        reported: its failure was raised.
+        tolerated: its failure need not be raised.
         future: is done once the tag is visible, or the save failed.
     """
 
-    def __init__(self, tag: str) -> None:
-        self.tag = tag
+    def __init__(self, tag: str, failures: Failures) -> None:
+        self.tag, self._failures = tag, failures
         self.timings: Mapping[str, float] = {}
         self.nbytes = 0
-        self.reported = False
+        self.reported = self.tolerated = False
         self.pid = os.getpid()
         self.staged, self.voted = threading.Event(), threading.Event()
         self.error: BaseException | None = None
@@ -36,20 +35,66 @@ class SaveProgress:
 
     @property
     def unreported(self) -> bool:
-        """Whether it failed, and the failure was not raised yet."""
-        return self.error is not None and not self.reported
+        """Whether it failed, and the failure is still to be raised."""
+        return self.error is not None and not self.reported and not self.tolerated
 
     def settle(self, error: BaseException | None) -> None:
         """Decide it, and call what the caller added to be called then."""
         self.error = error
-        if error is not None and self.unreported:
-            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
+        self.tolerated = self._failures.decided(error, told=self.reported)
         self.staged.set()
         self.voted.set()
         if error is None:
             self.future.set_result(None)
         else:
             self.future.set_exception(error)
+
+
+class InFlight:
+    """The saves of one Checkpointer that are under way, or whose failure is still to be raised.
+
+    There is no lock: signal handlers save too, and every change of the list is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._saves: list[SaveProgress] = []
+
+    @property
+    def saves(self) -> list[SaveProgress]:
+        return list(self._saves)
+
+    def add(self, save: SaveProgress) -> None:
+        self._saves.append(save)
+
+    def wait(self) -> None:
+        """Return once all are decided."""
+        for save in self.saves:
+            save.future.wait_decided()
+
+    def settle(self) -> None:
+        """The same, and forget those of which there is nothing to raise."""
+        for save in self.saves:
+            save.future.wait_decided()
+            if not save.unreported:
+                self._drop(save)
+
+    def raise_unreported(self) -> None:
+        """Forget what is decided, and raise the first failure that was not raised before."""
+        # What another thread has begun meanwhile stays: the next save has to wait for it.
+        decided = [save for save in self.saves if save.future.done() and self._drop(save)]
+        failed = [save for save in decided if save.unreported]
+        for save in failed:
+            save.reported = True
+        if failed and failed[0].error is not None:
+            raise failed[0].error
+
+    def _drop(self, save: SaveProgress) -> bool:
+        """Keep a save no longer; whether no other thread did that before."""
+        try:
+            self._saves.remove(save)
+        except ValueError:
+            return False
+        return True
 
 
 class PendingSave(futures.Future[None]):

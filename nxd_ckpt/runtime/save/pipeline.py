@@ -6,13 +6,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, RanksDisagree, as_checkpoint_errors
 from nxd_ckpt.runtime.arena import Arena, default_cap
-from nxd_ckpt.runtime.coordination.agreement import Agreement, on_all
+from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import report
 from nxd_ckpt.runtime.save.background import Helpers, Worker
 from nxd_ckpt.runtime.save.mesh_agreement import agree_on_groups, with_words
@@ -53,15 +53,18 @@ class Pipeline:
         _ = self.writers  # it also raises here if a thread cannot start
         return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
 
-    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState]) -> Planned:
-        """The plan of the first save, of what is ``captured``; all ranks at once.
+    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> Planned:
+        """The plan of the first save, under ``tag``, of what is ``captured``; all ranks at once.
 
         Those of a mesh job tell each other what they hold, for all saves from now on. Raises on all what is impossible
         on any, and RanksDisagree.
         """
         state, held = on_all(agreement, lambda: with_words(captured()))
         self._planner.groups = agree_on_groups(agreement, held)
-        return on_all(agreement, lambda: self.plan(state))
+        planned = on_all(agreement, lambda: self.plan(state))
+        words = agreement.gather(planned.plan.agreed(tag, self._topology))
+        decided_by_rank0(agreement, lambda: _must_agree(words))
+        return planned
 
     def stage(self, saving: Saving, planned: Planned) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes."""
@@ -116,6 +119,12 @@ class Pipeline:
         self.submit(write)
         if wait:
             written.wait()
+
+
+def _must_agree(words: list[Any] | None) -> None:
+    for rank, word in enumerate(words or []):
+        if words is not None and word != words[0]:
+            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")
 
 
 def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
@@ -23,8 +23,8 @@ _LOOKS = 3
 """How often a directory is listed before a tag counts as absent."""
 
 
-def choose_tag(storage: Storage, tag: Tag | None) -> str:
-    """The tag to load: the one asked for if it is complete, else the latest complete one.
+def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> str:
+    """The tag to load: the one asked for if it is complete, else the latest complete one that is not in ``without``.
 
     A tag that is asked for may lack every marker, like those of NxD's converter; a warning says so.
 
@@ -36,7 +36,7 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
     require_directory(storage)
     tags = settled_tags(storage, wanted)
     if wanted is None:
-        newest = latest(tags)
+        newest = latest(info for info in tags if info.tag not in without)
         for damage in filter(None, (info.damage for info in tags)):
             logger.warning("%s: this tag is skipped", damage)
         if newest is None:

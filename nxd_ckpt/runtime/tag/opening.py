@@ -15,7 +15,7 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartNotFound, TagReplaced
+from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import recorded_order_time
@@ -350,7 +350,7 @@ class OpenTag:
         try:
             found = self.storage.size(f"{self.tag}/{file}")
         except FileNotFoundError as error:
-            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+            raise PartLost(f"{where} is missing: the tag lost files since it was saved") from error
         if found != expected:
             raise MalformedFile(f"{where} has {found} bytes, expected {expected}: truncated or replaced")
 

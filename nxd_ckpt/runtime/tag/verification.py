@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
@@ -94,7 +94,7 @@ def verify_tensors(where: str, tree: Any, written: Written, *, left_out: bool = 
     loss as long as no index lists one.
 
     Raises:
-        PartNotFound: a tensor's file is missing.
+        PartLost: a tensor's file is missing.
         DigestMismatch: a tensor is not the one that was written.
     """
     for path, leaf in _saved(tree):
@@ -102,7 +102,7 @@ def verify_tensors(where: str, tree: Any, written: Written, *, left_out: bool = 
         if isinstance(leaf, MissingTensor):
             if is_listed or not left_out:
                 name = _named(path)
-                raise PartNotFound(f"{where}/{leaf.file} is missing, tensor {name!r}: the tag has lost files since")
+                raise PartLost(f"{where}/{leaf.file} is missing, tensor {name!r}: the tag has lost files since")
             continue
         entry = written.entries.get((leaf.file, leaf.storage.offset))
         if entry is None or _form(entry) != (leaf.dtype, leaf.shape, leaf.storage.nbytes, leaf.storage.crc32 or 0):
