@@ -1,11 +1,12 @@
 """A training run is killed in the middle of a save, resumes, and ends with the same model, bit for bit; then the sizes
-change.
+change, and then the way in which it is parallel.
 
-Runs ``train_llama.py`` four times on this machine, in CPU-XLA emulation with four processes: three times on data
-parallel 2 x tensor parallel 2 (without interruption; with one process killed while it writes a checkpoint; and with the
-same command again), then on data parallel 4 x tensor parallel 1, from a checkpoint of the last run. The exit code is 0
-only if the resumed run equals the uninterrupted one in every bit, and the run on other sizes starts from the same
-tensors, bit for bit, and has the same losses up to rounding.
+Runs ``train_llama.py`` on this machine, in CPU-XLA emulation with four processes: three times on data parallel 2 x
+tensor parallel 2 (without interruption; with one process killed while it writes a checkpoint; and with the same command
+again), then on data parallel 4 x tensor parallel 1, from a checkpoint of the last run. From the same checkpoint
+``train_llama_fsdp2.py`` goes on, with FSDP2 x tensor parallelism and without torch-xla, and ``train_llama.py`` from one
+of its checkpoints. The exit code is 0 only if the resumed run equals the uninterrupted one in every bit, and each run
+that another one continues starts from its tensors, bit for bit, and has the same losses up to rounding.
 
 With ``--store s3`` checkpoints go to an S3 server on this machine, which is started for the demo.
 """
@@ -18,19 +19,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from demo_compare import (
     LOSS_TOLERANCE,
+    fsdp2_tensors_that_differ,
     global_tensors_that_differ,
     relative_differences,
     steps_that_differ,
     tensors_that_differ,
 )
-from demo_job import RANKS, Job, RunFailed, kill_during_save, step_of
+from demo_job import FSDP2, NXD, RANKS, Job, RunFailed, kill_during_save, step_of
 from global_tensors import ReplicasDiffer
 
 import nxd_ckpt
@@ -104,64 +106,75 @@ def _cost(job: Job, step: int) -> str:
 
 
 def run(work: Path, place: str, plan: Plan) -> bool:
-    """The four runs and their comparisons, told on stdout; whether everything is equal.
+    """The runs and their comparisons, told on stdout; whether everything is equal.
 
     Checkpoints go below ``place``, a directory or URL.
     """
     first, second = f"{place}/checkpoints_uninterrupted", f"{place}/checkpoints_killed"
     arguments = plan.arguments(SIZES)
 
-    print(f"[1/4] {plan.steps} steps without interruption ...", flush=True)
+    print(f"[1/5] {plan.steps} steps without interruption, beside the next two runs ...\n", flush=True)
     with Job("uninterrupted", work, first, arguments) as reference:
+        print("[2/5] The same again, but rank 2 is killed (SIGKILL) while it writes a checkpoint ...", flush=True)
+        with Job("killed", work, second, arguments) as killed:
+            kill = kill_during_save(killed, nxd_ckpt.Topology(dp=2, tp=2, rank=2), complete=2)
+            killed.wait()
+        lost = f"step_{step_of(kill.latest) + plan.save_every}"
+        complete = killed.complete_tags()
+        if complete[-1] != kill.latest:
+            raise RunFailed(f"{complete[-1]} is visible, although rank 2 was killed before it had written its part")
+        print(
+            f"      It died during the save of {lost} when {kill.finished_ranks} of {RANKS} ranks had finished their "
+            f"part: without\n      rank 2's, {lost} never became visible. Complete are {', '.join(complete)}.\n"
+        )
+
+        print("[3/5] Started again, with the same command ...", flush=True)
+        with Job("resumed", work, second, arguments) as resumed:
+            resumed.must_succeed()
+        tag = next(resumed.records("start"))["resumed_from"]
+        print(f"      It resumed from {tag} and trained on to step {plan.steps}.\n")
         reference.must_succeed()
-    print(f"      done in {reference.seconds:.0f} s\n")
-
-    print("[2/4] The same again, but rank 2 is killed (SIGKILL) while it writes a checkpoint ...", flush=True)
-    with Job("killed", work, second, arguments) as killed:
-        kill = kill_during_save(killed, nxd_ckpt.Topology(dp=2, tp=2, rank=2), complete=2)
-        killed.wait()
-    lost = f"step_{step_of(kill.latest) + plan.save_every}"
-    complete = killed.complete_tags()
-    if complete[-1] != kill.latest:
-        raise RunFailed(f"{complete[-1]} is visible, although rank 2 was killed before it had written its part")
-    print(
-        f"      It died during the save of {lost} when {kill.finished_ranks} of {RANKS} ranks had finished their part: "
-        f"without\n      rank 2's, {lost} never became visible. Complete are {', '.join(complete)}.\n"
-    )
-
-    print("[3/4] Started again, with the same command ...", flush=True)
-    with Job("resumed", work, second, arguments) as resumed:
-        resumed.must_succeed()
-    tag = next(resumed.records("start"))["resumed_from"]
-    print(f"      It resumed from {tag} and trained on to step {plan.steps}.\n")
     if tag != kill.latest:
         raise RunFailed(f"the resumed run began with {tag}, expected the latest complete checkpoint, {kill.latest}")
 
     print(*table(reference, killed, resumed, plan.steps), sep="\n")
     print(LEGEND)
-    return report(reference, killed, resumed, step_of(tag), plan.steps) and cross(work, place, plan, reference, resumed)
+    same = report(reference, killed, resumed, step_of(tag), plan.steps)
+    return same and go_elsewhere(work, place, plan, reference, resumed)
 
 
-def cross(work: Path, place: str, plan: Plan, reference: Job, resumed: Job) -> bool:
-    """The last run: a checkpoint of ``resumed``, on other sizes. Told on stdout; whether it is the same training."""
-    tag = f"step_{plan.crossing}"
-    print(f"\n[4/4] {tag}, saved on {_short(SIZES)}, is resumed on {_short(OTHER_SIZES)} ...", flush=True)
-    arguments = [*plan.arguments(OTHER_SIZES), "--resume_from", resumed.checkpoints]
-    arguments += ["--loading_step", str(plan.crossing)]
-    with Job("crossed", work, f"{place}/checkpoints_crossed", arguments) as crossed:
+def go_elsewhere(work: Path, place: str, plan: Plan, reference: Job, resumed: Job) -> bool:
+    """A checkpoint of ``resumed`` on other sizes, and under FSDP2, whose next one goes back to its own sizes. Told on
+    stdout; whether all of it is the same training."""
+    start, back = plan.crossing, plan.crossing + plan.save_every
+    fsdp2_sizes = f"FSDP{SIZES.dp} x TP{SIZES.tp}"
+
+    def going_on(
+        name: str, before: Job, step: int, sizes: nxd_ckpt.Topology, *more: str, module: Sequence[str] = NXD
+    ) -> Job:
+        arguments = [*plan.arguments(sizes), "--resume_from", before.checkpoints, "--loading_step", str(step), *more]
+        return Job(name, work, f"{place}/checkpoints_{name}", arguments, module)
+
+    print(f"\n[4/5] step_{start}, saved on {_short(SIZES)}, is resumed on {_short(OTHER_SIZES)} ...", flush=True)
+    with going_on("crossed", resumed, start, OTHER_SIZES) as crossed:
+        print("[5/5] Beside that it is taken up by FSDP2 x tensor parallelism, without torch-xla ...", flush=True)
+        with going_on("fsdp2", resumed, start, SIZES, module=FSDP2) as fsdp2:
+            fsdp2.must_succeed()
+        # FSDP2 has no bf16 weights beside the fp32 ones, and a load casts nothing.
+        print(f"      Its step_{back} is resumed on {_short(SIZES)} again, with weights of fp32 ...", flush=True)
+        with going_on("returned", fsdp2, back, SIZES, "--dtype", "float32") as returned:
+            returned.must_succeed()
         crossed.must_succeed()
-    # What the crossed run saved at once, under the same tag, is what it had loaded.
-    saved, loaded = (_local(work, job, tag) for job in (resumed, crossed))
-    count, tensors = global_tensors_that_differ(saved, SIZES, loaded, OTHER_SIZES)
-    expected, actual = reference.losses(), crossed.losses()
-    differences = relative_differences(expected, actual, plan.crossing + 1, plan.steps)
 
-    print(f"\nstep   {_short(SIZES):>13}  {_short(OTHER_SIZES):>9}   relative difference")
-    for step, difference in differences.items():
-        losses = [float.fromhex(run.get(step, "nan")) for run in (expected, actual)]
-        print(f"{step:4}   {losses[0]:13.4f}  {losses[1]:9.4f}   {difference:19.1e}")
-    print()
-    return report_crossing(tag, count, tensors, differences)
+    # What a run saved at once, under the same tag, is what it had loaded.
+    given, live = _local(work, resumed, f"step_{start}"), _local(work, returned, f"step_{back}")
+    found = global_tensors_that_differ(given, SIZES, _local(work, crossed, f"step_{start}"), OTHER_SIZES)
+    same = [report_crossing(_short(OTHER_SIZES), plan.steps, start, *found, reference.losses(), crossed.losses())]
+    for where, step, directory, job in ((fsdp2_sizes, start, given, fsdp2), (_short(SIZES), back, live, returned)):
+        found = fsdp2_tensors_that_differ(directory, SIZES, nxd_ckpt.open_checkpoint(fsdp2.checkpoints, f"step_{step}"))
+        same.append(report_crossing(where, plan.steps, step, *found, reference.losses(), job.losses()))
+    print(ELSEWHERE)
+    return all(same)
 
 
 def _local(work: Path, job: Job, tag: str) -> Path:
@@ -172,23 +185,43 @@ def _local(work: Path, job: Job, tag: str) -> Path:
     return work / "copies" / job.name / tag
 
 
-def report_crossing(tag: str, count: int, tensors: list[str], differences: Mapping[int, float]) -> bool:
-    """Say what was compared on other sizes and what differs; whether nothing does, but for rounding."""
+def report_crossing(
+    where: str,
+    steps: int,
+    start: int,
+    count: int,
+    tensors: list[str],
+    expected: Mapping[int, str],
+    actual: Mapping[int, str],
+) -> bool:
+    """Say what was compared of a run that went on elsewhere from the step ``start``, and what differs; whether nothing
+    does, but for rounding."""
+    differences = relative_differences(expected, actual, start + 1, steps)
+    print(f"\nstep   {_short(SIZES):>13}  {where:>11}   relative difference")
+    for step, difference in differences.items():
+        losses = [float.fromhex(run.get(step, "nan")) for run in (expected, actual)]
+        print(f"{step:4}   {losses[0]:13.4f}  {losses[1]:11.4f}   {difference:19.1e}")
+    print()
     wrong = [step for step, difference in differences.items() if difference > LOSS_TOLERANCE]
     for name in tensors[:10]:
-        print(f"DIFFERENT: {tag}: {name}")
+        print(f"DIFFERENT: step_{start}: {name}")
     if wrong:
-        print(f"DIFFERENT: the losses on {_short(OTHER_SIZES)}, by more than {LOSS_TOLERANCE:.0e}, at steps {wrong}")
+        print(f"DIFFERENT: the losses on {where}, by more than {LOSS_TOLERANCE:.0e}, at steps {wrong}")
     if tensors or wrong:
-        print("FAILED: the run on other sizes is not the same training.")
+        print(f"FAILED: the run on {where} is not the same training.")
         return False
     print(
-        f"It started from the same {count} global tensors (weights, moments, fp32 master weights, steps): put together "
-        "by hand\nfrom the ranks' files, they are equal in every bit. Its losses equal the uninterrupted run's to "
-        f"{LOSS_TOLERANCE:.0e} of their\nvalue: on other sizes sums are taken in another order, and each is rounded to "
-        "bf16, by up to 4e-03 of its value."
+        f"On {where} it started from the same {count} global tensors, in every bit, and its losses equal the "
+        f"uninterrupted\nrun's to {LOSS_TOLERANCE:.0e} of their value."
     )
     return True
+
+
+ELSEWHERE = """
+The global tensors (weights, moments, fp32 master weights, steps) are put together by hand from the ranks' files;
+FSDP2's parameters are the master weights. Elsewhere sums are taken in another order, and each is rounded to bf16, by up
+to 4e-03 of its value, or not at all.
+"""
 
 
 def report(reference: Job, killed: Job, resumed: Job, resumed_step: int, steps: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from global_tensors import equal_bits, global_tensors
+from global_tensors import TIED, equal_bits, global_tensors
 from torch import Tensor
 
 import nxd_ckpt
@@ -55,6 +55,24 @@ def global_tensors_that_differ(
 ) -> tuple[int, list[str]]:
     """The same for the global tensors of two tag directories, the one saved on other sizes than the other."""
     return _differing(global_tensors(expected, saved.dp, saved.tp), global_tensors(actual, live.dp, live.tp))
+
+
+def fsdp2_tensors_that_differ(
+    expected: Path, saved: nxd_ckpt.Topology, actual: nxd_ckpt.Checkpoint
+) -> tuple[int, list[str]]:
+    """The same for a tag directory of the training for NxD and a tag of FSDP2, whose parameters are the master weights:
+    where the weights are bf16, they are these, rounded."""
+    by_hand = global_tensors(expected, saved.dp, saved.tp)
+    found = {}
+    for name in actual.metadata:
+        tensor = actual.read(name)
+        if name.startswith("model/"):
+            found[name] = tensor.to(by_hand[name].dtype)
+            if name != f"model/{TIED}":
+                found[f"optim/{name.removeprefix('model/')}/master_weights"] = tensor
+        else:
+            found[name] = tensor
+    return _differing(by_hand, found)
 
 
 def _differing(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor]) -> tuple[int, list[Name]]:

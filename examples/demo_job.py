@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,11 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+EXAMPLES = REPOSITORY / "examples"
 RANKS = 4
+NXD = ("nxd_ckpt.emulation", "--nproc", str(RANKS), "--grace", "1", str(EXAMPLES / "train_llama.py"))
+_TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS))
+FSDP2 = (*_TORCHRUN, str(EXAMPLES / "train_llama_fsdp2.py"))
 # Small graphs that run a few times: XLA:CPU's optimisations take longer than they save.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
@@ -32,20 +36,23 @@ class RunFailed(Exception):
 
 @dataclass
 class Job:
-    """One training run, as seen from outside: its log, its checkpoint directory (or URL), its processes."""
+    """One training run, as seen from outside: its log, its checkpoint directory (or URL), its processes.
+
+    ``module`` is what ``python -m`` runs, and what it runs on all ranks.
+    """
 
     name: str
     work: Path
     checkpoints: str
     arguments: list[str]
+    module: Sequence[str] = NXD
     saves: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __enter__(self) -> Job:
         self._started = time.monotonic()
         self.storage: Storage = open_storage(self.checkpoints)
-        command = [sys.executable, "-m", "nxd_ckpt.emulation", "--nproc", str(RANKS), "--grace", "1"]
-        command += [str(REPOSITORY / "examples" / "train_llama.py"), "--checkpoint_dir", self.checkpoints]
-        command += ["--loading_step", "latest_if_exists", "--log", str(self.log), *self.arguments]
+        command = [sys.executable, "-m", *self.module, "--checkpoint_dir", self.checkpoints]
+        command += ["--loading_step", "latest_if_exists", "--log_file", str(self.log), *self.arguments]
         with self.errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 command,

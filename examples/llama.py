@@ -1,20 +1,28 @@
-"""A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings; tensor parallel."""
+"""A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings.
+
+How its matrices are cut over tensor-parallel ranks is up to the layers that it is built of.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from parallel_layers import (
-    ColumnParallelLinear,
-    OutputLayer,
-    ParallelEmbedding,
-    RowParallelLinear,
-    TensorParallel,
-    restore_partition_attributes,
-)
 from torch import Tensor, nn
+
+
+class Layers(Protocol):
+    """Makes the layers that tensor parallelism cuts; their weights are named ``weight``, and there are no biases."""
+
+    def embedding(self, rows: int, columns: int) -> nn.Module: ...
+
+    def column_parallel(self, inputs: int, outputs: int) -> nn.Module: ...
+
+    def row_parallel(self, inputs: int, outputs: int) -> nn.Module: ...
+
+    def output(self, inputs: int, outputs: int) -> nn.Module: ...
 
 
 @dataclass(frozen=True)
@@ -37,19 +45,18 @@ class Config:
 class Llama(nn.Module):
     """Token ids (batch, length) to logits (batch, length, vocabulary)."""
 
-    def __init__(self, config: Config, tp: TensorParallel) -> None:
+    def __init__(self, config: Config, make: Layers) -> None:
         super().__init__()
-        self.embed = ParallelEmbedding(tp, config.vocabulary, config.width)
-        self.layers = nn.ModuleList(Layer(config, tp) for _ in range(config.layers))
+        self.embed = make.embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(Layer(config, make) for _ in range(config.layers))
         self.norm = RMSNorm(config.width)
-        self.head = OutputLayer(tp, config.width, config.vocabulary)
+        self.head = make.output(config.width, config.vocabulary)
         self.head_size = config.head_size
-        self.finish_placement()
+        self.tie_embeddings()
 
-    def finish_placement(self) -> None:
-        """Tie the embeddings and mark the shards. Again after ``.to(device)``, which undoes both on XLA."""
+    def tie_embeddings(self) -> None:
+        """Again after whatever replaces parameters: ``.to(device)`` on XLA, and ``parallelize_module``."""
         self.head.weight = self.embed.weight
-        restore_partition_attributes(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
@@ -60,12 +67,12 @@ class Llama(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: Config, tp: TensorParallel) -> None:
+    def __init__(self, config: Config, make: Layers) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width)
-        self.attention = Attention(config, tp)
+        self.attention = Attention(config, make)
         self.mlp_norm = RMSNorm(config.width)
-        self.mlp = MLP(config, tp)
+        self.mlp = MLP(config, make)
         # On what every tensor-parallel rank computes alike: their random states must be equal.
         self.dropout = nn.Dropout(config.dropout)
 
@@ -77,14 +84,14 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal attention; ``heads // kv_heads`` query heads share a key and value head."""
 
-    def __init__(self, config: Config, tp: TensorParallel) -> None:
+    def __init__(self, config: Config, make: Layers) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.sharing = config.heads // config.kv_heads
-        self.q = ColumnParallelLinear(tp, config.width, config.heads * config.head_size)
-        self.k = ColumnParallelLinear(tp, config.width, config.kv_heads * config.head_size)
-        self.v = ColumnParallelLinear(tp, config.width, config.kv_heads * config.head_size)
-        self.out = RowParallelLinear(tp, config.heads * config.head_size, config.width)
+        self.q = make.column_parallel(config.width, config.heads * config.head_size)
+        self.k = make.column_parallel(config.width, config.kv_heads * config.head_size)
+        self.v = make.column_parallel(config.width, config.kv_heads * config.head_size)
+        self.out = make.row_parallel(config.heads * config.head_size, config.width)
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         query = rotate(self._heads(self.q(hidden)), rotation)
@@ -105,11 +112,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: Config, tp: TensorParallel) -> None:
+    def __init__(self, config: Config, make: Layers) -> None:
         super().__init__()
-        self.gate = ColumnParallelLinear(tp, config.width, config.inner)
-        self.up = ColumnParallelLinear(tp, config.width, config.inner)
-        self.down = RowParallelLinear(tp, config.inner, config.width)
+        self.gate = make.column_parallel(config.width, config.inner)
+        self.up = make.column_parallel(config.width, config.inner)
+        self.down = make.row_parallel(config.inner, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(hidden)) * self.up(hidden))

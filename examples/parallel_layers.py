@@ -23,6 +23,18 @@ class TensorParallel:
     size: int
     groups: list[list[int]]
 
+    def embedding(self, rows: int, columns: int) -> nn.Module:
+        return ParallelEmbedding(self, rows, columns)
+
+    def column_parallel(self, inputs: int, outputs: int) -> nn.Module:
+        return ColumnParallelLinear(self, inputs, outputs)
+
+    def row_parallel(self, inputs: int, outputs: int) -> nn.Module:
+        return RowParallelLinear(self, inputs, outputs)
+
+    def output(self, inputs: int, outputs: int) -> nn.Module:
+        return OutputLayer(self, inputs, outputs)
+
 
 class ParallelLayer(nn.Module):
     """A layer of which each tensor-parallel rank holds an equal part of ``weight``, cut along ``partition_dim``."""
