@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from nxd_ckpt.errors import TopologyMismatch
-from nxd_ckpt.runtime.compare.side_by_side import Pair, SideBySide
+from nxd_ckpt.runtime.compare.side_by_side import Matched, SideBySide
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
@@ -54,18 +54,18 @@ def are_converted(opened: OpenTag, mapped: MappedTag, otherwise: Callable[[], Ma
 
 def _unequal(opened: OpenTag, mapped: MappedTag) -> str | None:
     """A tensor of the tag with copies that differ, or None."""
-    for window in SideBySide(opened, opened).windows(_pairs(mapped)):
-        for name, one, other in window:
+    for window in SideBySide(opened).windows(_pairs(mapped)):
+        for name, (one, other) in window:
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 return name
     return None
 
 
-def _pairs(mapped: MappedTag) -> Iterator[Pair[str]]:
+def _pairs(mapped: MappedTag) -> Iterator[Matched[str]]:
     for tensor in mapped.tensors:
         first, *others = (mapped.assembly(one) for one in _copies(tensor))
         for other in others:
-            yield Pair(tensor.source.name, tensor.source.name, first, other)
+            yield Matched(tensor.source.name, tensor.source.name, ((0, first), (0, other)))
 
 
 def _copies(tensor: HfTensor) -> Iterator[HfTensor]:

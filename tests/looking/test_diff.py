@@ -37,7 +37,7 @@ def test_a_tag_and_the_same_on_other_sizes_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: dict[str, Any]
 ) -> None:
     """Model, moments, master weights, options: nothing differs, also where windows cut tensors in two."""
-    monkeypatch.setattr(side_by_side, "_WINDOW", 256)
+    monkeypatch.setattr(side_by_side, "_MEMORY", 512)
     weights = weights_of(torch.bfloat16)
     save_job(tmp_path, weights, layout_of("dp2tp2", weights, zero1=True))
     reshard(tmp_path / "step_1", tmp_path / "other", **to, durable=False)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, itemsize
-from nxd_ckpt.runtime.compare.side_by_side import Leaf, Pair, SideBySide
+from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
 from nxd_ckpt.runtime.compare.tally import Tally
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
@@ -68,7 +66,6 @@ class TensorComparison:
 
     def __init__(self, a: WholeTag, b: WholeTag, wanted: Callable[[str], bool], *, full: bool = False) -> None:
         self._a, self._b, self._full = a, b, full
-        self._seen_from = cache(lambda live: (a.seen_from(live), b.seen_from(live)))
         self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if wanted(name)]
         self.same_digests, self.done = 0, Counter()
         self._compared = {name: _Compared() for name in self.names if name in a.tensors and name in b.tensors}
@@ -76,7 +73,7 @@ class TensorComparison:
 
     @property
     def nbytes(self) -> int:
-        return sum(pair.b.numel * itemsize(pair.b.dtype) for pair in self._pairs)
+        return sum(b.numel * itemsize(b.dtype) for pair in self._pairs for _, b in pair.leaves[1:])
 
     def differences(self, tolerance: float | None = None) -> Iterator[TensorDifference]:
         """Those tensors that differ, in the order of their names; with a ``tolerance`` those with an element that does
@@ -86,7 +83,7 @@ class TensorComparison:
             CorruptCheckpoint: bytes of a tag are not those that were written.
         """
         for window in SideBySide(self._a.opened, self._b.opened).windows(self._pairs):
-            for tally, a, b in window:
+            for tally, (a, b) in window:
                 tally.add(a, b)
                 self.done.add(b.nbytes)
         for name in self.names:
@@ -112,7 +109,7 @@ class TensorComparison:
             name, a, b, tally.differing, tally.nans, tally.max_difference, tally.relative_norm
         )
 
-    def _plan(self, name: str, found: _Compared) -> list[Pair[Tally]]:
+    def _plan(self, name: str, found: _Compared) -> list[Matched[Tally]]:
         """What is to be read to compare the tensors of that name."""
         try:
             leaves = self._leaves(name)
@@ -124,7 +121,7 @@ class TensorComparison:
             return []
         unlike = [(a, b) for a, b in leaves if self._full or not _same_digests(a, b)]
         self.same_digests += not unlike
-        return [Pair(found.tally, name, a, b) for a, b in unlike]
+        return [Matched(found.tally, name, ((0, a), (1, b))) for a, b in unlike]
 
     def _leaves(self, name: str) -> list[tuple[Leaf, Leaf]]:
         """The tensor of both tags; where one does not know its cut, what each rank of the same sizes held."""
@@ -134,9 +131,8 @@ class TensorComparison:
             sizes, other = self._a.opened.topology, self._b.opened.topology
             if (sizes.tp, sizes.ep) != (other.tp, other.ep):
                 raise
-        ranks = [Topology(dp=sizes.ep, tp=sizes.tp, ep=sizes.ep, rank=rank) for rank in range(sizes.ep * sizes.tp)]
         # Expert-parallel ranks hold what is not an expert's in one file: that is compared once.
-        return list(dict.fromkeys((a.leaf(name), b.leaf(name)) for a, b in map(self._seen_from, ranks)))
+        return list(dict.fromkeys(zip(self._a.leaves_by_rank(name), self._b.leaves_by_rank(name), strict=True)))
 
 
 def _same_digests(a: Leaf, b: Leaf) -> bool:

@@ -156,6 +156,19 @@ class WholeTag:
         meant = others if close is None else f"did you mean {close!r}?"
         raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {meant}")
 
+    def leaves_by_rank(self, name: str) -> list[TensorStub | Assembly]:
+        """What each expert- and tensor-parallel rank holds of the tensor. For that its cut need not be known.
+
+        Raises as :meth:`leaf`.
+        """
+        return [seen.leaf(name) for seen in self._by_rank]
+
+    @cached_property
+    def _by_rank(self) -> list[WholeTag]:
+        sizes = self.opened.topology
+        ranks = range(sizes.ep * sizes.tp)
+        return [self.seen_from(Topology(dp=sizes.ep, tp=sizes.tp, ep=sizes.ep, rank=rank)) for rank in ranks]
+
     def model_state(self) -> dict[str, Any]:
         """The model's state dict, by name: what each tensor is made of in its place, all else as it was saved.
 
