@@ -12,6 +12,8 @@
 ``diff_checkpoints``          what two tags differ in, and by how much
 ``Last``, ``Every``           rules for which tags to keep, for ``retain=``
 ``Best``, ``Within``
+``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
+``checkpoint_statistics``     every tensor of a tag in a few numbers: norm, mean, zeros, NaN
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
 ``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
@@ -41,8 +43,10 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
+    from nxd_ckpt.doctor import examine_checkpoint
     from nxd_ckpt.runtime.save.pending import PendingSave
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
+    from nxd_ckpt.statistics import checkpoint_statistics
 
 __all__ = [
     "Best",
@@ -58,9 +62,11 @@ __all__ = [
     "Within",
     "__version__",
     "capture_random_state",
+    "checkpoint_statistics",
     "close_checkpointers",
     "diff_checkpoints",
     "errors",
+    "examine_checkpoint",
     "finalize_checkpoint",
     "get_checkpoint_metadata",
     "has_checkpoint",
@@ -85,8 +91,10 @@ _MODULE_OF = {
     "Topology": "core.topology",
     "Within": "core.retention",
     "capture_random_state": "adapters.random_state",
+    "checkpoint_statistics": "statistics",
     "close_checkpointers": "api",
     "diff_checkpoints": "diff",
+    "examine_checkpoint": "doctor",
     "finalize_checkpoint": "api",
     "get_checkpoint_metadata": "checkpoint",
     "has_checkpoint": "api",

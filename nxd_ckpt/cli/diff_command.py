@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.options import add_options
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
 
@@ -97,12 +97,12 @@ def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Optio
 
 def _open(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:
     from nxd_ckpt.checkpoint import open_checkpoint
+    from nxd_ckpt.cli.tags import opening
 
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
     if checkpoint.manifest is not None:
         return checkpoint
-    given = options_of(args, OpenOptions) | {"storage_options": options}
-    return open_checkpoint(directory, checkpoint.tag, **given)
+    return open_checkpoint(directory, checkpoint.tag, **opening(args, options))
 
 
 def _side(checkpoint: Checkpoint) -> dict[str, Any]:

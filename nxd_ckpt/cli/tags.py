@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
+from nxd_ckpt.cli.options import options_of
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced
@@ -23,6 +25,7 @@ from nxd_ckpt.layout.directory import (
 )
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
+from nxd_ckpt.options.opening import OpenOptions
 from nxd_ckpt.runtime.save.retention import pinned
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tag.identity import Identity, of_latest
@@ -67,6 +70,23 @@ def tags_to_verify(path: str, options: Options = None) -> list[str | None]:
     if not found:
         raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
     return found
+
+
+def opening(args: argparse.Namespace, options: Options) -> dict[str, Any]:
+    """The keywords of :func:`open_checkpoint` that the flags say, and the options of the URL."""
+    found = options_of(args, OpenOptions) | {"storage_options": options}
+    found.pop("progress", None)
+    return found
+
+
+def tag_before(opened: OpenTag) -> str | None:
+    """The complete tag that became visible last before this one; None where there is none."""
+    older = None
+    for info in in_order(settled_tags(opened.storage)):
+        if info.tag == opened.tag:
+            return older
+        older = info.tag if info.complete and info.tag != NO_TAG else older
+    return None
 
 
 def directory_document(path: str, options: Options = None) -> dict[str, Any]:

@@ -15,6 +15,11 @@ RUNS = f"{HIDDEN}/runs"
 PROBES = f"{HIDDEN}/probes"
 COPIES = f"{HIDDEN}/copies"
 PINS = f"{HIDDEN}/pins"
+STATISTICS = f"{HIDDEN}/statistics"
+
+
+def statistics_file(tag: str) -> str:
+    return f"{STATISTICS}/{tag}.json"
 
 
 def staging_dir(attempt: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.errors import UnsafePickle
+from nxd_ckpt.errors import PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
 from nxd_ckpt.runtime.compare.tally import Tally
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -39,6 +39,19 @@ def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
             found |= dict(_leaves(name, read()))
         except UnsafePickle as error:
             problems[f"{name}/"] = f"{name} is not compared: {error}"
+    return found
+
+
+def rank_values(opened: OpenTag, problems: dict[str, str]) -> dict[int, dict[str, Any]]:
+    """What each rank saved for itself, as :func:`plain_values`, by rank: "rank_content/random/torch" and the like."""
+    found: dict[int, dict[str, Any]] = {}
+    for rank in range(opened.topology.world_size) if opened.parts.rank_content else ():
+        try:
+            found[rank] = dict(_leaves("rank_content", opened.rank_content(rank)))
+        except PartNotFound:
+            continue  # this rank saved nothing
+        except UnsafePickle as error:
+            problems["rank_content/"] = f"rank_content is not compared: {error}"
     return found
 
 

@@ -6,7 +6,7 @@ from math import inf, isfinite, isinf, sqrt
 
 import torch
 
-_CHUNK = 2**16
+CHUNK = 2**16
 """Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
 _SAFE = 2.0**-80
 """From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
@@ -37,15 +37,15 @@ class Tally:
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """The next elements of both: contiguous, of one dimension and equal length; dtypes may differ."""
-        for one, other in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
-            if one.dtype == other.dtype and _same_bytes(one, other):
+        for one, other in zip(torch.split(a, CHUNK), torch.split(b, CHUNK), strict=True):
+            if one.dtype == other.dtype and same_bytes(one, other):
                 self._norm += _finite_square(one)
             elif not self._compare_singles(one, other):
                 self._compare(one, other)
 
     def _compare_singles(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Compare ordinary numbers, at half the cost of float64; False if one is infinite, NaN, or too precise."""
-        if not (_fits_single(a.dtype) and _fits_single(b.dtype)):
+        if not (fits_single(a.dtype) and fits_single(b.dtype)):
             return False
         x, y = a.to(torch.float32), b.to(torch.float32)
         distance = torch.sub(x, y).abs_()
@@ -54,12 +54,12 @@ class Tally:
             return False
         self.differing += int(torch.count_nonzero(distance.view(torch.int32)))  # counted faster; no zero is negative
         self.max_difference = max(self.max_difference, largest)
-        self._difference += _square(distance)
-        self._norm += _square(x)
+        self._difference += square(distance)
+        self._norm += square(x)
         return True
 
     def _compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        x, y = _exact(a), _exact(b)
+        x, y = exact(a), exact(b)
         distance = (x - y).abs()
         if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):  # float64 rounds them: what is lost is small
             near = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)
@@ -74,36 +74,36 @@ class Tally:
             largest = float(distance.max())
             self.differing += alone + int(torch.count_nonzero(distance))
         self.max_difference = max(self.max_difference, largest)
-        self._difference += _square(distance)
+        self._difference += square(distance)
         self._norm += _finite_square(x)
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     nbytes = a.numel() * a.element_size()
     return torch.equal(*(one.view(torch.int64 if nbytes % 8 == 0 else torch.uint8) for one in (a, b)))
 
 
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
+def exact(tensor: torch.Tensor) -> torch.Tensor:
     """Every number as it is, but for integers beyond 2^53."""
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
-def _fits_single(dtype: torch.dtype) -> bool:
+def fits_single(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize <= 4
 
 
-def _square(x: torch.Tensor) -> float:
+def square(x: torch.Tensor) -> float:
     """The sum of squares, of floating-point or complex numbers: infinite or NaN where one of them is."""
-    if _fits_single(x.dtype):
+    if fits_single(x.dtype):
         found = float(x.to(torch.float32).square().sum())  # in pairs: torch.dot in float32 loses two more digits
         if _SAFE < found < inf:
             return found
-    x = _exact(x)
+    x = exact(x)
     x = torch.view_as_real(x).flatten() if x.is_complex() else x
     return float(torch.dot(x, x))
 
 
 def _finite_square(x: torch.Tensor) -> float:
     """The same of the finite elements alone."""
-    found = _square(x)
-    return found if isfinite(found) else _square(_exact(x).masked_fill(~x.isfinite(), 0))
+    found = square(x)
+    return found if isfinite(found) else square(exact(x).masked_fill(~x.isfinite(), 0))

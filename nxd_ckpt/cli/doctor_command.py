@@ -1,0 +1,94 @@
+"""``nxd-ckpt doctor``: whether a tag can be resumed from, and was resumed right."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.options import add_options
+from nxd_ckpt.core.units import size
+from nxd_ckpt.options.opening import OpenOptions
+
+if TYPE_CHECKING:
+    from nxd_ckpt.checkpoint import Checkpoint
+    from nxd_ckpt.doctor import Examination
+
+NAME = "doctor"
+SUMMARY = "whether a checkpoint can be resumed from, and was resumed right"
+DESCRIPTION = (
+    "Examine a tag, and whether it continues the one before it: steps, moments and weights moved, and by what their "
+    "optimizer can do; master weights round to the weights; no shards are exchanged; scheduler, learning rates and "
+    "data position agree with the steps. Of a directory, its latest tag is examined, after the one before. Everything "
+    "is read and verified. Exit code 1 if there is a problem; doubts, for which there may be a reason, are only shown."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tag", metavar="TAG", help="a tag, or a directory for its latest one; or their URL")
+    parser.add_argument("before", metavar="BEFORE", nargs="?", help="an earlier tag (default: the one before TAG)")
+    parser.add_argument("--alone", action="store_true", help="examine the tag by itself, without the one before")
+    add_options(parser, OpenOptions)
+    text.add_quiet(parser)
+    text.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.doctor import examine_checkpoint
+    from nxd_ckpt.runtime.tag.identity import of_latest
+
+    if args.alone and args.before is not None:
+        raise argparse.ArgumentTypeError("--alone examines one tag: leave out BEFORE")
+
+    def examined() -> Examination:
+        after, before = _opened(args)
+        return examine_checkpoint(after, before, progress=not args.quiet)
+
+    found = of_latest(True, examined)
+    document = {"ok": bool(found), **asdict(found)}
+    if args.json or found.findings or not args.quiet:
+        text.show(document, _lines(document), as_json=args.json)
+    return 0 if found else 1
+
+
+def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
+    """The tag, and the one before it if there is one and it is wanted."""
+    from nxd_ckpt.checkpoint import open_checkpoint
+    from nxd_ckpt.cli.tags import locate, opening, tag_before
+    from nxd_ckpt.storage.urls import options_for
+
+    def opened(path: str) -> Checkpoint:
+        options = options_for(path, args.storage_options)
+        return open_checkpoint(*locate(path, None, options), **opening(args, options))
+
+    after = opened(args.tag)
+    if args.before is not None:
+        return after, opened(args.before)
+    earlier = None if args.alone else tag_before(after.opened)
+    if earlier is None:
+        return after, None
+    options = options_for(args.tag, args.storage_options)
+    return after, open_checkpoint(locate(args.tag, None, options)[0], earlier, **opening(args, options))
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    for one in document["findings"]:
+        yield f"{one['severity']}: {one['what']}: {one['message']}"
+    yield from (f"not examined: {problem}" for problem in document["problems"])
+    problems = sum(one["severity"] == "problem" for one in document["findings"])
+    doubts = len(document["findings"]) - problems
+    yield f"{document['tag']}: {_verdict(problems, doubts)}"
+    step = "" if document["step"] is None else f"step {document['step']}"
+    if document["before"] is None:
+        yield f"  {step or 'steps are not counted'}; examined by itself"
+    else:
+        was = "" if document["step_before"] is None else f" (step {document['step_before']})"
+        yield f"  {step or 'steps are not counted'}; examined after {document['before']}{was}"
+    yield f"  {text.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
+
+
+def _verdict(problems: int, doubts: int) -> str:
+    said = [text.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
+    return ", ".join(said) or "ok"

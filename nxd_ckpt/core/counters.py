@@ -1,0 +1,220 @@
+"""Whether what counts the steps of a run agrees: the optimizer's steps, the scheduler, positions in the data. Pure.
+
+Numbers that agree in one tag agree in the next one of the same run. So most rules first look whether a counter follows
+the optimizer's steps in the earlier tag, and say something only then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_ckpt.core.findings import Finding, doubt, problem
+from nxd_ckpt.core.suggestions import first_of
+
+_POSITION = {
+    *("step", "steps", "iteration", "iterations", "iter", "it", "batch", "batches", "sample", "samples", "example"),
+    *("examples", "consumed", "position", "pos", "offset", "yielded", "index", "cursor", "seen", "processed", "tokens"),
+}
+_NO_POSITION = {
+    *("epoch", "epochs", "size", "max", "min", "total", "per", "every", "interval", "warmup", "save", "log", "eval"),
+    *("limit", "length", "seed", "seq", "workers", "accumulation", "frequency", "freq"),
+}
+_SAME_RATE = 1e-6
+"""Relative; rates are computed in different orders."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run was when a tag was saved.
+
+    Attributes:
+        steps: the optimizer's steps of each parameter, by global rank; empty for optimizers that count none.
+        stages: the pipeline stage of each parameter, where there are several.
+        values: single values by name, as "scheduler/last_epoch" and "user_content/step".
+        of_ranks: the same of what each rank saved for itself, by rank.
+    """
+
+    steps: Mapping[str, Mapping[int, int]]
+    values: Mapping[str, Any]
+    stages: Mapping[str, int] = field(default_factory=dict)
+    of_ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """The steps of the parameter that has most; without any, those of the scheduler."""
+        if self.steps:
+            return max(max(ranks.values()) for ranks in self.steps.values())
+        return whole_number(self.values.get("scheduler/last_epoch"))
+
+
+def whole_number(value: Any) -> int | None:
+    """``value``, a number without fraction (a tensor's too), as int; None for anything else."""
+    if isinstance(value, bool) or not hasattr(value, "__int__"):
+        return None
+    try:
+        return int(value) if int(value) == value else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def growth(before: Progress, after: Progress) -> dict[str, int]:
+    """By how much the steps of each parameter grew that both tags know."""
+    both = before.steps.keys() & after.steps.keys()
+    return {name: max(after.steps[name].values()) - max(before.steps[name].values()) for name in both}
+
+
+def check_ranks(now: Progress) -> Iterator[Finding]:
+    """The shards of a parameter have made the same steps on all ranks."""
+    behind: dict[tuple[int, int, int], list[str]] = {}
+    for name, ranks in now.steps.items():
+        usual, _ = Counter(ranks.values()).most_common(1)[0]
+        for rank, step in ranks.items():
+            if step != usual:
+                behind.setdefault((rank, step, usual), []).append(name)
+    for (rank, step, usual), names in behind.items():
+        yield problem(
+            "steps",
+            f"rank {rank}",
+            f"the optimizer state of rank {rank} is of step {step}, that of other ranks of step {usual}: "
+            f"{first_of(names)}",
+        )
+
+
+def check_steps(before: Progress, after: Progress) -> Iterator[Finding]:
+    """Steps grow, and by the same number on all pipeline stages."""
+    grown = growth(before, after)
+    back = sorted(name for name, by in grown.items() if by < 0)
+    if back:
+        was, now = (max(max(tag.steps[name].values()) for name in back) for tag in (before, after))
+        yield problem(
+            "steps",
+            first_of(back),
+            f"the optimizer was at step {was} and is at step {now}: it was not resumed, or is of an earlier tag",
+        )
+        return
+    if grown and not any(grown.values()):
+        yield doubt("steps", "optimizer", f"no parameter made a step: both tags are of step {after.step}")
+        return
+    by_stage: dict[int, int] = {}
+    for name, stage in after.stages.items():
+        if name in grown:
+            by_stage[stage] = max(by_stage.get(stage, 0), grown[name])
+    most = max(by_stage.values(), default=0)
+    for stage, by in by_stage.items():
+        if by != most:
+            yield problem(
+                "steps", f"pipeline stage {stage}", f"its optimizer made {by} steps where other stages made {most}"
+            )
+
+
+def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
+    """The optimizer's learning rates are those that the scheduler set last."""
+    if before is not None and any(True for _ in _other_rates(before)):
+        return  # this run sets its rates by other means
+    for name, rate, scheduled in _other_rates(after):
+        yield problem("scheduler", name, f"the learning rate is {rate:g}, the scheduler set {scheduled:g} last")
+
+
+def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
+    """A scheduler that counted the optimizer's steps counts them still."""
+    counts = [whole_number(tag.values.get("scheduler/last_epoch")) for tag in (before, after)]
+    was, now = counts
+    if was is None or now is None or not before.steps or not after.steps:
+        return
+    if before.step is None or after.step is None or after.step <= before.step:
+        return
+    expected = was + after.step - before.step
+    if abs(was - before.step) <= 1 < before.step and now != expected:
+        yield problem(
+            "scheduler",
+            "scheduler/last_epoch",
+            f"expected {expected}, found {now}: at the tag before it was {was} at the optimizer's step {before.step}, "
+            f"which is at step {after.step} now",
+        )
+    elif abs(now - expected) == 1 < after.step - before.step:
+        yield doubt(
+            "scheduler",
+            "scheduler/last_epoch",
+            f"it grew by {now - was}, the optimizer's steps by {after.step - before.step}; a loss scaler that skips "
+            "steps explains this",
+        )
+
+
+def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
+    """What counted batches, or samples, at a steady rate goes on so; and all ranks' positions moved alike."""
+    if before.step is None or after.step is None or after.step <= before.step:
+        return
+    steps = before.step, after.step
+    if before.step > 1:  # at the first step too much is equal by chance
+        yield from _positions(before.values, after.values, steps, "")
+        for rank in sorted(before.of_ranks.keys() & after.of_ranks.keys()):
+            yield from _positions(before.of_ranks[rank], after.of_ranks[rank], steps, f"rank {rank}: ")
+    yield from _uneven(before, after, after.step - before.step)
+
+
+def _other_rates(tag: Progress) -> Iterator[tuple[str, float, float]]:
+    """Names of learning rates that are not the scheduler's, with both."""
+    number = 0
+    while f"scheduler/_last_lr/{number}" in tag.values:
+        name = f"optim/param_groups/{number}/lr"
+        rate, scheduled = (_real(tag.values.get(one)) for one in (name, f"scheduler/_last_lr/{number}"))
+        both = rate is not None and scheduled is not None
+        if both and abs(rate - scheduled) > _SAME_RATE * max(abs(rate), abs(scheduled)):
+            yield name, rate, scheduled
+        number += 1
+
+
+def _real(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _positions(
+    before: Mapping[str, Any], after: Mapping[str, Any], steps: tuple[int, int], where: str
+) -> Iterator[Finding]:
+    for name in before:
+        was, now = whole_number(before[name]), whole_number(after.get(name))
+        if not is_position(name) or was is None or now is None or was <= 0 or was % steps[0]:
+            continue
+        rate = was // steps[0]
+        off = now - rate * steps[1]
+        if not off:
+            continue
+        message = (
+            f"{where}expected {rate * steps[1]} at step {steps[1]}, found {now}; it was {was} at step {steps[0]}"
+        )
+        if abs(off) == rate or off == 1:
+            yield problem("position", name, message)
+        elif now == was:
+            yield doubt("position", name, f"{message}: it did not move")
+        elif abs(off) < rate:
+            yield doubt("position", name, f"{message}; a last batch that is smaller explains this")
+
+
+def is_position(name: str) -> bool:
+    """Whether a value's name is that of a place in the data, or of a count of steps."""
+    last = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
+    words = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()))
+    return bool(words & _POSITION) and not words & _NO_POSITION
+
+
+def _uneven(before: Progress, after: Progress, steps: int) -> Iterator[Finding]:
+    """Positions that moved by the same for each step on most ranks, and by no whole number for each on others."""
+    moved: dict[str, dict[int, int]] = {}
+    for rank in sorted(before.of_ranks.keys() & after.of_ranks.keys()):
+        for name, value in before.of_ranks[rank].items():
+            was, now = whole_number(value), whole_number(after.of_ranks[rank].get(name))
+            if was is not None and now is not None and is_position(name):
+                moved.setdefault(name, {})[rank] = now - was
+    for name, by_rank in moved.items():
+        steady = Counter(by for by in by_rank.values() if by > 0 and by % steps == 0)
+        others = [rank for rank, by in by_rank.items() if by % steps]
+        if others and steady and 2 * steady.total() >= len(by_rank) and len(steady) == 1:
+            text = first_of([f"rank {rank} by {by_rank[rank]}" for rank in others])
+            yield problem("position", name, f"on most ranks it moved by {next(iter(steady))}, on {text}")

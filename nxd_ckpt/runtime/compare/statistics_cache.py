@@ -1,0 +1,69 @@
+"""Statistics of a tag, kept beside it in ``.nxd_ckpt/statistics``: reading all of a tag again takes minutes.
+
+What is kept counts for one save only, whose word (:class:`~nxd_ckpt.runtime.tag.identity.Identity`) it holds. It is
+never needed: a directory that takes no file has none, and one that is damaged is made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import astuple
+from math import isfinite, isnan, nan
+from typing import Any
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.compare.summary import TensorStatistics
+from nxd_ckpt.runtime.paths import STATISTICS, statistics_file
+from nxd_ckpt.runtime.tag.opening import OpenTag
+
+logger = logging.getLogger("nxd_ckpt")
+
+_VERSION = 1
+_COUNTS = 4
+"""The first fields of the statistics: counts. The others are measures."""
+
+
+def read_statistics(opened: OpenTag) -> dict[str, TensorStatistics] | None:
+    """What is kept of this very save, by the tensors' names; None where nothing is, or nothing of use."""
+    if not opened.tag:
+        return None
+    try:
+        fields = json.loads(opened.storage.read(statistics_file(opened.tag)))
+        if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
+            return None
+        return {str(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
+    except (OSError, CheckpointError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.debug("statistics of %s are not used: %s", opened.where, error)
+        return None
+
+
+def write_statistics(opened: OpenTag, found: Mapping[str, TensorStatistics]) -> None:
+    """Keep them, and drop those of tags that are no more. Where nothing can be written, nothing is kept."""
+    storage = opened.storage
+    try:
+        storage.write(statistics_file(opened.tag), statistics_text(opened.save, found).encode())
+        tags = {statistics_file(info.tag) for info in list_tags(storage)}
+        for entry in storage.list(STATISTICS):
+            if f"{STATISTICS}/{entry.name}" not in tags:
+                storage.remove(f"{STATISTICS}/{entry.name}")
+    except (OSError, CheckpointError) as error:  # read-only, an archive, http, a name that is too long
+        logger.debug("statistics of %s are not kept: %s", opened.where, error)
+
+
+def statistics_text(save: str | None, found: Mapping[str, TensorStatistics]) -> str:
+    """The JSON of what is kept of that save."""
+    tensors = {name: [None if isnan(number) else number for number in astuple(one)] for name, one in found.items()}
+    fields = {"format_version": _VERSION, "kind": "statistics", "save": save, "tensors": tensors}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _statistics(numbers: Any) -> TensorStatistics:
+    """Raises ValueError or TypeError for what no statistics are."""
+    counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
+    if any(type(count) is not int or count < 0 for count in counts) or not all(map(isfinite, measures[1:])):
+        raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+    return TensorStatistics(*counts, *measures)

@@ -1,0 +1,91 @@
+"""Every tensor of a tag in a few numbers: norm, mean, largest value, zeros, NaN and infinite ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.errors import IncompatibleState, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
+from nxd_ckpt.runtime.compare.statistics_cache import read_statistics, write_statistics
+from nxd_ckpt.runtime.compare.summary import Summary, TensorStatistics
+from nxd_ckpt.runtime.progress import Counter, watched
+from nxd_ckpt.runtime.views.whole_tag import WholeTag
+
+__all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of the tensors of a tag.
+
+    Attributes:
+        tensors: by name, as :attr:`Checkpoint.metadata` has them, in its order.
+        problems: why a tensor has none, by name.
+        cached: whether they were kept beside the tag, and no tensor was read.
+    """
+
+    tensors: Mapping[str, TensorStatistics]
+    problems: Mapping[str, str]
+    cached: bool
+
+
+@as_checkpoint_errors()
+def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
+    """Read a tag once, in 64 MiB of memory, and count. Its digests are verified.
+
+    A tensor of which it is not known how ranks cut it is counted as the ranks hold it, one after the other.
+
+    Args:
+        checkpoint: opened by :func:`open_checkpoint`.
+        cache: use what an earlier call kept in ``.nxd_ckpt/statistics`` beside the tag, and keep what is found there,
+            where that can be written.
+        progress: show a bar on a terminal.
+
+    Raises:
+        CorruptCheckpoint: bytes of the tag are not those that were written.
+        TagReplaced: it was removed, or saved again, since it was opened.
+    """
+    opened = checkpoint.opened
+    with opened.kept():
+        kept = read_statistics(opened) if cache else None
+        if kept is not None and kept.keys() <= checkpoint.whole.tensors.keys():
+            return Statistics(MappingProxyType(kept), {}, cached=True)
+        found = _count(checkpoint.whole, progress)
+        opened.require_kept()
+    if cache and opened.tag and not found.problems:
+        write_statistics(opened, found.tensors)
+    return found
+
+
+def _count(whole: WholeTag, progress: bool) -> Statistics:
+    summaries: dict[str, Summary] = {}
+    problems: dict[str, str] = {}
+    tensors = list[Matched[Summary]]()
+    for name in whole.tensors:
+        try:
+            leaves = list(_leaves(whole, name))
+        except (IncompatibleState, PartNotFound) as error:
+            problems[name] = str(error)
+            continue
+        summaries[name] = Summary()
+        tensors += [Matched(summaries[name], name, ((0, leaf),)) for leaf in leaves]
+    total = sum(one.itemsize * leaf.numel for one in tensors for _, leaf in one.leaves)
+    done = Counter()
+    with watched("statistics", total, lambda: done.nbytes, progress):
+        for window in SideBySide(whole.opened).windows(tensors):
+            for summary, (values,) in window:
+                summary.add(values)
+                done.add(values.nbytes)
+    found = {name: summary.statistics for name, summary in summaries.items()}
+    return Statistics(MappingProxyType(found), MappingProxyType(problems), cached=False)
+
+
+def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
+    """The tensor; where its cut is not known, what each rank held that holds another part of it."""
+    try:
+        yield whole.leaf(name)
+    except (IncompatibleState, PartNotFound):
+        yield from dict.fromkeys(whole.leaves_by_rank(name))

@@ -1,0 +1,62 @@
+"""``nxd-ckpt doctor``: which tags it takes, what it says, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import save_checkpoint
+from nxd_ckpt.cli.main import main
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tags of a run, the last of which has a NaN and the loader's position of the one before."""
+    directory = tmp_path_factory.mktemp("run")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for step in range(1, 4):
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                model.bias[0] = float("nan")
+        save_checkpoint(directory, f"step_{step}", model, optimizer, user_content={"step": min(step, 2)})
+    return directory
+
+
+def test_a_directory_is_examined_with_the_tag_before(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its latest tag, after the one before; problems are printed, and the exit code is 1."""
+    assert 1 == main(["doctor", str(run)])
+    out = capsys.readouterr().out
+    assert "problem: model/bias: 1 NaN and 0 infinite of 4 elements" in out
+    assert "problem: user_content/step: expected 3 at step 3, found 2" in out
+    assert f"step 3; examined after {run}/step_2 (step 2)" in out
+
+
+def test_tags_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One, and the one before it or another; all is well with these."""
+    assert 0 == main(["doctor", str(run / "step_2"), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (True, f"{run}/step_2", f"{run}/step_1", []) == tuple(
+        document[key] for key in ("ok", "tag", "before", "findings")
+    )
+    assert 0 == main(["doctor", str(run / "step_2"), "--alone", "--quiet"])
+    assert "" == capsys.readouterr().out
+    assert 1 == main(["doctor", str(run / "step_1"), str(run / "step_2")])
+    assert "was at step 2 and is at step 1" in capsys.readouterr().out
+
+
+def test_damage_is_a_problem(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not an error of the command."""
+    file = run / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert 1 == main(["doctor", str(run / "step_1"), "--json"])
+    [finding] = json.loads(capsys.readouterr().out)["findings"]
+    assert ("files", "problem") == (finding["kind"], finding["severity"])

@@ -1,0 +1,78 @@
+"""A tag in numbers: right, of every dtype, in windows, and kept beside the tag for this save only."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nxd_ckpt import checkpoint_statistics, open_checkpoint, save_checkpoint
+from nxd_ckpt.runtime.compare import side_by_side
+from tests.elastic.ranks import save_job
+from tests.elastic.transformer import layout_of, weights_of
+from tests.golden.checkpoints import CONFIGURATIONS, saved
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def test_numbers_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that are cut into windows, with NaN and infinities, and of whole numbers."""
+    monkeypatch.setattr(side_by_side, "_MEMORY", 4096)
+    drawn = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    bad = drawn.clone()
+    bad[:5], bad[5:8], bad[8:20] = float("nan"), -float("inf"), 0.0
+    model = {"good": drawn, "bad": bad, "half": drawn.bfloat16(), "count": torch.tensor([0, -7]), "none": torch.ones(0)}
+    save_checkpoint(tmp_path, "t", model)
+
+    found = checkpoint_statistics(open_checkpoint(tmp_path)).tensors
+
+    for name, tensor in model.items():
+        values = tensor.double().numpy()
+        finite, told = values[np.isfinite(values)], found[f"model/{name}"]
+        assert (values.size, np.isnan(values).sum(), np.isinf(values).sum()) == (told.numel, told.nans, told.infs)
+        assert ((values == 0).sum(), np.abs(finite).max(initial=0)) == (told.zeros, told.absmax)
+        assert told.norm == pytest.approx(np.linalg.norm(finite))
+        assert math.isnan(told.mean) if not finite.size else told.mean == pytest.approx(finite.mean(), abs=1e-7)
+
+
+def test_they_are_kept_for_one_save(tmp_path: Path) -> None:
+    """A second look reads no tensor; another save under the same name is counted anew; those of lost tags go."""
+    save_checkpoint(tmp_path, "t", {"w": torch.tensor([3.0, 4.0])})
+    first = checkpoint_statistics(open_checkpoint(tmp_path))
+    again = checkpoint_statistics(open_checkpoint(tmp_path))
+    assert (False, True, first.tensors) == (first.cached, again.cached, again.tensors)
+    held = ["checkpoint", "done", "index", "manifest.json", "model"]
+    assert held == sorted(path.name for path in (tmp_path / "t").iterdir())
+
+    save_checkpoint(tmp_path, "t", {"w": torch.tensor([5.0, 12.0])})
+    anew = checkpoint_statistics(open_checkpoint(tmp_path))
+    assert (False, 13.0) == (anew.cached, anew.tensors["model/w"].norm)
+
+    save_checkpoint(tmp_path, "u", {"w": torch.ones(1)}, num_kept_ckpts=1)
+    checkpoint_statistics(open_checkpoint(tmp_path))
+    assert ["u.json"] == [path.name for path in (tmp_path / ".nxd_ckpt" / "statistics").iterdir()]
+
+    (tmp_path / ".nxd_ckpt" / "statistics" / "u.json").write_text('{"format_version": 1, "kind": []}')
+    assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached
+
+
+def test_sizes_do_not_matter(tmp_path: Path) -> None:
+    """Of a job with tp=2 and ZeRO-1 every tensor is counted as a whole, with no padding."""
+    weights = weights_of()
+    save_job(tmp_path, weights, layout_of("dp2tp2", weights))
+    checkpoint = open_checkpoint(tmp_path)
+    found = checkpoint_statistics(checkpoint)
+    assert {} == found.problems
+    assert {name: math.prod(told.shape or ()) for name, told in checkpoint.metadata.items()} == {
+        name: one.numel for name, one in found.tensors.items()
+    }
+
+
+def test_tags_of_nxd_are_counted(golden: Path) -> None:
+    """As its ranks hold their tensors, since it does not say how they are cut."""
+    found = checkpoint_statistics(open_checkpoint(saved(golden, CONFIGURATIONS[0]).directory), cache=False)
+    assert {} == found.problems
+    assert all(one.norm > 0 for name, one in found.tensors.items() if name.startswith("model/"))
