@@ -51,7 +51,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
     opened = checkpoint.opened
     with opened.kept():
         kept = read_statistics(opened) if cache else None
-        if kept is not None and kept.keys() <= checkpoint.whole.tensors.keys():
+        if kept is not None:
             return Statistics(MappingProxyType(kept), {}, cached=True)
         found = _count(checkpoint.whole, progress)
         opened.require_kept()

@@ -162,10 +162,13 @@ def _other_rates(tag: Progress) -> Iterator[tuple[str, float, float]]:
     while f"scheduler/_last_lr/{number}" in tag.values:
         name = f"optim/param_groups/{number}/lr"
         rate, scheduled = (_real(tag.values.get(one)) for one in (name, f"scheduler/_last_lr/{number}"))
-        both = rate is not None and scheduled is not None
-        if both and abs(rate - scheduled) > _SAME_RATE * max(abs(rate), abs(scheduled)):
+        if rate is not None and scheduled is not None and not _equal(rate, scheduled):
             yield name, rate, scheduled
         number += 1
+
+
+def _equal(one: float, other: float) -> bool:
+    return abs(one - other) <= _SAME_RATE * max(abs(one), abs(other))
 
 
 def _real(value: Any) -> float | None:
