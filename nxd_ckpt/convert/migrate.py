@@ -86,7 +86,9 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     """
     chosen = MigrateOptions(**options)
     chosen.validate()
-    origin = find_origin(src, chosen.storage_options, names=not chosen.model_only and chosen.saved_param_names is None)
+    whole = not chosen.model_only
+    unnamed = whole and chosen.saved_param_names is None
+    origin = find_origin(src, chosen.storage_options, optimizer=whole, names=unnamed)
     with origin.opened.kept():
         terms = _terms(origin, chosen)
         seen = HuggingFaceTag(origin.opened, terms)

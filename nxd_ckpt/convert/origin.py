@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.convert.locations import Location, locate_input
-from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core import document
 from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_metadata
 from nxd_ckpt.core.topology import Coordinates
@@ -54,8 +54,9 @@ class Origin:
     left_out: tuple[str, ...] = ()
 
 
-def find_origin(path: StrPath, options: StorageOptions | None, *, names: bool) -> Origin:
-    """The checkpoint at ``path``. With ``names``, the optimizer's parameter names are found out where it has none.
+def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: bool, names: bool) -> Origin:
+    """The checkpoint at ``path``. With ``optimizer``, the ranks' files of that are compared; with ``names``, its
+    parameters' names are found out where it has none.
 
     Raises:
         CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or one of several.
@@ -73,6 +74,8 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, names: bool) -
         place = Location(join(place.directory, place.name), found.tag.rpartition("/")[2], options)
     opened = open_complete_tag(storage, place.name) if found.writer is Writer.NXD_LEGACY else open_source(place)
     with opened.kept():
+        if optimizer and found.writer is not Writer.NXD_LEGACY:
+            refuse_mixed_ranks(opened, 0, 1)
         return describe(Origin(found.writer, place, opened), storage, found, names)
 
 

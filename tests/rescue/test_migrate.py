@@ -172,6 +172,30 @@ def test_the_command_says_what_it_found(
     assert "optimum-neuron, step 3, read by mapping optimum-neuron" in capsys.readouterr().out
 
 
+def test_a_checkpoint_from_before_tags_continues(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """NxD 0.3's directories of ranks, each with a script's dict: all of it is carried."""
+    run = runs["q k v apart"]
+    tag = write_nxd(tmp_path / "nxd" / "step_3", run, zero1=False)
+    old, names = tmp_path / "old", []
+    for stage in (0, 1):
+        for rank in (0, 1):
+            file = f"dp_rank_00_tp_rank_0{rank}_pp_rank_0{stage}.pt"
+            payload = {
+                part: torch.load(tag / folder / file) for part, folder in (("model", "model"), ("optimizer", "optim"))
+            }
+            place = old / "last" / f"tp_rank_0{rank}_pp_rank_0{stage}"
+            place.mkdir(parents=True)
+            torch.save({**payload, "scheduler": run.scheduler, "epoch": 7}, place / "checkpoint.pt")
+        names.append([[name for name in payload["model"] if ("norm" in name) == norm] for norm in (False, True)])
+    done = migrated(old / "last", tmp_path / "run" / "step_3", run, to="tag", saved_param_names=names)
+    assert ("neuronx-distributed 0.1 to 0.5", STEPS) == (done.writer, done.step)
+    model = model_of(run.job, seed=5)
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    assert 7 == load_checkpoint(tmp_path / "run", "step_3", model, optimizer, scheduler)["epoch"]
+    assert run.next_losses == train(model, optimizer, scheduler, range(STEPS, STEPS + 2))
+
+
 def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """A plain tag says neither which model it is nor the order of its optimizer: both are asked for."""
     run = runs["q k v apart"]

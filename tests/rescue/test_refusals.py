@@ -131,9 +131,28 @@ def _with_other_groups(place: Path) -> None:
         torch.save(tree, path)
 
 
+def _with_another_step(place: Path) -> None:
+    path = place / "shards" / "optim" / "dp_rank_01_tp_rank_03_pp_rank_01.pt"
+    tree = torch.load(path, weights_only=False)
+    for entries in tree["base_state"].values():
+        entries["step"] += 1
+    torch.save(tree, path)
+
+
+def _as_context_parallel_ranks_leave_it(place: Path) -> None:
+    """Shards over twice as many ranks as there are files."""
+    for path in (place / "shards" / "optim").iterdir():
+        tree = torch.load(path, weights_only=False)
+        for entries in tree["base_state"].values():
+            entries["exp_avg"] = entries["exp_avg"][: -(-len(entries["exp_avg"]) // 2)].clone()
+        torch.save(tree, path)
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
+        (_with_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
+        (_as_context_parallel_ranks_leave_it, MalformedFile, r"exp_avg of parameter 0 has shape .*, a shard of"),
         (_without_rank, PartNotFound, "the files of dp 0 tp 2 pp 1 are not there"),
         (_without_metadata, PartNotFound, r"files of 2 pipeline stages, but metadata .* of stages \[0\]"),
         (_not_metadata, MalformedFile, "mp_metadata_pp_rank_0.json: not the metadata of optimum-neuron"),
