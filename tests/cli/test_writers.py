@@ -31,7 +31,7 @@ WRITERS = {
 }
 """A command line of each."""
 
-LOOKERS = {"list", "inspect", "verify", "diff", "doctor"}
+LOOKERS = {"list", "inspect", "verify", "diff", "doctor", "report"}
 KEEPERS = {"pin", "unpin", "prune"}
 """They say which tags of a directory stay, and have no output."""
 

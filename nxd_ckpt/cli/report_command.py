@@ -1,0 +1,62 @@
+"""``nxd-ckpt report``: a page that shows a checkpoint directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core.units import size
+
+NAME = "report"
+SUMMARY = "a page that shows the checkpoints in a directory"
+DESCRIPTION = (
+    "Write one HTML file that shows a directory of checkpoints, or a tag: problems first, sizes and durations of the "
+    "saves, who wrote what, bytes by module, and the health of the tensors: norms over tags, means, NaN, zeros. It "
+    "needs no network, and runs no script. The numbers are kept beside the tags, so that the next report reads new "
+    "tags only. Of a directory of Hugging Face's it shows the tensors' sizes."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (needed without --json)")
+    parser.add_argument(
+        "--count",
+        metavar="N",
+        type=int,
+        default=2,
+        help="read the tensors of the N latest tags, of which nothing is kept yet (default: 2)",
+    )
+    parser.add_argument("--doctor", action="store_true", help="examine the latest tag after the one before, and say so")
+    add_storage_option(parser)
+    text.add_quiet(parser)
+    text.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.cli.report_document import report_document
+    from nxd_ckpt.cli.report_page import page_of
+    from nxd_ckpt.runtime.tag.identity import of_latest
+
+    if args.output is None and not args.json:
+        raise argparse.ArgumentTypeError("say where the page belongs: -o report.html; or --json for the numbers")
+    if args.count < 0:
+        raise argparse.ArgumentTypeError(f"--count must be 0 or more, found {args.count}")
+
+    document = of_latest(
+        True,
+        lambda: report_document(
+            args.directory, args.storage_options, count=args.count, doctor=args.doctor, progress=not args.quiet
+        ),
+    )
+    lines = []
+    if args.output is not None:
+        page = page_of(document)
+        nbytes = Path(args.output).write_text(page, encoding="utf-8")
+        problems = text.count(len(document["problems"]) + len(document["findings"]), "problem")
+        lines = [f"{args.output}: {text.count(len(document['tags']), 'tag')}, {problems}; {size(nbytes)}"]
+    if args.json or not args.quiet:
+        text.show(document, lines, as_json=args.json)
+    return 0

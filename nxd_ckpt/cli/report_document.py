@@ -1,0 +1,218 @@
+"""Everything that ``nxd-ckpt report`` shows of a directory, as a JSON document."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+from nxd_ckpt.cli.tags import directory_document, locate
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.doctor import examine_checkpoint
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
+from nxd_ckpt.formats.tensors import TensorStub, itemsize
+from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
+from nxd_ckpt.runtime.compare.summary import TensorStatistics
+from nxd_ckpt.statistics import checkpoint_statistics
+from nxd_ckpt.storage.urls import open_storage
+
+_RANKS = 1024
+"""Ranks at most whose bytes are told: an index is read for each."""
+_SAVES = 3
+"""In how many saves, at least, what is always so is said to be."""
+
+Statistics = Mapping[str, TensorStatistics]
+
+
+def report_document(
+    path: str, options: Mapping[str, Any] | None, *, count: int, doctor: bool, progress: bool
+) -> dict[str, Any]:
+    """The tags of a directory, the latest one in detail, and the health of their tensors.
+
+    Tensors are read of the ``count`` latest tags at most; of the others what is kept beside them is shown. With
+    ``doctor`` the latest tag is examined after the one before it.
+
+    Raises:
+        CheckpointNotFound: there is nothing of which a report could be made.
+    """
+    hugging_face = _hugging_face(path, options)
+    if hugging_face is not None:
+        return hugging_face
+    directory, only = locate(path, None, options)
+    listing = directory_document(directory, options)
+    tags = [tag for tag in listing["tags"] if only in (None, tag["tag"])]
+    document: dict[str, Any] = {"directory": listing["directory"], "kind": "tags", "tags": tags, "problems": []}
+    opened = _opened(directory, tags, options)
+    if not opened:
+        raise CheckpointNotFound(f"{listing['directory']}: no complete checkpoint to report on")
+    statistics = _statistics(opened, count, document["problems"], progress)
+    newest = next(reversed(opened.values()))
+    for tag in tags:
+        manifest = opened[tag["tag"]].manifest if tag["tag"] in opened else None
+        tag["timings"] = {} if manifest is None else dict(manifest.timings)
+    document["ranks"] = _ranks(newest)
+    document["modules"] = _modules({name: told.nbytes for name, told in newest.metadata.items()})
+    document["health"] = _health(statistics)
+    document["findings"] = _examined(list(opened.values())[-2:], progress) if doctor else []
+    document["problems"] += [*_of_listing(tags), *_of_values(statistics), *_unchanged(statistics)]
+    return document
+
+
+def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Of a directory of Hugging Face's: which tensors it holds. None for anything else."""
+    storage = open_storage(path, storage_options=options)
+    if not any(entry.name.endswith(".safetensors") for entry in storage.list()):
+        return None
+    found = HuggingFaceDirectory(storage, "")
+    sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}
+    document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "modules": _modules(sizes)}
+    return document | {"tags": [], "ranks": [], "health": {"tags": [], "tensors": []}, "findings": [], "problems": []}
+
+
+def _nbytes(stub: TensorStub) -> int:
+    return math.prod(stub.shape) * itemsize(stub.dtype)
+
+
+def _opened(directory: str, tags: list[dict[str, Any]], options: Mapping[str, Any] | None) -> dict[str, Checkpoint]:
+    """The complete tags, oldest first; what keeps one from being opened stands in its ``problems`` already."""
+    found = {}
+    for tag in tags:
+        if tag["complete"] and not tag["problems"]:
+            try:
+                found[tag["tag"]] = open_checkpoint(directory, tag["tag"] or None, storage_options=options)
+            except CheckpointError as error:
+                tag["problems"].append(str(error))
+    return found
+
+
+def _statistics(
+    opened: Mapping[str, Checkpoint], count: int, problems: list[dict[str, Any]], progress: bool
+) -> dict[str, Statistics]:
+    found: dict[str, Statistics] = {}
+    latest = list(opened)[max(0, len(opened) - count) :]
+    for tag, checkpoint in opened.items():
+        try:
+            kept = read_statistics(checkpoint.opened)
+            if kept is None and tag in latest:
+                kept = dict(checkpoint_statistics(checkpoint, progress=progress).tensors)
+        except CheckpointError as error:
+            problems.append(_problem(tag, str(error)))
+            continue
+        if kept is not None:
+            found[tag] = kept
+    return found
+
+
+def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
+    """Who wrote how much of the latest tag."""
+    if tag.manifest is None or tag.topology.world_size > _RANKS:
+        return []
+    found = []
+    for rank in range(tag.topology.world_size):
+        at = tag.topology.coordinates_of(rank)
+        files = tag.opened.index(at).files
+        found.append(
+            {
+                "rank": rank,
+                "pp": at.pp_rank,
+                "dp": at.dp_rank,
+                "tp": at.tp_rank,
+                "files": len(files),
+                "nbytes": sum(entry.nbytes for entry in files.values()),
+            }
+        )
+    return found
+
+
+def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:
+    """Bytes of whole tensors by module, the first parts of a name, and by part: weights, master weights, the rest."""
+    found: dict[str, dict[str, int]] = {}
+    for name, nbytes in sizes.items():
+        kind, _, rest = name.partition("/")
+        part = "weights" if kind == "model" else "master weights" if name.endswith("/master_weights") else "moments"
+        module = _module(rest if kind == "model" else rest.rpartition("/")[0])
+        parts = found.setdefault(module, {"weights": 0, "master weights": 0, "moments": 0})
+        parts[part] += nbytes or 0
+    largest = sorted(found.items(), key=lambda item: -sum(item[1].values()))
+    return [{"module": module, **parts} for module, parts in largest]
+
+
+def _module(name: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp.up.weight``: up to the first number, else all but the last part."""
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match[1] if match else name.rpartition(".")[0] or name
+
+
+def _health(statistics: Mapping[str, Statistics]) -> dict[str, Any]:
+    """Each tensor of the latest tag that was counted, with its norms in the others."""
+    tags = list(statistics)
+    newest = statistics[tags[-1]] if tags else {}
+    before = statistics[tags[-2]] if len(tags) > 1 else {}
+    rows = []
+    for name, now in newest.items():
+        was = before.get(name)
+        change = None if was is None or not was.norm else (now.norm - was.norm) / was.norm
+        norms = [statistics[tag][name].norm if name in statistics[tag] else None for tag in tags]
+        rows.append(
+            {
+                "name": name,
+                "numbers": now.numel,
+                "norm": now.norm,
+                "mean": None if math.isnan(now.mean) else now.mean,
+                "absmax": now.absmax,
+                "nans": now.nans,
+                "infs": now.infs,
+                "zeros": now.zero_share,
+                "change": change,
+                "norms": norms,
+            }
+        )
+    rows.sort(key=lambda row: not (row["nans"] or row["infs"]))
+    return {"tags": tags, "tensors": rows}
+
+
+def _examined(tags: list[Checkpoint], progress: bool) -> list[dict[str, str]]:
+    before = tags[0] if len(tags) > 1 else None
+    found = examine_checkpoint(tags[-1], before, progress=progress)
+    return [
+        {"severity": one.severity, "kind": one.kind, "what": one.what, "message": one.message}
+        for one in found.findings
+    ]
+
+
+def _problem(where: str, what: str) -> dict[str, Any]:
+    return {"where": where, "what": what}
+
+
+def _of_listing(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = [_problem(tag["tag"], problem) for tag in tags for problem in tag["problems"]]
+    return found + [_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"]]
+
+
+def _of_values(statistics: Mapping[str, Statistics]) -> list[dict[str, Any]]:
+    """NaN, infinities, and weights that are all zero."""
+    found = []
+    for tag, tensors in statistics.items():
+        bad = [f"{name} ({one.nans} NaN, {one.infs} infinite)" for name, one in tensors.items() if one.nans + one.infs]
+        if bad:
+            found.append(_problem(tag, f"not finite: {first_of(bad)}"))
+    if statistics:
+        tag, tensors = list(statistics.items())[-1]
+        dead = [name for name, one in tensors.items() if name.endswith(".weight") and one.zeros == one.numel > 1]
+        found += [_problem(tag, f"{name} is all zero") for name in dead if name.startswith("model/")]
+    return found
+
+
+def _unchanged(statistics: Mapping[str, Statistics]) -> list[dict[str, Any]]:
+    """Weights with the same numbers in all tags, where others changed."""
+    if len(statistics) < _SAVES:
+        return []
+    first, *others = statistics.values()
+    weights = {name for name in first if name.startswith("model/") and all(name in other for other in others)}
+    still = sorted(name for name in weights if all(first[name] == other[name] for other in others))
+    if not still or len(still) == len(weights):
+        return []
+    return [_problem("all tags", f"weights that never changed (frozen?): {first_of(still)}")]

@@ -1,0 +1,92 @@
+"""``nxd-ckpt report``: problems first, all that manifests and tensors tell, and nothing that a name could do."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import save_checkpoint
+from nxd_ckpt.cli.main import main
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+EVIL = "<script>alert(1)</script><img src=x onerror='a'>\"\u202e&"
+
+
+class Elements(HTMLParser):
+    """The names of all elements of a page, and of their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found |= {tag, *(f"{name}=" for name, _ in attrs)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tags with a frozen weight, and a NaN in the last."""
+    directory = tmp_path_factory.mktemp("run")
+    for step in range(3):
+        model = {"layers.0.weight": torch.full((4, 4), 1.0 + step), "layers.0.frozen": torch.ones(3)}
+        if step == 2:
+            model["layers.0.weight"][0, 0] = float("nan")
+        save_checkpoint(directory, f"step_{step}", model)
+    return directory
+
+
+def test_problems_come_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The NaN and the frozen weight, above the tags; a second report reads nothing that is kept."""
+    assert 0 == main(["report", str(run), "-o", str(tmp_path / "page.html"), "--count", "3", "--doctor"])
+    page = (tmp_path / "page.html").read_text()
+    assert "3 tags, " in capsys.readouterr().out
+    problems, _, rest = page.partition("<h2>Tags</h2>")
+    assert "1 NaN and 0 infinite of 16 elements" in problems
+    assert "never changed (frozen?): model/layers.0.frozen" in problems
+    assert "step_1" in rest
+    assert {path.name for path in (run / ".nxd_ckpt" / "statistics").iterdir()} == {f"step_{n}.json" for n in range(3)}
+
+
+def test_the_numbers_are_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With sizes, times, ranks, modules and health."""
+    assert 0 == main(["report", str(run), "--json", "--count", "3"])
+    document = json.loads(capsys.readouterr().out)
+    assert ["step_0", "step_1", "step_2"] == [tag["tag"] for tag in document["tags"]]
+    assert all(tag["timings"]["write_seconds"] >= 0 for tag in document["tags"])
+    assert [("layers.0", 4 * 19)] == [(row["module"], row["weights"]) for row in document["modules"]]
+    assert [0] == [rank["rank"] for rank in document["ranks"]]
+    first = document["health"]["tensors"][0]
+    assert ("model/layers.0.weight", 1, 4.0) == (first["name"], first["nans"], first["norms"][0])
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    """A tensor's name that is markup adds no element and no attribute to the page, and nothing is fetched."""
+    save_checkpoint(tmp_path / "plain", "tag", {"w.weight": torch.zeros(2)})
+    save_checkpoint(tmp_path / "evil", "<img src=x onerror=alert(1)>", {f"{EVIL}.weight": torch.zeros(2)})
+    pages = []
+    for name in ("plain", "evil"):
+        assert 0 == main(["report", str(tmp_path / name), "-o", str(tmp_path / f"{name}.html"), "--quiet"])
+        pages.append((tmp_path / f"{name}.html").read_text())
+    found = [Elements(), Elements()]
+    for elements, page in zip(found, pages, strict=True):
+        elements.feed(page)
+    assert found[0].found == found[1].found
+    assert not {"script", "img", "link", "iframe", "src=", "href=", "onerror="} & found[1].found
+    assert "\u202e" not in pages[1]
+    assert not re.search("https?:|url\\(", pages[1])
+
+
+def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:
+    """As far as its files tell: bytes by module."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "hf").mkdir()
+    save_file({"model.layers.0.up.weight": torch.ones(8, 8)}, tmp_path / "hf" / "model.safetensors")
+    assert 0 == main(["report", str(tmp_path / "hf"), "-o", str(tmp_path / "page.html"), "--quiet"])
+    assert "model.layers.0" in (tmp_path / "page.html").read_text()
