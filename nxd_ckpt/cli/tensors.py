@@ -101,7 +101,7 @@ def _of_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
     if opened.parts.optimizer:
         known = opened.optimizer_names(at)
         for path, leaf in iter_tensors(opened.optimizer_tree(at), (*_LEAVES, Assembly)):
-            for one in (part.stub for part in leaf.parts) if isinstance(leaf, Assembly) else (leaf,):
+            for one in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
                 yield _on_disk(f"optim/{_state_name(path, known)}", one)
 
 

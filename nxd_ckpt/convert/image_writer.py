@@ -125,14 +125,14 @@ def read_run(
 
 def _loses_range(leaf: Assembly) -> bool:
     """Whether the leaf's dtype holds less than that of a part."""
-    cast, saved = torch_dtype(leaf.dtype), {torch_dtype(part.stub.dtype) for part in leaf.parts}
+    cast, saved = torch_dtype(leaf.dtype), {torch_dtype(fragment.stub.dtype) for fragment in leaf.fragments}
     return cast.is_floating_point and any(torch.finfo(cast).max < torch.finfo(dtype).max for dtype in saved)
 
 
 def _refuse_overflow(name: str, leaf: Assembly, tensor: torch.Tensor) -> None:
     """Raise DtypeMismatch where a value of the tensor, which ``leaf`` was cast to, became infinite."""
     if bool(tensor.isinf().any()):
-        saved = " and ".join(sorted({part.stub.dtype for part in leaf.parts}))
+        saved = " and ".join(sorted({fragment.stub.dtype for fragment in leaf.fragments}))
         raise DtypeMismatch(
             f"{name}: cast from {saved} to {str(tensor.dtype).removeprefix('torch.')}, values become infinite; choose "
             "a dtype of more range"

@@ -1,6 +1,6 @@
 """Reading assemblies: only the bytes that are wanted, straight to where they belong, in bounded memory.
 
-A part is read slab by slab. A slab that is one run of bytes on disk and in memory needs no copy; others go through
+A fragment is read slab by slab. A slab that is one run of bytes on disk and in memory needs no copy; others go through
 scratch memory of at most :data:`SLAB` bytes, which also casts. The bytes are verified by the digests of the blocks that
 they lie in (:func:`blocks_of`): reading a slice needs no digest of the whole tensor.
 """
@@ -18,7 +18,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.plan import contiguous_runs
 from nxd_ckpt.formats.tensors import (
     Assembly,
-    Part,
+    Fragment,
     TensorStub,
     allocated,
     byte_view,
@@ -52,62 +52,62 @@ def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
 def fill(leaf: Assembly, out: torch.Tensor, read: ReadRanges) -> None:
     """Put the tensor together in ``out``, a contiguous CPU tensor of its dtype and shape."""
     clear_padding(leaf, out)
-    for part in leaf.parts:
-        if part.source.numel:
-            stored, target = as_stored(part, out)
+    for fragment in leaf.fragments:
+        if fragment.source.numel:
+            stored, target = as_stored(fragment, out)
             for slab in slabs_of(stored):
                 read_part(slab, target, read)
 
 
 def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
-    """Make ``out`` zero if there are elements that no part covers."""
-    if sum(part.target.numel for part in leaf.parts) < leaf.numel:
+    """Make ``out`` zero if there are elements that no fragment covers."""
+    if sum(fragment.target.numel for fragment in leaf.fragments) < leaf.numel:
         out.zero_()
 
 
-def as_stored(part: Part, out: torch.Tensor) -> tuple[Part, torch.Tensor]:
-    """Both with their dimensions in the order in which the part's bytes lie in the file, if there is such an order."""
-    order = None if part.stub.is_contiguous else part.stub.storage_order
-    return (part, out) if order is None else (part.permuted(order), out.permute(order))
+def as_stored(fragment: Fragment, out: torch.Tensor) -> tuple[Fragment, torch.Tensor]:
+    """Both with their dimensions in the order in which the bytes lie in the file, if there is such an order."""
+    order = None if fragment.stub.is_contiguous else fragment.stub.storage_order
+    return (fragment, out) if order is None else (fragment.permuted(order), out.permute(order))
 
 
-def blocks_of(part: Part) -> Iterator[int]:
-    """The digest blocks that the part's bytes lie in, numbered within the record of its stub, ascending."""
-    stub, size = part.stub, itemsize(part.stub.dtype)
+def blocks_of(fragment: Fragment) -> Iterator[int]:
+    """The digest blocks that the fragment's bytes lie in, numbered within the record of its stub, ascending."""
+    stub, size = fragment.stub, itemsize(fragment.stub.dtype)
     if not stub.is_contiguous:
         order = stub.storage_order
         whole = range(-(-stub.storage.nbytes // CRC_BLOCK))
-        yield from whole if order is None else blocks_of(part.permuted(order))
+        yield from whole if order is None else blocks_of(fragment.permuted(order))
         return
     begin = stub.offset - stub.storage.offset
     following = 0
-    for start, length in contiguous_runs(part.source, stub.shape):
+    for start, length in contiguous_runs(fragment.source, stub.shape):
         first = (begin + start * size) // CRC_BLOCK
         last = (begin + (start + length) * size - 1) // CRC_BLOCK
         yield from range(max(first, following), last + 1)
         following = max(following, last + 1)
 
 
-def direct_run(part: Part, out: torch.Tensor) -> DirectRun | None:
-    """Where the part's bytes begin in the file, and the memory of ``out`` that takes them as they are.
+def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
+    """Where the fragment's bytes begin in the file, and the memory of ``out`` that takes them as they are.
 
     None where they are not one run on both sides, or of another dtype.
     """
-    stub = part.stub
-    target = _view(out, part.target)
+    stub = fragment.stub
+    target = _view(out, fragment.target)
     if not stub.is_contiguous or not target.is_contiguous() or target.dtype != torch_dtype(stub.dtype):
         return None
-    runs = list(islice(contiguous_runs(part.source, stub.shape), 2))
+    runs = list(islice(contiguous_runs(fragment.source, stub.shape), 2))
     return (stub.offset + runs[0][0] * itemsize(stub.dtype), byte_view(target)) if len(runs) == 1 else None
 
 
-def slabs_of(part: Part) -> Iterator[Part]:
-    """The part, :func:`as_stored`, in parts of at most :data:`SLAB` bytes."""
-    if not part.stub.is_contiguous:
-        yield part
+def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
+    """The fragment, :func:`as_stored`, in parts of at most :data:`SLAB` bytes."""
+    if not fragment.stub.is_contiguous:
+        yield fragment
         return
-    for source in cut_box(part.source, max(1, SLAB // itemsize(part.stub.dtype))):
-        yield _narrowed(part, source)
+    for source in cut_box(fragment.source, max(1, SLAB // itemsize(fragment.stub.dtype))):
+        yield _narrowed(fragment, source)
 
 
 def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
@@ -117,27 +117,27 @@ def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
     return max(start, 0), min(stop, stub.numel)
 
 
-def parts_in(part: Part, start: int, stop: int) -> Iterator[Part]:
-    """What the part has of the elements ``start <= index < stop`` of its contiguous stub."""
-    for box in boxes_of_run(start, stop, part.stub.shape):
-        common = box.intersect(part.source)
+def fragments_in(fragment: Fragment, start: int, stop: int) -> Iterator[Fragment]:
+    """What the fragment has of the elements ``start <= index < stop`` of its contiguous stub."""
+    for box in boxes_of_run(start, stop, fragment.stub.shape):
+        common = box.intersect(fragment.source)
         if common is not None:
-            yield _narrowed(part, common)
+            yield _narrowed(fragment, common)
 
 
-def cut_out(part: Part, out: torch.Tensor, block: int, memory: memoryview) -> None:
-    """Copy what the part has of a block, which is in ``memory``, to where it belongs in ``out``."""
-    stub, size = part.stub, itemsize(part.stub.dtype)
+def cut_out(fragment: Fragment, out: torch.Tensor, block: int, memory: memoryview) -> None:
+    """Copy what the fragment has of a block, which is in ``memory``, to where it belongs in ``out``."""
+    stub, size = fragment.stub, itemsize(fragment.stub.dtype)
     start, stop = run_of_block(stub, block)
     begin = stub.offset - stub.storage.offset + start * size - block * CRC_BLOCK
     elements = torch.frombuffer(memory, dtype=torch_dtype(stub.dtype), count=stop - start, offset=begin)
     strides = contiguous_stride(stub.shape)
-    for piece in parts_in(part, start, stop):
+    for piece in fragments_in(fragment, start, stop):
         first = sum(offset * stride for offset, stride in zip(piece.source.offset, strides, strict=True)) - start
         _view(out, piece.target).copy_(elements.as_strided(piece.source.size, strides, first))
 
 
-def read_part(slab: Part, out: torch.Tensor, read: ReadRanges) -> None:
+def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     """Put one of :func:`slabs_of` where it belongs in ``out``."""
     stub, source, target = slab.stub, slab.source, _view(out, slab.target)
     if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
@@ -177,10 +177,10 @@ def cut_box(box: Box, limit: int) -> Iterator[Box]:
     yield from chain.from_iterable(cut_box(part, limit) for part in parts)
 
 
-def _narrowed(part: Part, source: Box) -> Part:
-    """That box of the part's source, and where it goes."""
-    target = source.shifted(part.source.offset).moved(part.target.offset)
-    return Part(part.stub, source, target)
+def _narrowed(fragment: Fragment, source: Box) -> Fragment:
+    """That box of the fragment's source, and where it goes."""
+    target = source.shifted(fragment.source.offset).moved(fragment.target.offset)
+    return Fragment(fragment.stub, source, target)
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -98,16 +98,20 @@ class TensorStub:
 
 
 @dataclass(frozen=True)
-class Part:
+class Fragment:
     """``source``, a box of the tensor that ``stub`` stands for, is ``target``, one of the tensor put together."""
 
     stub: TensorStub
     source: Box
     target: Box
 
-    def permuted(self, order: tuple[int, ...]) -> Part:
+    def permuted(self, order: tuple[int, ...]) -> Fragment:
         """The same with the dimensions ``order`` of both tensors."""
-        return Part(self.stub.permuted(order), self.source.permuted(order), self.target.permuted(order))
+        return Fragment(self.stub.permuted(order), self.source.permuted(order), self.target.permuted(order))
+
+    def moved(self, offset: tuple[int, ...]) -> Fragment:
+        """The same, so much further on in the tensor put together."""
+        return Fragment(self.stub, self.source, self.target.moved(offset))
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Assembly:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    fragments: tuple[Fragment, ...]
 
     @staticmethod
     def of(leaf: TensorStub | Assembly) -> Assembly:
@@ -127,7 +131,7 @@ class Assembly:
         if isinstance(leaf, Assembly):
             return leaf
         whole = Box.whole(leaf.shape)
-        return Assembly(leaf.dtype, leaf.shape, (Part(leaf, whole, whole),))
+        return Assembly(leaf.dtype, leaf.shape, (Fragment(leaf, whole, whole),))
 
     @property
     def numel(self) -> int:
@@ -136,29 +140,29 @@ class Assembly:
     def within(self, window: Box) -> Assembly:
         """The part of this tensor inside ``window``, of the window's size."""
         found = []
-        for part in self.parts:
-            common = part.target.intersect(window)
+        for fragment in self.fragments:
+            common = fragment.target.intersect(window)
             if common is not None:
-                source = common.shifted(part.target.offset)
-                offset = tuple(a + b for a, b in zip(source.offset, part.source.offset, strict=True))
-                found.append(Part(part.stub, Box(offset, common.size), common.shifted(window.offset)))
+                source = common.shifted(fragment.target.offset)
+                offset = tuple(a + b for a, b in zip(source.offset, fragment.source.offset, strict=True))
+                found.append(Fragment(fragment.stub, Box(offset, common.size), common.shifted(window.offset)))
         return Assembly(self.dtype, window.size, tuple(found))
 
 
 class DeferredAssembly(Assembly):
     """An assembly whose parts ``find`` looks up when they are asked for: those of a box of the tensor, in the box."""
 
-    _find: Callable[[Box], tuple[Part, ...]]
+    _find: Callable[[Box], tuple[Fragment, ...]]
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], find: Callable[[Box], tuple[Part, ...]]) -> None:
+    def __init__(self, dtype: str, shape: tuple[int, ...], find: Callable[[Box], tuple[Fragment, ...]]) -> None:
         for name, value in (("dtype", dtype), ("shape", shape), ("_find", find)):
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[type[Assembly], tuple[Any, ...]]:
-        return Assembly, (self.dtype, self.shape, self.parts)
+        return Assembly, (self.dtype, self.shape, self.fragments)
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def fragments(self) -> tuple[Fragment, ...]:
         return self._find(Box.whole(self.shape))
 
     def within(self, window: Box) -> Assembly:

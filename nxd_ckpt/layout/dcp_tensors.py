@@ -7,7 +7,7 @@ from typing import Any
 
 from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.torch_dcp import METADATA, Chunk, WholeForm, read_metadata
 
@@ -86,8 +86,8 @@ class DcpTensors:
         stubs = [self._stub(name, form, box, chunk) for box, chunk in zip(boxes, chunks, strict=True)]
         if boxes == [whole]:
             return stubs[0]
-        parts = (Part(stub, Box.whole(box.size), box) for stub, box in zip(stubs, boxes, strict=True))
-        return Assembly(form.dtype, form.shape, tuple(parts))
+        fragments = (Fragment(stub, Box.whole(box.size), box) for stub, box in zip(stubs, boxes, strict=True))
+        return Assembly(form.dtype, form.shape, tuple(fragments))
 
     def _box(self, name: str, form: WholeForm, chunk: Chunk) -> Box:
         offsets = chunk.offsets or (0,) * len(form.shape)

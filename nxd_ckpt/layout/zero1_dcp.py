@@ -24,7 +24,7 @@ from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, map_tensors
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.torch_dcp import Chunk, WholeForm, read_metadata
 
@@ -188,7 +188,7 @@ class Zero1Dcp:
         if has_rows and stub.shape[0] == rows:
             return stub
         whole = Box.whole(stub.shape)
-        return Assembly(stub.dtype, (rows, *stub.shape[1:]), (Part(stub, whole, whole),) if has_rows else ())
+        return Assembly(stub.dtype, (rows, *stub.shape[1:]), (Fragment(stub, whole, whole),) if has_rows else ())
 
     def _rows(self, entry: _ParsedEntry) -> int:
         """The rows of each shard. Raises MalformedFile unless the chunks are as many as there are shards with rows."""

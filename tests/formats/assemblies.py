@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.formats.tensors import (
     Assembly,
-    Part,
+    Fragment,
     StorageSpan,
     TensorStub,
     contiguous_stride,
@@ -68,5 +68,5 @@ def cases(draw: st.DrawFn) -> tuple[Files, Assembly, torch.Tensor, int]:
     expected = torch.zeros(whole, dtype=torch_dtype(dtype))
     for _, source, target, tensor in parts:
         expected[index(target)] = tensor[index(source)].to(expected.dtype)
-    leaf = Assembly(dtype, tuple(whole), tuple(Part(stub, source, target) for stub, source, target, _ in parts))
+    leaf = Assembly(dtype, tuple(whole), tuple(Fragment(stub, source, target) for stub, source, target, _ in parts))
     return files, leaf, expected, needed

@@ -13,7 +13,7 @@ from nxd_ckpt.formats import assembly
 from nxd_ckpt.formats.assembly import blocks_of, read_assembly
 from nxd_ckpt.formats.tensors import (
     Assembly,
-    Part,
+    Fragment,
     StorageSpan,
     TensorStub,
 )
@@ -40,7 +40,7 @@ def test_tensors_are_transposed_on_the_way(
     """Parts of stubs whose dimensions are in another order than in the file: as much is read as without that."""
     files, leaf, expected, needed = case
     order = tuple(data.draw(st.permutations(range(expected.dim()))))
-    parts = tuple(part.permuted(order) for part in leaf.parts)
+    parts = tuple(fragment.permuted(order) for fragment in leaf.fragments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "SLAB", slab)
         found = read_assembly(Assembly(leaf.dtype, tuple(expected.permute(order).shape), parts), files.read)
@@ -66,6 +66,6 @@ def test_blocks_of_a_part_are_those_that_its_bytes_lie_in() -> None:
     stub = TensorStub("file", BEFORE, "float32", (rows, columns), (columns, 1), span)
     some_rows = Box((1023, 0), (3, columns))
     some_columns = Box((0, 5), (rows, 2))
-    assert [0, 1] == list(blocks_of(Part(stub, some_rows, some_rows.shifted((1023, 0)))))
-    assert [0, 1, 2, 3] == list(blocks_of(Part(stub, some_columns, some_columns.shifted((0, 5)))))
-    assert [0, 1] == list(blocks_of(Part(stub, some_rows, some_rows.shifted((1023, 0))).permuted((1, 0))))
+    assert [0, 1] == list(blocks_of(Fragment(stub, some_rows, some_rows.shifted((1023, 0)))))
+    assert [0, 1, 2, 3] == list(blocks_of(Fragment(stub, some_columns, some_columns.shifted((0, 5)))))
+    assert [0, 1] == list(blocks_of(Fragment(stub, some_rows, some_rows.shifted((1023, 0))).permuted((1, 0))))

@@ -44,8 +44,8 @@ def blocks_of_32_bytes() -> Iterator[None]:
 def entries_of(leaf: Assembly, files: Files) -> Entries:
     """What an index says of the files of ``leaf``."""
     found: Entries = {}
-    for part in leaf.parts:
-        stub, span = part.stub, part.stub.storage
+    for fragment in leaf.fragments:
+        stub, span = fragment.stub, fragment.stub.storage
         raw = files.contents[stub.file][span.offset :]
         crcs = tuple(crc32.crc32(raw[at : at + BLOCK]) for at in range(0, len(raw), BLOCK))
         entry = TensorEntry(stub.file, stub.file, span.offset, span.nbytes, stub.dtype, stub.shape, crcs)
@@ -74,7 +74,7 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
 
 def touched(leaf: Assembly) -> list[tuple[str, int]]:
     """The blocks that the leaf's bytes lie in, by file and number."""
-    return [(part.stub.file, block) for part in leaf.parts for block in blocks_of(part)]
+    return [(fragment.stub.file, block) for fragment in leaf.fragments for block in blocks_of(fragment)]
 
 
 @given(cases(), st.data())
@@ -83,7 +83,7 @@ def test_parts_are_verified_in_one_read(case: Case, data: st.DataObject) -> None
     files, leaf, expected, _ = case
     order = tuple(data.draw(st.permutations(range(expected.dim()))))
     expected = expected.permute(order).contiguous()
-    leaf = Assembly(leaf.dtype, tuple(expected.shape), tuple(part.permuted(order) for part in leaf.parts))
+    leaf = Assembly(leaf.dtype, tuple(expected.shape), tuple(fragment.permuted(order) for fragment in leaf.fragments))
     log: list[Operation] = []
     out = torch.full_like(expected, -1.0)
     with blocks_of_32_bytes(), reader_of(files.contents, entries := entries_of(leaf, files), log) as reader:
@@ -145,7 +145,8 @@ def test_what_is_asked_for_together_is_read_once(case: Case, data: st.DataObject
 def test_one_digest_for_a_tensor_is_compared_when_all_of_it_was_read(case: Case, data: st.DataObject) -> None:
     """Without an index: windows are there one by one, every byte is read, and one that changed is found at the end."""
     files, leaf, expected, _ = case
-    leaf = replace(leaf, parts=tuple(replace(part, stub=with_digest(part.stub, files)) for part in leaf.parts))
+    fragments = (replace(fragment, stub=with_digest(fragment.stub, files)) for fragment in leaf.fragments)
+    leaf = replace(leaf, fragments=tuple(fragments))
     changed = dict(files.contents)
     damaged = data.draw(st.sampled_from([None, *sorted(changed)]))
     if damaged is not None:
@@ -173,7 +174,7 @@ def test_damage_is_found_in_every_block_that_is_read(case: Case, data: st.DataOb
     """One changed byte: an error that names the tensor if a part lies in its block, else the right elements."""
     files, leaf, expected, _ = case
     file = data.draw(st.sampled_from(sorted(files.contents)))
-    [span] = {part.stub.storage for part in leaf.parts if part.stub.file == file}
+    [span] = {fragment.stub.storage for fragment in leaf.fragments if fragment.stub.file == file}
     at = data.draw(st.integers(0, span.nbytes - 1))
     changed = bytearray(files.contents[file])
     changed[span.offset + at] ^= 4

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nxd_ckpt import Topology
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import CheckpointError, DigestMismatch
-from nxd_ckpt.formats.tensors import Assembly, Part, StorageSpan, TensorStub
+from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.runtime.tag.reading import Leaf
@@ -88,7 +88,7 @@ def test_what_one_rank_alone_wants_is_its_own() -> None:
     """Also where it is equal to what all want, as a shard can be to the weight that it is the master of."""
     ((_, stub),) = leaves_of([8])
     assert isinstance(stub, TensorStub)
-    model, shard = (Assembly("uint8", (8,), (Part(stub, Box.whole((8,)), Box.whole((8,))),)) for _ in range(2))
+    model, shard = (Assembly("uint8", (8,), (Fragment(stub, Box.whole((8,)), Box.whole((8,))),)) for _ in range(2))
     for shares in shares_of(Topology(dp=2), [("model/w", model)]):
         assert 0 == shares.owner(model)
         assert None is shares.owner(shard)

@@ -201,13 +201,13 @@ def _shards(parameter: str, held: Mapping[Place, list[Leaf]]) -> Iterator[Shard]
         whole = Box.whole(shape)
         if not whole.numel:
             continue
-        parts = max((Assembly.of(leaf).parts for leaf in leaves.values()), key=len)
-        if sum(part.target.numel for part in parts) < whole.numel:
+        fragments = max((Assembly.of(leaf).fragments for leaf in leaves.values()), key=len)
+        if sum(fragment.target.numel for fragment in fragments) < whole.numel:
             yield Shard(parameter, whole, "", leaves)
             continue
-        for part in parts:
-            inside = {place: _within(leaf, part.target) for place, leaf in leaves.items()}
-            yield Shard(parameter, part.target, part.stub.file, inside)
+        for fragment in fragments:
+            inside = {place: _within(leaf, fragment.target) for place, leaf in leaves.items()}
+            yield Shard(parameter, fragment.target, fragment.stub.file, inside)
 
 
 def _within(leaf: Leaf, box: Box) -> Leaf:

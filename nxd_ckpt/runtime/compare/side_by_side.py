@@ -131,7 +131,8 @@ def _boxes(matched: Matched[Key], limit: int) -> Iterator[Box]:
     if whole.numel <= limit:  # it fits: a whole tensor is read and verified at once
         yield from [whole] * bool(whole.numel)
         return
-    targets = min(([part.target for part in Assembly.of(leaf).parts] for _, leaf in matched.leaves), key=len)
+    leaves = [Assembly.of(leaf) for _, leaf in matched.leaves]
+    targets = min(([fragment.target for fragment in leaf.fragments] for leaf in leaves), key=len)
     if sum(box.numel for box in targets) < whole.numel:  # the rest is zero
         targets = [whole]
     for box in targets:

@@ -144,11 +144,11 @@ def _same_digests(a: Leaf, b: Leaf) -> bool:
 def _parts(leaf: Assembly) -> list[tuple[object, ...]] | None:
     """Equal for equal tensors; None where files do not tell."""
     found: list[tuple[object, ...]] = []
-    for part in sorted(leaf.parts, key=lambda part: part.target):
-        stub, record = part.stub, part.stub.storage
+    for fragment in sorted(leaf.fragments, key=lambda fragment: fragment.target):
+        stub, record = fragment.stub, fragment.stub.storage
         if record.crc32 is None:
             return None
         begin = stub.offset - record.offset
         form = (stub.dtype, stub.shape, stub.stride, begin, record.nbytes, record.crc32)
-        found.append((part.target, part.source, *form))
+        found.append((fragment.target, fragment.source, *form))
     return found

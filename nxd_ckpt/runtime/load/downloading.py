@@ -39,7 +39,7 @@ def download(
 
 
 def _files(leaf: Leaf) -> set[str]:
-    return {leaf.file} if isinstance(leaf, TensorStub) else {part.stub.file for part in leaf.parts}
+    return {leaf.file} if isinstance(leaf, TensorStub) else {fragment.stub.file for fragment in leaf.fragments}
 
 
 def _version(storage: Storage, tag: str) -> bytes:

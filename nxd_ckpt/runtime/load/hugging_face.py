@@ -237,7 +237,7 @@ def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: Lo
 
 def _refuse_narrowing(name: str, leaf: Assembly) -> None:
     """Raise DtypeMismatch where a number of the files might not fit into the live dtype."""
-    for saved in sorted({part.stub.dtype for part in leaf.parts} - {leaf.dtype}):
+    for saved in sorted({fragment.stub.dtype for fragment in leaf.fragments} - {leaf.dtype}):
         if _exponents(saved) is None or (_exponents(leaf.dtype) or 0) < (_exponents(saved) or 0):
             raise DtypeMismatch(
                 f"model/{name}: saved as {saved}, the live one is {leaf.dtype}, which has a smaller range; build the "

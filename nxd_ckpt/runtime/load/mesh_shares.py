@@ -15,7 +15,7 @@ from zlib import crc32
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.formats.assembly import run_of_block
-from nxd_ckpt.formats.tensors import Part, contiguous_stride
+from nxd_ckpt.formats.tensors import Fragment, contiguous_stride
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.tag.reading import Leaf, Takes
 
@@ -43,9 +43,9 @@ class MeshShares:
             return None
         replicas, own = placed.layout.replicas, placed.layout.replica_of(placed.coordinate)
 
-        def is_mine(part: Part, block: int) -> bool:
-            drawn = crc32(f"{part.stub.file} {part.stub.storage.offset} {block}".encode())
-            return drawn % replicas == own and _wants(part, block, drawn // replicas)
+        def is_mine(fragment: Fragment, block: int) -> bool:
+            drawn = crc32(f"{fragment.stub.file} {fragment.stub.storage.offset} {block}".encode())
+            return drawn % replicas == own and _wants(fragment, block, drawn // replicas)
 
         return is_mine
 
@@ -67,12 +67,12 @@ def _is_agreed(words: Sequence[Any]) -> bool:
     return all(told == [told[0]] * told[0][0] for told in found.values())
 
 
-def _wants(part: Part, block: int, drawn: int) -> bool:
-    """Whether the part holds the drawn one of the block's elements."""
-    start, stop = run_of_block(part.stub, block)
+def _wants(fragment: Fragment, block: int, drawn: int) -> bool:
+    """Whether the fragment holds the drawn one of the block's elements."""
+    start, stop = run_of_block(fragment.stub, block)
     element = start + drawn % (stop - start)
     for stride, offset, size in zip(
-        contiguous_stride(part.stub.shape), part.source.offset, part.source.size, strict=True
+        contiguous_stride(fragment.stub.shape), fragment.source.offset, fragment.source.size, strict=True
     ):
         index, element = divmod(element, stride)
         if not offset <= index < offset + size:

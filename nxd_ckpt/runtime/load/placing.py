@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.adapters.dtensor import Placed
-from nxd_ckpt.formats.tensors import Assembly, Part, Path, TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.runtime.tag.reading import Leaf
 
 
 def local_part(leaf: Leaf, placed: Placed) -> Leaf:
     """What this rank holds of the tensor that ``leaf`` stands for."""
-    parts: list[Part] = []
+    fragments: list[Fragment] = []
     for piece in placed.pieces:
         if isinstance(leaf, TensorStub) and piece.local.size == leaf.shape:
             return leaf
-        held = Assembly.of(leaf).within(piece.box).parts
-        parts += (Part(part.stub, part.source, part.target.moved(piece.local.offset)) for part in held)
-    return Assembly(leaf.dtype, placed.local_shape, tuple(parts))
+        held = Assembly.of(leaf).within(piece.box).fragments
+        fragments += (fragment.moved(piece.local.offset) for fragment in held)
+    return Assembly(leaf.dtype, placed.local_shape, tuple(fragments))
 
 
 def local_tree(tree: dict[Any, Any], placed: Mapping[Path, Placed]) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Part, TensorStub, by_digest
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, TensorStub, by_digest
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.tag import restore_types
@@ -108,7 +108,7 @@ class MeshTrees:
             if tid >= len(tensors):
                 raise MalformedFile(f"{self.files.where(file)}: tensor {tid} is not in the index of rank {leader}")
             tensor = tensors[tid]
-            return DeferredAssembly(tensor.dtype, tensor.shape, lambda wanted: self._parts(record, tensor, wanted))
+            return DeferredAssembly(tensor.dtype, tensor.shape, lambda wanted: self._fragments(record, tensor, wanted))
 
         tree: dict[str, Any] = xser.join(self.files.tree(file), whole)
         return tree
@@ -119,16 +119,17 @@ class MeshTrees:
             raise MalformedFile(f"{self.where}: the index of rank {leader}, a leader, has no {'mesh'!r}: damaged")
         return record
 
-    def _parts(self, record: MeshRecord, tensor: WholeTensor, wanted: Box) -> tuple[Part, ...]:
+    def _fragments(self, record: MeshRecord, tensor: WholeTensor, wanted: Box) -> tuple[Fragment, ...]:
         """What ``wanted``, a box of the tensor, is made of."""
-        found = tuple(part for rank in record.writers(tensor, wanted) for part in self._parts_of(rank, tensor, wanted))
-        if not are_all_of(Box.whole(wanted.size), [part.target for part in found]):
+        writers = record.writers(tensor, wanted)
+        found = tuple(fragment for rank in writers for fragment in self._fragments_of(rank, tensor, wanted))
+        if not are_all_of(Box.whole(wanted.size), [fragment.target for fragment in found]):
             raise MalformedFile(
                 f"{self.where}: what the indexes have of {tensor.name} is not all of {wanted}, or some of it twice"
             )
         return found
 
-    def _parts_of(self, rank: int, tensor: WholeTensor, wanted: Box) -> Iterator[Part]:
+    def _fragments_of(self, rank: int, tensor: WholeTensor, wanted: Box) -> Iterator[Fragment]:
         entries = self._entries_of(rank).get(tensor.name, ())
         wrong = [entry for entry in entries if entry.pieces is None or entry.dtype != tensor.dtype]
         if wrong or not entries:
@@ -140,7 +141,7 @@ class MeshTrees:
             common = [(piece, part) for piece in pieces if (part := piece.box.intersect(wanted)) is not None]
             if common:
                 stub = self._stub(rank, entry)
-                yield from (Part(stub, piece.local_of(part), part.shifted(wanted.offset)) for piece, part in common)
+                yield from (Fragment(stub, piece.local_of(part), part.shifted(wanted.offset)) for piece, part in common)
 
     def _entries_of(self, rank: int) -> Mapping[str, Sequence[TensorEntry]]:
         """What the rank wrote, by name: of a tensor that torch DCP has in several chunks, each of them."""

@@ -27,12 +27,12 @@ from nxd_ckpt.formats.assembly import (
     clear_padding,
     cut_out,
     direct_run,
-    parts_in,
+    fragments_in,
     read_part,
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, byte_view, itemsize
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, byte_view, itemsize
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
 from nxd_ckpt.runtime.progress import Counter
@@ -42,7 +42,7 @@ from nxd_ckpt.runtime.tag.verified_records import Expected, VerifiedRecords
 
 Leaf = TensorStub | Assembly
 
-Takes = Callable[[Part, int], bool]
+Takes = Callable[[Fragment, int], bool]
 """Whether a block of the record that a part is read from is to be verified here, and not by another rank."""
 
 _TOGETHER = 500
@@ -93,9 +93,9 @@ class LeafReader(Closing):
                 self._read_stub(leaf, out, name, compare)
                 return
             clear_padding(leaf, out)
-            for part in leaf.parts:
-                if part.source.numel:
-                    self._read_part(part, out, name, compare, verified)
+            for fragment in leaf.fragments:
+                if fragment.source.numel:
+                    self._read_part(fragment, out, name, compare, verified)
 
     @property
     def asked(self) -> int:
@@ -166,28 +166,28 @@ class LeafReader(Closing):
         for number, (offset, nbytes, target) in enumerate(segments):
             self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
 
-    def _read_part(self, part: Part, out: torch.Tensor, name: str, compare: bool, verified: bool) -> None:
-        part, out = as_stored(part, out)
-        run = direct_run(part, out)
+    def _read_part(self, fragment: Fragment, out: torch.Tensor, name: str, compare: bool, verified: bool) -> None:
+        fragment, out = as_stored(fragment, out)
+        run = direct_run(fragment, out)
         if compare and not verified:
-            if part.stub.is_contiguous:
-                for block in blocks_of(part):
-                    self._block(part.stub, block, name).wants.append(_Want(part, out, run))
+            if fragment.stub.is_contiguous:
+                for block in blocks_of(fragment):
+                    self._block(fragment.stub, block, name).wants.append(_Want(fragment, out, run))
             else:
-                self._verify(part.stub, blocks_of(part), name)
-                self._read_slabs(part, out, name)
+                self._verify(fragment.stub, blocks_of(fragment), name)
+                self._read_slabs(fragment, out, name)
         elif run is None:
-            self._read_slabs(part, out, name)
-        elif compare and (entry := self._records.entry(part.stub)) is not None:
-            self._read_run(entry, part, run, name)
+            self._read_slabs(fragment, out, name)
+        elif compare and (entry := self._records.entry(fragment.stub)) is not None:
+            self._read_run(entry, fragment, run, name)
         else:
-            self._read_plain(part.stub.file, *run, name)
+            self._read_plain(fragment.stub.file, *run, name)
 
-    def _read_run(self, entry: TensorEntry, part: Part, run: DirectRun, name: str) -> None:
+    def _read_run(self, entry: TensorEntry, fragment: Fragment, run: DirectRun, name: str) -> None:
         """Read a part that is a run; whole blocks of it are compared where they arrive."""
         offset, memory = run
-        for block in blocks_of(part):
-            begin, nbytes = _span(part.stub, block)
+        for block in blocks_of(fragment):
+            begin, nbytes = _span(fragment.stub, block)
             first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
             expected = entry.crc32[block] if last - first == nbytes else None
             self._add(entry.file, _Range(first, last - first, memory[first - offset : last - offset], name, expected))
@@ -230,11 +230,11 @@ class LeafReader(Closing):
             begin, memory = want.clipped(*_span(one.stub, one.number))
             self._read_plain(one.stub.file, begin, memory, one.name)
             return
-        for piece in parts_in(want.part, *run_of_block(one.stub, one.number)):
+        for piece in fragments_in(want.fragment, *run_of_block(one.stub, one.number)):
             self._read_slabs(piece, want.out, one.name)
 
-    def _read_slabs(self, part: Part, out: torch.Tensor, name: str) -> None:
-        for slab in slabs_of(part):
+    def _read_slabs(self, fragment: Fragment, out: torch.Tensor, name: str) -> None:
+        for slab in slabs_of(fragment):
             self._call(name, partial(read_part, slab, out, self._open.read_ranges))
 
     def _read_plain(self, file: str, offset: int, memory: memoryview, name: str) -> None:
@@ -299,7 +299,7 @@ class LeafReader(Closing):
 class _Want(NamedTuple):
     """A part that is to be read; ``run`` is where its bytes go as they are, if they do."""
 
-    part: Part
+    fragment: Fragment
     out: torch.Tensor
     run: DirectRun | None
 
@@ -322,7 +322,7 @@ class _Block(NamedTuple):
     @property
     def wanted_nbytes(self) -> int:
         run = run_of_block(self.stub, self.number)
-        wanted = sum(piece.source.numel for want in self.wants for piece in parts_in(want.part, *run))
+        wanted = sum(piece.source.numel for want in self.wants for piece in fragments_in(want.fragment, *run))
         return wanted * itemsize(self.stub.dtype)
 
     def shared_out(self, offset: int, nbytes: int) -> tuple[memoryview | None, list[_Want]]:
@@ -335,7 +335,7 @@ class _Block(NamedTuple):
 
 def _deliver(wants: Sequence[_Want], block: int, memory: memoryview) -> None:
     for want in wants:
-        cut_out(want.part, want.out, block, memory)
+        cut_out(want.fragment, want.out, block, memory)
 
 
 class _Range(NamedTuple):
@@ -365,9 +365,9 @@ def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iter
     if isinstance(leaf, TensorStub):
         yield leaf, None
         return
-    for part in leaf.parts:
-        blocks = blocks_of(part)
-        yield part.stub, blocks if takes is None else filter(partial(takes, part), blocks)
+    for fragment in leaf.fragments:
+        blocks = blocks_of(fragment)
+        yield fragment.stub, blocks if takes is None else filter(partial(takes, fragment), blocks)
 
 
 def _span(stub: TensorStub, block: int) -> tuple[int, int]:

@@ -181,7 +181,7 @@ def _saved(tree: Any) -> Iterator[tuple[Path, TensorStub | MissingTensor]]:
     """Every leaf with its path; of one that is put together, its parts."""
     for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
         if isinstance(leaf, Assembly):
-            yield from ((path, part.stub) for part in leaf.parts)
+            yield from ((path, fragment.stub) for fragment in leaf.fragments)
         else:
             yield path, leaf
 

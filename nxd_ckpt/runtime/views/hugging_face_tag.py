@@ -20,7 +20,7 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.formats.tensors import DeferredAssembly, Part, TensorStub, cast_dtype, itemsize
+from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, TensorStub, cast_dtype, itemsize
 from nxd_ckpt.layout.tag import restore_types
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
@@ -142,18 +142,18 @@ class HuggingFaceTag(OpenTag):
         return name if titan is None else titan.name(name)
 
     def _leaf(self, tensor: HfTensor, dtype: str) -> DeferredAssembly:
-        return DeferredAssembly(dtype, tensor.shape, partial(self._parts_of, tensor))
+        return DeferredAssembly(dtype, tensor.shape, partial(self._fragments_of, tensor))
 
-    def _parts_of(self, tensor: HfTensor, box: Box) -> tuple[Part, ...]:
+    def _fragments_of(self, tensor: HfTensor, box: Box) -> tuple[Fragment, ...]:
         whole = self._mapped.assembly(tensor)
         if len(whole.shape) > len(tensor.shape):
-            whole = replace(whole, shape=tensor.shape, parts=tuple(map(_without_first, whole.parts)))
-        return whole.within(box).parts
+            whole = replace(whole, shape=tensor.shape, fragments=tuple(map(_without_first, whole.fragments)))
+        return whole.within(box).fragments
 
 
-def _without_first(part: Part) -> Part:
-    """The part without its first dimension, along which it has a single element."""
-    stub, source, target = part.stub, part.source, part.target
+def _without_first(fragment: Fragment) -> Fragment:
+    """The fragment without its first dimension, along which it has a single element."""
+    stub, source, target = fragment.stub, fragment.source, fragment.target
     offset = stub.offset + source.offset[0] * stub.stride[0] * itemsize(stub.dtype)
     inner = TensorStub(stub.file, offset, stub.dtype, stub.shape[1:], stub.stride[1:], stub.storage)
-    return Part(inner, *(Box(box.offset[1:], box.size[1:]) for box in (source, target)))
+    return Fragment(inner, *(Box(box.offset[1:], box.size[1:]) for box in (source, target)))

@@ -11,7 +11,7 @@ from nxd_ckpt.core.plan import plan_reads
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 
 
@@ -45,7 +45,7 @@ class MappedDirectory:
                 held += [(stub, member) for member in one.pieces]
         wanted = [part for piece in pieces for part in _covered(piece, [member for _, member in held])]
         reads = plan_reads(wanted, held, match.name)
-        return Assembly(dtype, shape, tuple(Part(read.holder, read.source, read.target) for read in reads))
+        return Assembly(dtype, shape, tuple(Fragment(read.holder, read.source, read.target) for read in reads))
 
     def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub:
         """A tensor of the directory as it lies in NxD's."""

@@ -27,7 +27,7 @@ from nxd_ckpt.errors import (
     PartNotFound,
     TopologyMismatch,
 )
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub, digest_of
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.runtime.views.optimizer_names import is_number
@@ -154,15 +154,15 @@ class MappedTag:
             for piece in tensor.hf_slice.once
             for place in holders(source.partition, source.local_shape, piece.box, cut) or ()
         ]
-        parts: list[Part] = []
+        fragments: list[Fragment] = []
         for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(held)), tensor.name):
             leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
-            parts += [replace(part, target=part.target.moved(read.target.offset)) for part in leaf.parts]
+            fragments += [fragment.moved(read.target.offset) for fragment in leaf.fragments]
         shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
         if transposed:
             order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
-            parts = [part.permuted(order) for part in parts]
-        return Assembly(tensor.dtype, shape, tuple(parts))
+            fragments = [fragment.permuted(order) for fragment in fragments]
+        return Assembly(tensor.dtype, shape, tuple(fragments))
 
     @cached_property
     def _mapped(self) -> dict[str, HfTensor]:

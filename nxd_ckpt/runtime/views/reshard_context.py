@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from nxd_ckpt.core.plan import Cut, CutIndex, Read
 from nxd_ckpt.core.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.runtime.tag.opening import OpenTag
 
 
@@ -221,17 +222,17 @@ def assembled(
         stub = stubs[reads[0].holder]
         if stub.shape == shape:
             return stub
-    return Assembly(dtype, shape, tuple(part for read in reads for part in _parts(stubs[read.holder], read)))
+    return Assembly(dtype, shape, tuple(chain.from_iterable(_fragments(stubs[read.holder], read) for read in reads)))
 
 
-def _parts(held: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Part]:
+def _fragments(held: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Fragment]:
     """What is copied from one holder's tensor, which may itself be put together."""
     if isinstance(held, TensorStub):
-        yield Part(held, read.source, read.target)
+        yield Fragment(held, read.source, read.target)
         return
-    for part in held.within(read.source).parts:
-        yield Part(part.stub, part.source, part.target.moved(read.target.offset))
+    for fragment in held.within(read.source).fragments:
+        yield fragment.moved(read.target.offset)
 
 
 def _files_of(held: TensorStub | Assembly) -> str:
-    return held.file if isinstance(held, TensorStub) else ", ".join(sorted({part.stub.file for part in held.parts}))
+    return ", ".join(sorted({fragment.stub.file for fragment in Assembly.of(held).fragments}))

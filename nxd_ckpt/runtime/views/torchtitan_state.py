@@ -10,7 +10,7 @@ import torch
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames, rows_in_pairs
-from nxd_ckpt.formats.tensors import Assembly, Part, TensorStub
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
@@ -40,15 +40,15 @@ class TorchTitanState(DcpState):
 
 def _in_pairs(matrix: Assembly, head_dim: int) -> Assembly:
     rows, columns = matrix.shape
-    parts: list[Part] = []
-    for part in matrix.parts:
-        (first, column), (count, width) = part.target.offset, part.target.size
-        stub = _between_ones(part.stub)
+    fragments: list[Fragment] = []
+    for fragment in matrix.fragments:
+        (first, column), (count, width) = fragment.target.offset, fragment.target.size
+        stub = _between_ones(fragment.stub)
         for run in rows_in_pairs(first, count, column, width, head_dim):
-            row = part.source.offset[0] + run.first - first
-            source = Box((0, row, 0, part.source.offset[1]), (1, run.length, 1, width))
-            parts.append(Part(stub, source, run.box))
-    return Assembly(matrix.dtype, (rows // head_dim, head_dim // 2, 2, columns), tuple(parts))
+            row = fragment.source.offset[0] + run.first - first
+            source = Box((0, row, 0, fragment.source.offset[1]), (1, run.length, 1, width))
+            fragments.append(Fragment(stub, source, run.box))
+    return Assembly(matrix.dtype, (rows // head_dim, head_dim // 2, 2, columns), tuple(fragments))
 
 
 def _between_ones(stub: TensorStub) -> TensorStub:
