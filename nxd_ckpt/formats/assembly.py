@@ -45,18 +45,13 @@ DirectRun = tuple[int, memoryview]
 def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
     """The tensor, on the CPU."""
     out = allocated(leaf.shape, leaf.dtype)
-    fill(leaf, out, read)
-    return out
-
-
-def fill(leaf: Assembly, out: torch.Tensor, read: ReadRanges) -> None:
-    """Put the tensor together in ``out``, a contiguous CPU tensor of its dtype and shape."""
     clear_padding(leaf, out)
     for fragment in leaf.fragments:
         if fragment.source.numel:
             stored, target = as_stored(fragment, out)
             for slab in slabs_of(stored):
                 read_part(slab, target, read)
+    return out
 
 
 def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
-from nxd_ckpt.formats.assembly import fill, read_assembly
+from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Path,
@@ -124,14 +124,6 @@ class TagFiles:
             return read_assembly(leaf, self.read_ranges)
         with self.named(leaf.file):
             return self._read(leaf)
-
-    def read_into(self, leaf: TensorStub | Assembly, out: torch.Tensor) -> None:
-        """As :meth:`read`, into a contiguous CPU tensor of the leaf's dtype and shape."""
-        if isinstance(leaf, Assembly):
-            fill(leaf, out, self.read_ranges)
-            return
-        with self.named(leaf.file):
-            torch_zip.read_into(self._pread_into(leaf.file), leaf, out)
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each memory with the file's bytes from its offset on."""

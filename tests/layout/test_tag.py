@@ -139,15 +139,6 @@ def test_flipped_bits_are_found_on_reading(tmp_path: Path) -> None:
         tag.files.read(stub)
 
 
-def test_a_tensor_is_read_to_where_it_belongs(tmp_path: Path) -> None:
-    """``read_into`` fills memory of the caller's."""
-    save(STATE, tmp_path / "t" / MODEL)
-    tag = open_tag(LocalStorage(tmp_path), "t")
-    out = torch.empty(4)
-    tag.files.read_into(tag.model_tree(Coordinates())["a"], out)
-    assert [0.0, 1.0, 2.0, 3.0] == out.tolist()
-
-
 class Custom:
     """What a user might put into user_content."""
 
