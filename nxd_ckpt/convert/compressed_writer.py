@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from nxd_ckpt.storage.archive.compression import compressing
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import sync_file
 from nxd_ckpt.storage.work_dir import default_work_dir
@@ -54,14 +54,10 @@ class CompressedWriter:
         nbytes = self._file.tell()
         self._file.seek(0)
         writer = storage.create(self._key, nbytes)
-        try:
+        with completed(writer):
             for offset in range(0, nbytes, _PIECE):
                 writer.write_at(offset, self._file.read(_PIECE))
                 writer.settle()  # or memory would grow with the file
-            writer.close()
-        except BaseException:
-            writer.abort()
-            raise
 
 
 def _scratch(storage: Storage, key: str) -> BinaryIO:

@@ -23,7 +23,7 @@ from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compression_of
-from nxd_ckpt.storage.base import Writer
+from nxd_ckpt.storage.base import Writer, completed
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
 
 _PAGE = 4096
@@ -155,17 +155,13 @@ def _write(
 ) -> None:
     storage, key, compressed = output.storage, output.folder, compression_of(output.place.name)
     writer = CompressedWriter(storage, key, compressed, nbytes) if compressed else storage.create(key, nbytes)
-    try:
+    with completed(writer):
         writer.write_at(0, head)
         for member in members:
             _put(opened, member, writer, written)
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
         if opened.manifest is None:  # no digest tells its files from those of a later save
             opened.require_kept()
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:

@@ -12,7 +12,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.storage.base import Storage, Writer
+from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import sync_path
 
@@ -54,13 +54,8 @@ def copy(
     While a piece is written, the next one is read: memory for two, of 8 MiB.
     """
     writer = target.create(key, source.size(source_key))
-    try:
-        found = pour(source, source_key, writer, 0, records, progress)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
-    return found
+    with completed(writer):
+        return pour(source, source_key, writer, 0, records, progress)
 
 
 def pour(

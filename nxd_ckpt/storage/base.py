@@ -22,7 +22,8 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from nxd_ckpt.core.limits import DOCUMENT
@@ -127,6 +128,17 @@ class Storage(Protocol):
         """When it was last modified; 0 if the store does not report it."""
 
     def set_time(self, key: str, seconds: float) -> None: ...
+
+
+@contextmanager
+def completed(writer: Writer) -> Iterator[None]:
+    """The file is written within, and closed at the end; if anything is raised, it is given up."""
+    try:
+        yield
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length, completed
 from nxd_ckpt.storage.local_files import NEW_FILE, LocalReader, LocalWriter, open_regular, stat_of
 from nxd_ckpt.storage.system import exchange, sync_path
 
@@ -179,12 +179,8 @@ class LocalStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         writer = LocalWriter(temporary, len(data), self.durable)
-        try:
+        with completed(writer):
             writer.write_at(0, data)
-            writer.close()
-        except BaseException:
-            writer.abort()
-            raise
         return temporary
 
 
