@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -12,6 +11,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from nxd_ckpt import host
 from nxd_ckpt.core.options import options_of, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
@@ -127,7 +127,7 @@ class Checkpointer:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
         require_own(self._pid, self.storage.url)
-        started = time.monotonic()
+        started = host.monotonic()
         name, chosen, refused = understood(tag, tag_values, options)
 
         def captured() -> SaveState:
@@ -242,7 +242,7 @@ class Checkpointer:
             saving.error = saving.error or problem
             error = problem
         finally:
-            saving.timings["stage_seconds"] = time.monotonic() - started
+            saving.timings["stage_seconds"] = host.monotonic() - started
             pending.staged.set()
             # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
             # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
@@ -356,15 +356,15 @@ class Checkpointer:
 
     def _shut(self, grace: float | None) -> None:
         if grace is not None and self._session is not None:
-            self._session.leaves_at = time.monotonic() + grace
+            self._session.leaves_at = host.monotonic() + grace
         with suppress(TimeoutError), self._turns.taken("close", grace):
             pending = self._in_flight.saves
             if grace is not None:
                 for save in pending:
                     save.voted.wait()
-            deadline = None if grace is None else time.monotonic() + grace
+            deadline = None if grace is None else host.monotonic() + grace
             for save in pending:
-                save.future.wait_decided(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+                save.future.wait_decided(None if deadline is None else max(deadline - host.monotonic(), 0.0))
             if all(save.future.done() for save in pending):
                 self._tear_down()
 

@@ -24,7 +24,7 @@ LEVELS = (
     ("formats",),
     ("storage",),
     ("core",),
-    ("errors", "version"),
+    ("errors", "version", "host"),
 )
 # The same inside of runtime, whose own modules are below all of them.
 RUNTIME = ("load", "compare", "views", "tag", "save", "coordination")
@@ -42,6 +42,11 @@ IMPURE = {
     *("os", "io", "pathlib", "tempfile", "shutil", "glob", "mmap", "socket", "subprocess"),
     *("time", "datetime", "random", "threading", "asyncio", "concurrent"),
 }
+
+# What runs in a simulated world asks nxd_ckpt.host for time and threads; peers watches connections of the system's.
+SIMULATED = ("runtime", "layout", "checkpointer")
+TIME_AND_THREADS = {"time", "threading", "queue"}
+NOT_SIMULATED = ("nxd_ckpt.runtime.coordination.peers",)
 
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
 MAY_USE_DEVICE = ("adapters", "emulation")
@@ -130,8 +135,10 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         where, top = f"{module}:{line} imports {target}", target.split(".")[0]
         if top == "nxd_ckpt" and not _may_import(module, target):
             found.append(f"{where}: imports point down, from {_place(module)!r} to {_place(target)!r} is not down")
-        if layer in PURE and top in IMPURE:
+        if layer in PURE and (top in IMPURE or target == "nxd_ckpt.host"):
             found.append(f"{where}: {layer!r} is pure, it knows no torch, no IO and no clock")
+        if layer in SIMULATED and top in TIME_AND_THREADS and module not in NOT_SIMULATED:
+            found.append(f"{where}: nxd_ckpt.host gives time and threads")
         if top in DEVICE_LIBRARIES and layer not in MAY_USE_DEVICE:
             found.append(f"{where}: only {', '.join(MAY_USE_DEVICE)} may")
         elif top in DEVICE_LIBRARIES and at_import_time and layer not in MAY_USE_DEVICE_AT_IMPORT:
@@ -188,6 +195,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("nxd_ckpt.runtime.coordination.lease", "from nxd_ckpt.runtime.save import voting", "imports point down"),
         ("nxd_ckpt.runtime.load.loading", "from nxd_ckpt.adapters.dcp import StorageReader", "imports point down"),
         ("nxd_ckpt.adapters.dcp", "from nxd_ckpt import api", "imports point down"),
+        ("nxd_ckpt.runtime.save.voting", "import time", "host gives time"),
         ("nxd_ckpt.utils", "", "is in no layer"),
     ],
 )

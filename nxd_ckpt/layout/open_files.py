@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 
+from nxd_ckpt import host
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.storage.base import Reader
 
@@ -18,7 +18,7 @@ class OpenFiles:
 
     def __init__(self, files: TagFiles) -> None:
         self._files = files
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self._idle: deque[tuple[str, Reader]] = deque()  # the last used at the end
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:

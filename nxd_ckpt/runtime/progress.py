@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from nxd_ckpt import host
 from nxd_ckpt.core.units import size
 
 logger = logging.getLogger("nxd_ckpt")
@@ -24,7 +23,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -46,8 +45,8 @@ def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) 
     if not shown or not is_watched():
         yield
         return
-    ended = threading.Event()
-    thread = threading.Thread(target=_follow, args=(what, total, done, ended), name="nxd_ckpt-progress", daemon=True)
+    ended = host.Event()
+    thread = host.Thread(target=_follow, args=(what, total, done, ended), name="nxd_ckpt-progress", daemon=True)
     thread.start()
     try:
         yield
@@ -58,10 +57,10 @@ def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) 
 
 def report(what: str, where: str, nbytes: int, started: float) -> None:
     """The one line that a finished phase leaves in the log. ``started``: by the monotonic clock, in seconds."""
-    logger.info("%s %s: %s in %.2f s", what, where, size(nbytes), time.monotonic() - started)
+    logger.info("%s %s: %s in %.2f s", what, where, size(nbytes), host.monotonic() - started)
 
 
-def _follow(what: str, total: int | None, done: Callable[[], int], ended: threading.Event) -> None:
+def _follow(what: str, total: int | None, done: Callable[[], int], ended: host.Event) -> None:
     if ended.wait(_PATIENCE):
         return
     from tqdm import tqdm

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nxd_ckpt import host
 from nxd_ckpt.errors import CheckpointError
 
 
@@ -28,7 +27,7 @@ class Turns:
             CheckpointError: this very thread has a turn already, or waits for one: a signal handler interrupted it.
             TimeoutError: it was not this thread's turn after ``timeout`` seconds.
         """
-        mine = (threading.get_ident(), object())
+        mine = (host.get_ident(), object())
         if any(thread == mine[0] for thread, _ in list(self._queue)):
             raise CheckpointError(
                 f"{what}: this thread is in another save or load of the same Checkpointer; a signal handler "
@@ -43,9 +42,9 @@ class Turns:
                 self._queue.remove(mine)
 
     def _await(self, mine: tuple[int, object], what: str, timeout: float) -> None:
-        began = time.monotonic()
+        began = host.monotonic()
         while self._queue[0] is not mine:
-            waited = time.monotonic() - began
+            waited = host.monotonic() - began
             if waited >= timeout:
                 raise TimeoutError(f"{what}: another thread's save or load is still under way")
-            time.sleep(min(max(waited / 25, 0.001), 0.05))
+            host.sleep(min(max(waited / 25, 0.001), 0.05))

@@ -34,7 +34,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What voting takes for the time."""
     clock = Clock()
-    monkeypatch.setattr(voting, "time", clock)
+    monkeypatch.setattr(voting, "host", clock)
     return clock
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from nxd_ckpt import errors
+from nxd_ckpt import errors, host
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
 
 T = TypeVar("T")
@@ -87,14 +86,14 @@ class Words:
 
     def read(self, key: str, rank: int) -> Any:
         """The word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
-        began = since = time.monotonic()
+        began = since = host.monotonic()
         sign = self._sign_of(rank)
         while not self._comes(key, began):
             if self._gone(rank) and not self.has(key):  # leaving the word may have been the last thing that it did
                 raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
             if sign != (sign := self._sign_of(rank)):
-                since = time.monotonic()
-            elif time.monotonic() - since >= self._timeout:
+                since = host.monotonic()
+            elif host.monotonic() - since >= self._timeout:
                 raise PeerTimeout(
                     f"rank {self._rank} waited {self._timeout:.0f} s for rank {rank}: it is gone, slow, or did not "
                     "make the same nxd_ckpt call; look at its log"
@@ -109,17 +108,17 @@ class Words:
 
     def _comes(self, key: str, began: float) -> bool:
         """Whether it is there within a slice of the time; pauses grow with the time since the wait ``began``."""
-        started = time.monotonic()
+        started = host.monotonic()
         within = min(_SLICE, self._timeout)
         if self._rank == 0 and started - self._signed >= _SLICE / 2:
             self._signed = started
             self.leave("waiting", started)
         # Not store.wait: where it times out, torch prints two warnings.
         while not self.has(key):
-            now = time.monotonic()
+            now = host.monotonic()
             if now - started >= within:
                 return False
-            time.sleep(min(max((now - began) / 25, 0.001), 0.25, within))
+            host.sleep(min(max((now - began) / 25, 0.001), 0.25, within))
         return True
 
     def has(self, key: str) -> bool:

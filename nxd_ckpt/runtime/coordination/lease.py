@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
-import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+from nxd_ckpt import host
 from nxd_ckpt.core import document
 from nxd_ckpt.core.entries import integers
 from nxd_ckpt.core.keys import checked_text
@@ -46,13 +43,13 @@ class Lease:
 
     @staticmethod
     def of_this_process(run_id: str) -> Lease:
-        return Lease(run_id, _host(), os.getpid(), _born(os.getpid()) or "")
+        return Lease(run_id, host.processes(), host.pid(), host.born(host.pid()) or "")
 
     def holder_runs_here(self) -> bool | None:
         """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
-        if self.host != _host() or not self.born:
+        if self.host != host.processes() or not self.born:
             return None
-        born = _born(self.pid)
+        born = host.born(self.pid)
         return born is not None and born == self.born
 
     def describe(self) -> str:
@@ -130,7 +127,7 @@ def require(storage: Storage, mine: Lease) -> None:
     """
     holder = _known(storage)
     if holder is None and not storage.renames:
-        time.sleep(_EXCHANGE_TAKES)
+        host.sleep(_EXCHANGE_TAKES)
         holder = _known(storage)
         if holder is None:
             raise DirectoryInUse(
@@ -156,8 +153,8 @@ class Heartbeat:
 
     def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
         self._storage, self._lease, self._interval = storage, lease, interval
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
+        self._stop = host.Event()
+        self._thread = host.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -192,9 +189,9 @@ def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
     runs = holder.holder_runs_here()
     if runs is not None:
         return runs
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        time.sleep(min(patience / 20, 1.0))
+    deadline = host.monotonic() + patience
+    while host.monotonic() < deadline:
+        host.sleep(min(patience / 20, 1.0))
         if read(storage) != holder:
             return True
     return False
@@ -230,23 +227,3 @@ def _decode(data: bytes) -> Lease:
         return Lease(run_id, host, pid, born, beat)
     except (MalformedFile, KeyError, ValueError):
         return Lease("unknown", "unknown", 0, "", hash(data), known=False)
-
-
-def _host() -> str:
-    """This machine's boot and process namespace: pids mean the same within it and nothing outside."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        boot, namespace = "", ""
-    return f"{platform.node()}/{boot}/{namespace}"
-
-
-def _born(pid: int) -> str | None:
-    """When the process started (clock ticks since boot, from /proc), or None if it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # Field 3 (state) follows the command: a zombie no longer runs. Field 22 is the start time.
-    return None if fields[0] in "ZX" else fields[19]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 
+from nxd_ckpt import host
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.progress import Counter, is_watched, report, watched
@@ -31,7 +31,7 @@ def download(
     shown = reports_progress and progress and is_watched()
     total = sum(cache.size(key) for key in keys) if shown else 0
     counter = Counter()
-    started = time.monotonic()
+    started = host.monotonic()
     with watched("download", total, lambda: counter.nbytes, shown):
         nbytes = cache.fetch(keys, counter.add)
     if reports_progress:

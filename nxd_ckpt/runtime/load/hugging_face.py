@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.dtensor import refuse_sizes
 from nxd_ckpt.adapters.models import open_model
@@ -57,7 +57,7 @@ def load_hugging_face(
     Raises:
         CheckpointError: what Checkpointer.load says; on every rank.
     """
-    started = time.monotonic()
+    started = host.monotonic()
 
     def prepare() -> _Prepared:
         options.validate()

@@ -9,11 +9,11 @@ replicas, which want the same model, share the verifying, and where storage is s
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
+from nxd_ckpt import host
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
@@ -55,7 +55,7 @@ def load(
 ) -> Any:
     """Load what is not None, and return the user content or None. See Checkpointer.load."""
     agreement = agreement or Alone()
-    started = time.monotonic()
+    started = host.monotonic()
     asked = agreement.gather([tag, word_of(options)])
     wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
 

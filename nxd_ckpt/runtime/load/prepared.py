@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
@@ -236,7 +236,7 @@ class PreparedLoad:
 
     def _read_rate(self, shares: ReplicaShares) -> float:
         """Bytes per second of reading what another replica verified: from the page cache, if both share a host."""
-        nbytes, started = 0, time.monotonic()
+        nbytes, started = 0, host.monotonic()
         if shares.nbytes < WORTH_IT:
             return math.inf
         try:
@@ -248,7 +248,7 @@ class PreparedLoad:
             self.reader.finish()
         except (CheckpointError, OSError):
             return math.inf  # the load itself will report it
-        return nbytes / max(time.monotonic() - started, 1e-9) if nbytes else math.inf
+        return nbytes / max(host.monotonic() - started, 1e-9) if nbytes else math.inf
 
     def apply(self) -> None:
         """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""

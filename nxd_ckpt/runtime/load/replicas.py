@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import json
 import logging
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import sha256
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt import errors
+from nxd_ckpt import errors, host
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError
@@ -128,9 +127,9 @@ class Broadcast(Closing):
         """Bytes per second of one broadcast, measured."""
         block = torch.zeros(_PROBE, dtype=torch.uint8)
         self._send(block, 0)
-        started = time.monotonic()
+        started = host.monotonic()
         self._send(block, 0)
-        return _PROBE / max(time.monotonic() - started, 1e-9)
+        return _PROBE / max(host.monotonic() - started, 1e-9)
 
     def _tell(self, word: bytes, owner: int) -> bytes:
         """The owner's ``word``, on all members."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
-from nxd_ckpt.runtime.save.priority import yield_disk_to_others, yield_processor_to_others
+from nxd_ckpt import host
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -19,8 +17,8 @@ class Worker:
     """A daemon thread with a queue. Daemon: the exit hook decides how long an exit may take, not the interpreter."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._tasks: host.SimpleQueue[Callable[[], None] | None] = host.SimpleQueue()
+        self._thread = host.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -33,7 +31,7 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        yield_disk_to_others()
+        host.yield_disk_to_others()
         while (task := self._tasks.get()) is not None:
             try:
                 task()
@@ -50,10 +48,10 @@ class Helpers(Executor):
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._tasks: host.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = host.SimpleQueue()
+        self._threads: list[host.Thread] = []
         for number in range(count):
-            thread = threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            thread = host.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the system gives no more
@@ -74,8 +72,8 @@ class Helpers(Executor):
             thread.join()
 
     def _run(self) -> None:
-        yield_disk_to_others()
-        yield_processor_to_others()
+        host.yield_disk_to_others()
+        host.yield_processor_to_others()
         while (task := self._tasks.get()) is not None:
             _complete(*task)
             del task  # it looks into memory that is to be used again

@@ -6,13 +6,12 @@ whose tensors list the ranks that wrote parts of them.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec, Parts, RankIndex, RankLine
@@ -89,13 +88,13 @@ class CollectedSave:
         self._session, self._rules = session, rules
         self._publication = publication_of(session, session.counter, tag, overwrite)
         self._index = RankIndex(session.topology.coordinates, {}, ())
-        self._started = time.monotonic()
-        self._thread = threading.current_thread()
+        self._started = host.monotonic()
+        self._thread = host.current_thread()
 
     @property
     def is_left(self) -> bool:
         """Whether nobody will end it: the thread that would has ended, or has begun something else."""
-        return self._thread is threading.current_thread() or not self._thread.is_alive()
+        return self._thread is host.current_thread() or not self._thread.is_alive()
 
     def begin(self) -> None:
         """Rank 0: make room, before any rank writes."""
@@ -103,7 +102,7 @@ class CollectedSave:
 
     def write(self, chunks: Sequence[Chunk]) -> Share:
         """Write what is this rank's, durably."""
-        started, rank = time.monotonic(), self._session.topology.rank
+        started, rank = host.monotonic(), self._session.topology.rank
         files = [
             _shard_file(names.shard_file(directory, rank), own)
             for directory, prefix in ((names.MODEL_DIR, "model/"), (names.OPTIMIZER_DIR, "optim/"))
@@ -113,7 +112,7 @@ class CollectedSave:
         self._index = self._written(files)
         nbytes = sum(entry.nbytes for entry in self._index.files.values())
         line = None if rank == 0 else self._write_index()
-        return Share(rank, line, nbytes, time.monotonic() - started)
+        return Share(rank, line, nbytes, host.monotonic() - started)
 
     def complete(self, contents: Contents, shares: Sequence[Share]) -> None:
         """Rank 0: write what is left, and make the tag visible; then apply retention.
@@ -142,7 +141,7 @@ class CollectedSave:
             self._publication,
             contents.parts,
             self._rules,
-            {"stage_seconds": round(time.monotonic() - self._started, 6)},
+            {"stage_seconds": round(host.monotonic() - self._started, 6)},
             versions(),
             contents.parameters,
             [MeshGroup(tuple(range(session.topology.world_size)))],

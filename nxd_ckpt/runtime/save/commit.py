@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from nxd_ckpt import host
 from nxd_ckpt.core.manifest import (
     Manifest,
     ParameterSpec,
@@ -86,7 +86,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
     # Whole seconds: not every file system keeps the fraction of the marker's time.
-    order_time = float(math.ceil(next_order_time(time.time(), list_tags(storage))))
+    order_time = float(math.ceil(next_order_time(host.time(), list_tags(storage))))
     manifest = Manifest(
         tag=publication.tag,
         attempt=publication.attempt,

@@ -10,11 +10,11 @@ per checkpoint.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nxd_ckpt import host
 from nxd_ckpt.storage.system import HAS_LOCKS, flags, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
 
@@ -42,7 +42,7 @@ def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterat
 
 def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
     seen: list[int] = []
-    since = time.monotonic()
+    since = host.monotonic()
     while True:
         moved = []
         for slot in range(num_workers):
@@ -52,7 +52,7 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
                 return fd
             moved.append(os.fstat(fd).st_mtime_ns)
             os.close(fd)
-        now = time.monotonic()
+        now = host.monotonic()
         if moved != seen:
             seen, since = moved, now
         elif now - since >= timeout:
@@ -60,7 +60,7 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
                 f"waited for one of {num_workers} writing slots of this host: those who hold them made no progress for "
                 f"{timeout:.0f} s (num_workers= says how many there are)"
             )
-        time.sleep(_POLL)
+        host.sleep(_POLL)
 
 
 def forget_slots(run_id: str) -> None:

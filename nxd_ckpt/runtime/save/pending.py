@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Generator, Mapping
 from concurrent import futures
 from typing import Any
 
+from nxd_ckpt import host
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.save.failures import Failures
 
@@ -29,7 +29,7 @@ class SaveProgress:
         self.nbytes = 0
         self.reported = self.tolerated = False
         self.pid = os.getpid()
-        self.staged, self.voted = threading.Event(), threading.Event()
+        self.staged, self.voted = host.Event(), host.Event()
         self.error: BaseException | None = None
         self.future = PendingSave(self)
 

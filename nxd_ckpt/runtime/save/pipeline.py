@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, RanksDisagree, as_checkpoint_errors
@@ -109,7 +109,7 @@ class Pipeline:
         return self._stager
 
     def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
-        written = threading.Event()
+        written = host.Event()
 
         def write() -> None:
             saving.write(wave, views)

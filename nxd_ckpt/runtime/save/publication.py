@@ -12,10 +12,10 @@ A publication is plain data, so that processes that only write files (a conversi
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from nxd_ckpt import host
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.directory import may_be_replaced
@@ -180,7 +180,7 @@ class InPlace:
         """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
         storage, ranks = session.storage, session.topology.world_size
 
-        voting.report_progress(storage, self.attempt, 0, time.monotonic_ns())
+        voting.report_progress(storage, self.attempt, 0, host.monotonic_ns())
         for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
             if not voting.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):
                 raise SaveFailed(

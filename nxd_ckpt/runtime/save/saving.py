@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
@@ -11,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+from nxd_ckpt import host
 from nxd_ckpt.core.manifest import FileEntry, RankLine
 from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Verdict, Vote
@@ -73,7 +73,7 @@ class Saving:
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
         self._writer: FileWriter | None = None
-        self._reported = time.monotonic()
+        self._reported = host.monotonic()
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +141,7 @@ class Saving:
         """Write one staged wave. A failure is kept for the vote and returned to no one else."""
         if self.error is not None or self._writer is None:
             return
-        started = time.monotonic()
+        started = host.monotonic()
         try:
             if not self._holds_slot:
                 # Held until all waves are written.
@@ -162,7 +162,7 @@ class Saving:
         """
         self._finish_files()
         index = self._finish_index()
-        started = time.monotonic()
+        started = host.monotonic()
         try:
             self._cast(index)
             voted()
@@ -183,7 +183,7 @@ class Saving:
         return (kind if issubclass(kind, SaveFailed) else SaveFailed)(f"save of {self.tag!r} failed: {message}")
 
     def _finish_files(self) -> None:
-        started = time.monotonic()
+        started = host.monotonic()
         try:
             if self.error is None and self._writer is not None:
                 self._writer.finish()
@@ -202,7 +202,7 @@ class Saving:
                 metadata = self._write_metadata() if self.plan.parts.optimizer == "zero1_dcp" else {}
                 if self._failed_elsewhere is not None:
                     return None
-                started, at = time.monotonic(), session.topology.coordinates
+                started, at = host.monotonic(), session.topology.coordinates
                 index = self._writer.index(self.plan, at)
                 index = replace(index, files={**index.files, **metadata})
                 line = RankLine(*write_index(session.storage, self.publication, names.index_file(at), index))
@@ -220,7 +220,7 @@ class Saving:
         session = self.session
         if session.topology.rank > 0 or self._writer is None:
             return {}
-        started = time.monotonic()
+        started = host.monotonic()
         try:
             try:
                 self._others = self._collect(first=1)
@@ -343,10 +343,10 @@ class Saving:
     def _progress(self, nbytes: int) -> None:
         """Show rank 0, and whoever waits for the slot, that a slow write makes progress."""
         self._moved()
-        now = time.monotonic()
+        now = host.monotonic()
         if now - self._reported > self.session.timeout / 10:
             self._reported = now
             voting.report_progress(self.session.storage, self.attempt, self.session.topology.rank, self.nbytes)
 
     def _count(self, name: str, started: float) -> None:
-        self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started
+        self.timings[name] = self.timings.get(name, 0.0) + host.monotonic() - started

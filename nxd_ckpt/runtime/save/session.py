@@ -6,12 +6,12 @@ import errno
 import logging
 import math
 import re
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from nxd_ckpt import host
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
@@ -60,7 +60,7 @@ class Session:
     is_gone: Callable[[int], bool] = lambda rank: False
     """Whether that rank's process is known to have ended."""
     leaves_at: float = math.inf
-    """When this rank, after an exception, stops waiting for the others (seconds, as time.monotonic())."""
+    """When this rank, after an exception, stops waiting for the others (seconds, as host.monotonic())."""
 
     def attempt(self, counter: int) -> str:
         return f"{self.run_id}-{counter}"
@@ -76,7 +76,7 @@ class Session:
             lease.require(self.storage, self.lease)
 
     def is_leaving(self) -> bool:
-        return time.monotonic() >= self.leaves_at
+        return host.monotonic() >= self.leaves_at
 
     def close(self) -> None:
         """Give the directory back. Called after the last save was decided."""
@@ -216,16 +216,16 @@ def _must_be_writable(session: Session) -> None:
 def _must_be_live(session: Session) -> None:
     """Raise unless rank 0 of this very run holds the directory: the mark that was found may be of an earlier launch."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
-    deadline = time.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
+    deadline = host.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
     first = None
-    while time.monotonic() < deadline:
+    while host.monotonic() < deadline:
         holder = lease.read(session.storage)
         if holder is not None and holder.run_id == session.run_id:
             first = first or holder
             runs = holder.holder_runs_here()
             if runs or (runs is None and holder != first):  # on another host, its heartbeat has to change
                 return
-        time.sleep(0.05)
+        host.sleep(0.05)
     raise InvalidArgument(
         f"run_id {session.run_id!r}: no live rank 0 holds {session.storage.url} under it. Either rank 0 is gone, or it "
         "was refused because the run_id was used before; give every launch a new one"
@@ -238,18 +238,18 @@ def _beat_interval(session: Session) -> float:
 
 def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:
     """Which of ``names`` rank 0 wrote into ``folder``."""
-    deadline = time.monotonic() + within
+    deadline = host.monotonic() + within
     while True:
         listed = {entry.name for entry in session.storage.list(folder)}
         found = next((name for name in names if name in listed), None)
         if found is not None:
             return found
-        if time.monotonic() > deadline:
+        if host.monotonic() > deadline:
             raise DirectoryNotShared(
                 f"rank {session.topology.rank} does not see {session.storage.url}/{folder}/{names[0]}, which rank 0 "
                 "wrote: all ranks must save to the same directory on a file system that they share"
             )
-        time.sleep(0.05)
+        host.sleep(0.05)
 
 
 def _sweep(storage: Storage, spared: str | None) -> None:

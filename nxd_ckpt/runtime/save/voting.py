@@ -7,12 +7,12 @@ cache the absence of a name, but a changed directory is seen.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from nxd_ckpt import host
 from nxd_ckpt.core import votes
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.suggestions import first_of
@@ -234,14 +234,14 @@ class _Sign:
 
     def __init__(self, storage: Storage, attempt: str, timeout: float) -> None:
         self._storage, self._attempt, self._interval = storage, attempt, min(timeout / 10, 5.0)
-        self._given = time.monotonic()
+        self._given = host.monotonic()
 
     def give(self) -> None:
-        now = time.monotonic()
+        now = host.monotonic()
         if now - self._given >= self._interval:
             self._given = now
             with suppress(OSError):  # the next may succeed
-                report_progress(self._storage, self._attempt, 0, time.monotonic_ns())
+                report_progress(self._storage, self._attempt, 0, host.monotonic_ns())
 
 
 class _LastWords:
@@ -255,8 +255,8 @@ class _LastWords:
         if not gone:
             self._since = math.inf
             return False
-        self._since = min(self._since, time.monotonic())
-        return time.monotonic() - self._since >= _LAST_WORDS
+        self._since = min(self._since, host.monotonic())
+        return host.monotonic() - self._since >= _LAST_WORDS
 
 
 class _Patience:
@@ -269,13 +269,13 @@ class _Patience:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._since = self._looked = time.monotonic()
+        self._since = self._looked = host.monotonic()
         self._interval = min(timeout / 4, 2.0)
         self._seen: Mapping[str, bytes] = {}
         self._count = 0
 
     def is_over(self, count: int, look_closer: Callable[[], Mapping[str, bytes]]) -> bool:
-        now = time.monotonic()
+        now = host.monotonic()
         if count != self._count:
             self._count, self._since = count, now
         if now - self._looked >= self._interval or now - self._since >= self._timeout:
@@ -283,7 +283,7 @@ class _Patience:
             if seen != self._seen:
                 self._since = now
             self._seen, self._looked = seen, now
-            self._interval = min(self._timeout / 4, max(2.0, 20 * (time.monotonic() - now)))
+            self._interval = min(self._timeout / 4, max(2.0, 20 * (host.monotonic() - now)))
         return now - self._since >= self._timeout
 
 
@@ -301,18 +301,18 @@ class _Backoff:
         self.reset()
 
     def reset(self) -> None:
-        self._since = time.monotonic()
+        self._since = host.monotonic()
 
     def timed(self, look: Callable[[], ResultT]) -> ResultT:
-        started = time.monotonic()
+        started = host.monotonic()
         try:
             return look()
         finally:
-            self._busy = time.monotonic() - started
+            self._busy = host.monotonic() - started
 
     def pause(self) -> None:
-        waited = time.monotonic() - self._since
-        time.sleep(max(min(max(waited / 25, 0.002), self._longest), min(8 * self._busy, 2.0)))
+        waited = host.monotonic() - self._since
+        host.sleep(max(min(max(waited / 25, 0.002), self._longest), min(8 * self._busy, 2.0)))
 
 
 def _retried(act: Callable[[], ResultT]) -> ResultT:
@@ -321,7 +321,7 @@ def _retried(act: Callable[[], ResultT]) -> ResultT:
         try:
             return act()
         except OSError:
-            time.sleep(pause)
+            host.sleep(pause)
     return act()
 
 

@@ -7,7 +7,6 @@ once: what each waits for is its own sync. Nothing here holds the interpreter wh
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from nxd_ckpt import host
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.topology import Coordinates
@@ -99,7 +99,7 @@ class FileWriter:
         self._threads = threads
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self.nbytes = 0
 
     def write(self, wave: Wave, views: Sequence[memoryview]) -> None:

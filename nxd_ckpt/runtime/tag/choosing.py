@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from collections.abc import Collection, Sequence
 
+from nxd_ckpt import host
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import names
@@ -94,12 +94,12 @@ def settle_swap(storage: Storage) -> None:
     """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's."""
     if not journal.is_open(storage):
         return
-    deadline = time.monotonic() + _SWAP_TAKES
-    while journal.is_open(storage) and time.monotonic() < deadline:
+    deadline = host.monotonic() + _SWAP_TAKES
+    while journal.is_open(storage) and host.monotonic() < deadline:
         holder = lease.read(storage)
         if holder is None or holder.holder_runs_here() is False:
             break
-        time.sleep(0.05)
+        host.sleep(0.05)
     if journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
         try:
             journal.recover(storage)

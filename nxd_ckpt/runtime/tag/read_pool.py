@@ -7,10 +7,10 @@ of the first task is raised, whichever thread was faster.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections import deque
 from collections.abc import Callable
 
+from nxd_ckpt import host
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK
 
@@ -27,13 +27,13 @@ class ReadPool(Closing):
 
     def __init__(self, threads: int) -> None:
         self._others = threads - 1
-        self._threads: list[threading.Thread] = []
-        self._changed = threading.Condition()
+        self._threads: list[host.Thread] = []
+        self._changed = host.Condition()
         self._queue: deque[tuple[int, Task]] = deque()
         self._running: dict[int, int] = {}  # tasks, and the threads that they run on
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
-        self._own = threading.local()
+        self._own = host.local()
         self.submitted = 0
 
     def submit(self, task: Task) -> None:
@@ -46,7 +46,7 @@ class ReadPool(Closing):
             self._changed.notify()
         # A single task is for the caller, which waits for it next.
         if len(self._queue) > 1 and len(self._threads) < self._others:
-            thread = threading.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
+            thread = host.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
             self._threads.append(thread)  # first: an interrupt may come out of start()
             try:
                 thread.start()
@@ -70,9 +70,9 @@ class ReadPool(Closing):
             self._queue.clear()
             self._changed.notify_all()
             # By tasks, since a thread whose start was interrupted cannot be joined; it will find nothing to do.
-            while any(thread != threading.get_ident() for thread in self._running.values()):
+            while any(thread != host.get_ident() for thread in self._running.values()):
                 self._changed.wait()
-        for thread in filter(threading.Thread.is_alive, self._threads):
+        for thread in filter(host.Thread.is_alive, self._threads):
             thread.join()
 
     def _next(self, count: int) -> tuple[int, Task] | None:
@@ -97,7 +97,7 @@ class ReadPool(Closing):
 
     def _started(self) -> tuple[int, Task]:
         number, task = self._queue.popleft()
-        self._running[number] = threading.get_ident()
+        self._running[number] = host.get_ident()
         return number, task
 
     def _run(self, number: int, task: Task) -> None:

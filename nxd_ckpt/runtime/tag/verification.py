@@ -8,10 +8,10 @@ digests.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from nxd_ckpt import host
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats import crc32
@@ -121,7 +121,7 @@ class Digest:
     def __init__(self, where: str, expected: int, segments: int) -> None:
         self._where, self._expected, self._missing = where, expected, segments
         self._found: list[tuple[int, int]] = [(0, 0)] * segments
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
 
     def take(self, segment: int, found: int, nbytes: int) -> None:
         """A segment's CRC-32 and length; raises DigestMismatch with the last one, unless all together are right."""
