@@ -173,9 +173,9 @@ def _call_key(rank: int, number: int) -> str:
 def _ask(words: Words, rank: int, call: str) -> tuple[int, Address | None]:
     """Another rank: the number of the meeting for this call, and where rank 0 may be connected to."""
     number = words.add(f"calls/{rank}", 1)
-    words.leave(_call_key(rank, number), call)
     answer = f"answer/{rank}/{number}"
     try:
+        words.leave(_call_key(rank, number), call)
         word = words.take(answer, 0)
     except BaseException as error:  # an interrupt too: rank 0 must not answer a rank that has left
         if words.add(f"claim/{rank}/{number}", 1) == 1 or not isinstance(error, PeerTimeout):  # now it is withdrawn

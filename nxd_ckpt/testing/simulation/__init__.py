@@ -1,0 +1,30 @@
+"""A simulated world for tests of what happens when things go wrong; needs greenlet. docs/reliability.md.
+
+========================  =============================================================================
+``World``                 a scheduler with a clock: tasks of processes, in an order that a seed decides
+``inhabited``             within, time and threads of ``nxd_ckpt`` are those of a world
+``Disk``, ``DiskStorage``  a POSIX file system that knows what a crash leaves of it, and a storage on it
+``Killed``, ``Stuck``     what a dead process's tasks get; what is raised where tasks wait for ever
+========================  =============================================================================
+"""
+
+from nxd_ckpt.testing.simulation.disk import Change, Disk, File, Folder, contents
+from nxd_ckpt.testing.simulation.disk_storage import DiskStorage
+from nxd_ckpt.testing.simulation.threads import EPOCH, inhabited
+from nxd_ckpt.testing.simulation.world import Killed, Process, Stuck, Task, World
+
+__all__ = [
+    "EPOCH",
+    "Change",
+    "Disk",
+    "DiskStorage",
+    "File",
+    "Folder",
+    "Killed",
+    "Process",
+    "Stuck",
+    "Task",
+    "World",
+    "contents",
+    "inhabited",
+]

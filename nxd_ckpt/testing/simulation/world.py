@@ -1,0 +1,195 @@
+"""A scheduler with a clock of its own: tasks run one at a time, in an order and at times that a seed decides.
+
+Tasks are greenlets. One runs until it waits: for time to pass, or for another task. Whatever takes time on a real host
+takes simulated seconds here, so that the order of events is the order of the times at which they end; waiting itself
+costs nothing. A process is what dies as one: its tasks never run again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from heapq import heappop, heappush
+from math import log
+from random import Random
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+
+class Killed(BaseException):
+    """What is thrown into the tasks of a process that died: no code of ours may catch it and go on."""
+
+
+class Stuck(AssertionError):
+    """Tasks wait for ever, or for longer than the world lasts; the message holds their stacks."""
+
+
+class Process:
+    """What dies as one. ``machine`` tells processes that see each other's pids; ``skew`` is its wall clock's error in
+    seconds; it does nothing before ``stalled_until``."""
+
+    def __init__(self, pid: int, machine: str) -> None:
+        self.pid, self.machine = pid, machine
+        self.alive = True
+        self.skew = 0.0
+        self.stalled_until = 0.0
+
+
+class Task:
+    """One thread of a process. ``error`` is what it ended with."""
+
+    def __init__(self, number: int, name: str, process: Process, run: Callable[[], Any], hub: greenlet) -> None:
+        self.number, self.name, self.process = number, name, process
+        self.ended = False
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.thread: Any = None
+        self.locals: dict[int, dict[str, Any]] = {}
+        self.turn = 0
+        """Goes up whenever the task runs: what was to wake it before counts no more."""
+        self.woken = False
+        self.awaiting: list[Task] = []
+        self._run = run
+        self.greenlet = greenlet(self._main, hub)
+
+    @property
+    def over(self) -> bool:
+        """Whether it will never run again."""
+        return self.ended or not self.process.alive
+
+    def stack(self) -> str:
+        """Where it waits."""
+        frame = self.greenlet.gr_frame
+        lines = traceback.format_stack(frame)[-6:] if frame is not None else []
+        return f"{self.name} of process {self.process.pid}:\n{''.join(lines)}"
+
+    def _main(self) -> None:
+        try:
+            self.result = self._run()
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+
+
+class World:
+    """Processes, their tasks, and the time. Everything random is drawn from ``random``, which ``seed`` starts.
+
+    ``lasts`` is when it ends, in simulated seconds: what has not ended by then is stuck.
+    """
+
+    def __init__(self, seed: int | str, lasts: float = 3600.0) -> None:
+        self.seed, self.random, self.lasts = seed, Random(seed), lasts
+        self.now = 0.0
+        self.tasks: list[Task] = []
+        self.processes: list[Process] = []
+        self.current: Task | None = None
+        self._hub = getcurrent()
+        self._due: list[tuple[float, int, int, Task]] = []
+        self._pushed = 0
+
+    def start_process(self, machine: str = "machine") -> Process:
+        process = Process(1000 + len(self.processes), machine)
+        self.processes.append(process)
+        return process
+
+    def spawn(self, process: Process, run: Callable[[], Any], name: str = "main") -> Task:
+        """A task that begins as soon as its turn comes."""
+        task = Task(len(self.tasks) + 1, name, process, run, self._hub)
+        self.tasks.append(task)
+        self._push(task, self.now + self.duration(1e-4))
+        return task
+
+    def run(self, *tasks: Task) -> None:
+        """Until these have ended, or their processes have died. Raises Stuck."""
+        while not all(task.over for task in tasks):
+            following = self._next()
+            if following is None or self.now > self.lasts:
+                stacks = "\n".join(task.stack() for task in self.tasks if not task.over)
+                raise Stuck(f"after {self.now:.0f} simulated seconds tasks are still waiting:\n{stacks}")
+            self.current = following
+            following.greenlet.switch()
+            self.current = None
+
+    def duration(self, mean: float) -> float:
+        """How long something takes that takes ``mean`` seconds on average; once in a while far longer."""
+        drawn = self.random.random()
+        return -log(1.0 - drawn) * (mean if drawn < 0.996 else 20.0 * mean)
+
+    def pause(self, seconds: float) -> None:
+        """Let simulated seconds pass for the running task."""
+        task = self.current
+        if task is None:  # whoever looks at the world from outside takes no time
+            return
+        self._must_live(task)
+        ends = self.now + seconds
+        if (self._due and self._due[0][0] <= ends) or task.process.stalled_until > ends or ends > self.lasts:
+            self._push(task, ends)
+            self._leave(task)
+        else:  # it is the next itself
+            self.now = ends
+
+    def park(self, timeout: float | None) -> bool:
+        """Wait to be woken; whether that was before ``timeout`` seconds had passed."""
+        task = self.current
+        if task is None:
+            raise Stuck("waiting outside of any task, for what no task will do")
+        self._must_live(task)
+        task.woken = False
+        if timeout is not None:
+            self._push(task, self.now + max(timeout, 0.0))
+        self._leave(task)
+        return task.woken
+
+    def wake(self, task: Task) -> None:
+        task.woken = True
+        self._push(task, self.now + self.duration(1e-5))
+
+    def kill(self, process: Process) -> None:
+        """Nothing of it runs any more, from the next moment on."""
+        process.alive = False
+
+    def close(self) -> None:
+        """End all tasks."""
+        for process in self.processes:
+            process.alive = False
+        for task in self.tasks:
+            if not task.ended:
+                self.current = task
+                with suppress(Killed):  # of one that has not begun
+                    task.greenlet.throw(Killed)
+        self.current = None
+
+    def _must_live(self, task: Task) -> None:
+        if not task.process.alive:
+            raise Killed
+
+    def _push(self, task: Task, when: float) -> None:
+        self._pushed += 1
+        heappush(self._due, (when, self._pushed, task.turn, task))
+
+    def _next(self) -> Task | None:
+        due = self._due
+        while due:
+            when, _, turn, task = heappop(due)
+            if turn != task.turn or not task.process.alive or task.ended:
+                continue
+            if task.process.stalled_until > when:
+                self._push(task, task.process.stalled_until)
+                continue
+            if when > self.now:
+                self.now = when
+            task.turn += 1
+            return task
+        return None
+
+    def _leave(self, task: Task) -> None:
+        """Run others until it is the turn of ``task`` again."""
+        following = self._next() if self.now <= self.lasts else None
+        if following is None:
+            self._hub.switch()
+        elif following is not task:
+            self.current = following
+            following.greenlet.switch()
+        self._must_live(task)

@@ -1,0 +1,103 @@
+"""``python -m tests.simulation``: run schedules, count them, and write the counts into docs/reliability.md."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import re
+import subprocess
+import time
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.simulation.schedule import Schedule, run
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "reliability.md"
+CHUNK = 100
+
+
+class Count(NamedTuple):
+    """What came of some schedules: ``faults``, how often each was injected, and the messages of ``failures``."""
+
+    faults: Counter[str]
+    failures: list[str]
+    cpu_seconds: float
+
+    @property
+    def schedules(self) -> int:
+        return self.faults.total()
+
+    @property
+    def rate(self) -> float:
+        """Schedules a second of one core."""
+        return self.schedules / self.cpu_seconds
+
+
+def counted(seeds: range) -> Count:
+    """Run these schedules in this process."""
+    logging.disable(logging.CRITICAL)  # what goes wrong there is meant to
+    began, faults, failures = time.process_time(), Counter[str](), list[str]()
+    try:
+        for seed in seeds:
+            faults[Schedule.of(seed).fault] += 1
+            try:
+                run(seed)
+            except AssertionError as error:
+                failures.append(str(error))
+    finally:
+        logging.disable(logging.NOTSET)
+    return Count(faults, failures, time.process_time() - began)
+
+
+def run_all(first: int, count: int, processes: int) -> Count:
+    """Run ``count`` schedules from seed ``first`` on, and print how far it is."""
+    chunks = [range(begin, min(begin + CHUNK, first + count)) for begin in range(first, first + count, CHUNK)]
+    total = Count(Counter(), [], 0.0)
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        for number, part in enumerate(pool.imap_unordered(counted, chunks), start=1):
+            cpu_seconds = total.cpu_seconds + part.cpu_seconds
+            total = Count(total.faults + part.faults, total.failures + part.failures, cpu_seconds)
+            for failure in part.failures:
+                print(failure, flush=True)
+            if number % 10 == 0 or number == len(chunks):
+                print(f"{total.schedules} schedules, {total.rate:.0f} a second and core", flush=True)
+    return total
+
+
+def write(total: Count, first: int) -> None:
+    """Put the counts where docs/reliability.md has them."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    rows = [
+        ("date", f"{datetime.now(timezone.utc):%Y-%m-%d}"),
+        ("commit", commit),
+        ("schedules", f"{total.schedules:,} (seeds {first:,} to {first + total.schedules - 1:,})"),
+        ("schedules a second and core", f"{total.rate:.0f}"),
+        ("broken promises", f"{len(total.failures):,}"),
+        *((f"schedules with the fault \"{name}\"", f"{number:,}") for name, number in sorted(total.faults.items())),
+    ]
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    pattern = re.compile(r"(<!-- counts -->\n).*?(\n<!-- end of counts -->)", re.DOTALL)
+    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}{table}{found[2]}", PAGE.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed; with --count 1 it is replayed")
+    parser.add_argument("--count", type=int, default=1000, help="how many schedules")
+    parser.add_argument("--processes", type=int, default=2, help="how many at once")
+    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
+    given = parser.parse_args()
+    total = run_all(given.first, given.count, given.processes)
+    if given.write:
+        write(total, given.first)
+    raise SystemExit(1 if total.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

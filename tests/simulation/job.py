@@ -1,0 +1,198 @@
+"""A job of two ranks in a simulated world: what its ranks save, what came of it, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
+from nxd_ckpt.runtime import at_exit
+from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone
+from nxd_ckpt.runtime.coordination.meeting import Venue
+from nxd_ckpt.runtime.coordination.peers import Address
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.testing.simulation import Process, Task, World
+
+WORLD_SIZE = 2
+TIMEOUT = 8.0
+"""Seconds without progress after which a rank counts as lost."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that all ranks make: number ``value``, under ``tag``."""
+
+    tag: str
+    value: int
+    is_async: bool = False
+    num_kept: int | None = None
+    overwrite: bool | None = None
+    fails_on: int | None = None
+    """The rank whose arguments are refused."""
+
+
+@dataclass
+class Outcome:
+    """What a rank was told of a save, and when it called and was told; ``word`` is "saved", "failed" or "unknown"."""
+
+    rank: int
+    save: Save
+    word: str
+    began: float
+    ended: float
+    error: BaseException | None = None
+
+
+@dataclass
+class Job:
+    """One launch: its processes, one a rank. They are joined by a process group, or by their ``run_id`` alone."""
+
+    world: World
+    run_id: str
+    processes: list[Process]
+    has_group: bool
+    outcomes: list[Outcome] = field(default_factory=list)
+    begun: list[tuple[int, Save]] = field(default_factory=list)
+    store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
+
+    def agreement(self, rank: int, timeout: float, call: str) -> Agreement | None:
+        if not self.has_group:
+            return None
+        return _Venue(self, rank).meet(timeout, call)
+
+
+class _Venue(Venue):
+    """Ranks learn of the end of others at once, as by their connections."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        super().__init__(job.store, rank, WORLD_SIZE)
+        self._job = job
+
+    def _hub(self) -> Address | None:
+        return None
+
+    def _is_gone(self, rank: int) -> bool:
+        return not self._job.processes[rank].alive
+
+
+def state(value: int, rank: int) -> dict[str, torch.Tensor]:
+    """The model of a rank in save number ``value``; no two ranks or saves have an equal one."""
+    return {"weight": torch.full((3,), float(10 * value + rank)), "bias": torch.full((2,), float(-10 * value - rank))}
+
+
+def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointer:
+    topology = Topology(tp=WORLD_SIZE, rank=rank)
+    return Checkpointer(
+        "simulated", storage=storage, topology=topology, run_id=run_id, timeout=TIMEOUT, memory_cap=2**20
+    )
+
+
+def saving(job: Job, rank: int, storage: Storage, saves: list[Save]) -> None:
+    """What a rank of the job does: one save after the other, and what came of each. Asynchronous ones are waited for
+    before the next but one."""
+    world = job.world
+    saver = checkpointer(storage, rank, job.run_id)
+    under_way: list[tuple[float, Save, Any]] = []
+
+    def told(began: float, save: Save, error: BaseException | None) -> None:
+        word = "saved" if error is None else "unknown" if isinstance(error, OutcomeUnknown) else "failed"
+        job.outcomes.append(Outcome(rank, save, word, began, world.now, error))
+
+    def settle() -> None:
+        while under_way:
+            began, save, pending = under_way.pop()
+            error = None
+            try:
+                pending.wait()
+            except CheckpointError as problem:
+                error = problem
+            told(began, save, error)
+
+    try:
+        for save in saves:
+            began = world.now
+            job.begun.append((rank, save))
+            try:
+                pending = saver.save(
+                    save.tag,
+                    state(save.value, rank),
+                    user_content={"value": save.value},
+                    async_save=save.is_async,
+                    num_workers=None if save.fails_on != rank else 0,
+                    num_kept_ckpts=save.num_kept,
+                    overwrite=save.overwrite,
+                )
+            except CheckpointError as error:
+                told(began, save, error)
+            else:
+                settle()
+                under_way.append((began, save, pending))
+        settle()
+    finally:
+        try:
+            with suppress(CheckpointError):  # of a save that is told of above
+                saver.close()
+        finally:
+            at_exit.forget(saver)
+
+
+def loaded(storage: Storage, rank: int, tag: str | None) -> int:
+    """The number of the save that a rank reads, alone. Raises AssertionError for a mixture of several."""
+    reader = checkpointer(storage, rank, None)
+    model: dict[str, torch.Tensor] = {}
+    value = int(reader.load(tag, model)["value"])
+    for name, expected in state(value, rank).items():
+        assert torch.equal(expected, model[name]), f"{name} of rank {rank} is not of save {value}: {model[name]}"
+    return value
+
+
+@dataclass
+class Reader:
+    """A process that loads again and again, as any job may that shares the directory; what it found, and when."""
+
+    world: World
+    storage: Storage
+    is_over: bool = False
+    found: list[tuple[float, float, int | None]] = field(default_factory=list)
+
+    def run(self) -> None:
+        while not self.is_over:
+            began = self.world.now
+            try:
+                value: int | None = loaded(self.storage, self.world.random.randrange(WORLD_SIZE), None)
+            except (CheckpointNotFound, TagReplaced):
+                value = None
+            self.found.append((began, self.world.now, value))
+            self.world.pause(self.world.duration(0.3))
+
+
+@contextmanager
+def among(jobs: list[Job], world: World) -> Iterator[None]:
+    """Within, ranks of ``jobs`` meet where their job has a group, and nothing asks the real machine."""
+
+    def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | None:
+        process = world.current.process if world.current is not None else None
+        job = next((job for job in jobs if process in job.processes), None)
+        return Alone() if job is None else job.agreement(rank, timeout, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_ckpt.checkpointer.meet", meet)
+        patch.setattr("nxd_ckpt.checkpointer.versions", dict)
+        patch.setattr("nxd_ckpt.runtime.save.session.forget_slots", lambda run_id: None)
+        yield
+
+
+def run_to_end(world: World, tasks: list[Task]) -> None:
+    """Until these end; what they raise is raised."""
+    world.run(*tasks)
+    for task in tasks:
+        if task.error is not None and task.process.alive:
+            raise task.error
+

@@ -1,0 +1,79 @@
+"""The promises of the README, one checker each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.testing.simulation import World
+from tests.simulation import oracle
+from tests.simulation.job import TIMEOUT, Job, Outcome, Reader, Save
+
+
+class Promises:
+    """Each method raises AssertionError. ``stalled`` are the seconds for which a rank was made to stand still."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.stalled = 0.0
+
+    def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader) -> None:
+        tags = oracle.visible(storage)  # complete or invisible
+        saves = [save for job in jobs for _, save in job.begun]
+        outcomes = [outcome for job in jobs for outcome in job.outcomes]
+        self.nothing_good_is_lost(tags, saves, outcomes)
+        self.every_rank_tells_the_same(tags, outcomes)
+        self.no_wait_is_longer(outcomes)
+        self.readers_see_whole_tags(reader, saves, outcomes)
+
+    def nothing_good_is_lost(self, tags: dict[str, int], saves: Sequence[Save], outcomes: Sequence[Outcome]) -> None:
+        """What any rank was told is saved is there: as it was saved, or as a later save under the same tag, unless
+        retention has removed it for later ones."""
+        for outcome in outcomes:
+            if outcome.word != "saved":
+                continue
+            save = outcome.save
+            later = [other for other in saves if other.value > save.value]
+            found = tags.get(save.tag)
+            same = {save.value, *(other.value for other in later if other.tag == save.tag)}
+            if found in same:
+                continue
+            kept = min((other.num_kept for other in later if other.num_kept is not None), default=None)
+            assert found is None, f"save {save.value} of {save.tag!r} became save {found}"
+            assert kept is not None, f"save {save.value} of {save.tag!r} is lost: {tags}"
+            newer = [value for value in tags.values() if value > save.value]
+            assert len(newer) >= kept, f"retention removed save {save.value} of {save.tag!r} for {newer}"
+        numbers = {save.value for save in saves}
+        assert set(tags.values()) <= numbers
+
+    def every_rank_tells_the_same(self, tags: dict[str, int], outcomes: Sequence[Outcome]) -> None:
+        """No rank says "saved" where another says "failed", and what failed is not there."""
+        for value in {outcome.save.value for outcome in outcomes}:
+            words = {outcome.word for outcome in outcomes if outcome.save.value == value}
+            assert not {"saved", "failed"} <= words, f"save {value} is saved for one rank and failed for another"
+            if "failed" in words:
+                assert value not in tags.values(), f"save {value} failed, and is visible: {tags}"
+
+    def no_wait_is_longer(self, outcomes: Sequence[Outcome]) -> None:
+        """Than the timeout, and what a rank's own work takes."""
+        for outcome in outcomes:
+            seconds = outcome.ended - outcome.began
+            allowed = 3 * TIMEOUT + self.stalled + 5.0
+            assert seconds <= allowed, f"rank {outcome.rank} waited {seconds:.1f} s for {outcome.save}"
+
+    def readers_see_whole_tags(self, reader: Reader, saves: Sequence[Save], outcomes: Sequence[Outcome]) -> None:
+        """Whoever loads finds a save, and one that was there, from the moment that the first is there."""
+        numbers = {save.value for save in saves}
+        first = min((outcome.ended for outcome in outcomes if outcome.word == "saved"), default=None)
+        for began, ended, value in reader.found:
+            assert value is None or value in numbers
+            if first is not None and began > first:
+                assert value is not None, f"a reader found nothing between {began:.3f} and {ended:.3f}"
+
+    def next_saves_work(self, job: Job, storage: Storage) -> None:
+        """Those of a job that nothing happens to, whatever happened before."""
+        words = {(outcome.rank, outcome.save.value): outcome.word for outcome in job.outcomes}
+        expected = {(rank, save.value): "saved" for rank, save in job.begun}
+        assert words == expected, [outcome.error for outcome in job.outcomes]
+        tags = oracle.visible(storage)
+        assert all(tags.get(save.tag) == save.value for _, save in job.begun), tags

@@ -1,0 +1,163 @@
+"""One schedule: what two launches of a job do, what goes wrong meanwhile, and whether the promises hold.
+
+All of it follows from a seed.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, Killed, Process, Task, World, inhabited
+from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Reader, Save, among, run_to_end, saving
+from tests.simulation.promises import Promises
+
+SECONDS = {"look": 2e-4, "fsync": 3e-3}
+"""How long a system call takes on average; others take :data:`SECOND`."""
+SECOND = 5e-4
+
+EFFECTS = 130
+"""About as many system calls of a rank change something in two saves."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``saves`` of the first launch, and what goes wrong ``at`` which effect of which rank: "nothing", "kill",
+    "power" (of everything), "error" (one system call fails), "full" (all that write do, for a while), "sync" (a sync
+    fails, and drops pages), "stall" (the rank stands still), "clock" (its wall clock jumps)."""
+
+    seed: int
+    saves: tuple[Save, ...]
+    fault: str
+    rank: int
+    at: int
+    swaps: bool
+    has_group: bool
+    machines: tuple[str, ...]
+    reads: bool
+
+    @staticmethod
+    def of(seed: int) -> Schedule:
+        random = Random(f"schedule {seed}")
+        kind = random.choice(("new", "overwrite", "retention", "mixed"))
+        tags = {"new": ("a", "b"), "overwrite": ("a", "a"), "retention": ("a", "b"), "mixed": ("a", "b", "a")}[kind]
+        kept = random.choice((1, 1, 2)) if kind in ("retention", "mixed") else None
+        fault = random.choice(("nothing", "kill", "kill", "power", "power", "error", "full", "sync", "stall", "clock"))
+        refused = random.choice((None,) * 9 + (0,))
+        return Schedule(
+            seed=seed,
+            saves=tuple(
+                Save(tag, value, random.random() < 0.6, kept, fails_on=refused if value == 2 else None)
+                for value, tag in enumerate(tags, start=1)
+            ),
+            fault=fault,
+            rank=random.randrange(WORLD_SIZE),
+            at=random.randrange(EFFECTS),
+            swaps=random.random() < 0.6,
+            has_group=random.random() < 0.5,
+            machines=random.choice((("one", "one", "one"), ("one", "two", "three"))),
+            reads=random.random() < 0.3,
+        )
+
+
+class Run:
+    """A schedule under way."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.world = World(schedule.seed, lasts=400.0)
+        self.disk = Disk(lambda: EPOCH + self.world.now)
+        self.effects: dict[Process, int] = {}
+        self.jobs: list[Job] = []
+        self.promises = Promises(self.world)
+        self.is_out = False
+        self.trace: list[tuple[float, int, str, str]] = []
+        """The time, process, name and path of every system call."""
+        self._sync_failed = False
+
+    def go(self) -> None:
+        """Raises AssertionError where a promise is broken."""
+        with inhabited(self.world), among(self.jobs, self.world):
+            schedule = self.schedule
+            first = self._launch("first", schedule.machines[:2], list(schedule.saves))
+            reader = Reader(self.world, self._storage(self.world.start_process("elsewhere")))
+            if schedule.reads:
+                self.world.spawn(reader.storage.process, reader.run, "reader")  # type: ignore[attr-defined]
+            run_to_end(self.world, first)
+            self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
+            if any(not process.alive for process in self.jobs[0].processes):
+                self._end(self.jobs[0])
+            self.is_out = True
+            second = self._launch("second", schedule.machines[2:] * 2, [Save("a", 9)])
+            run_to_end(self.world, second)
+            reader.is_over = True
+            self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
+            self.promises.next_saves_work(self.jobs[1], DiskStorage(self.disk))
+
+    def _launch(self, run_id: str, machines: tuple[str, ...], saves: list[Save]) -> list[Task]:
+        processes = [self.world.start_process(machine) for machine in machines]
+        job = Job(self.world, run_id, processes, self.schedule.has_group)
+        self.jobs.append(job)
+        ranks = [partial(saving, job, rank, self._storage(process), saves) for rank, process in enumerate(processes)]
+        return [self.world.spawn(process, rank) for process, rank in zip(processes, ranks, strict=True)]
+
+    def _end(self, job: Job) -> None:
+        """A launcher ends what is left of a job when one of its ranks has died."""
+        for process in job.processes:
+            self.world.kill(process)
+
+    def _storage(self, process: Process) -> DiskStorage:
+        self.effects[process] = 0
+
+        def turn(call: str, path: str) -> None:
+            world = self.world
+            world.pause(world.duration(SECONDS.get(call, SECOND)))
+            self.trace.append((world.now, process.pid, call, path))
+            if call != "look":
+                self.effects[process] = count = self.effects[process] + 1
+                if not self.is_out and process is self.jobs[0].processes[self.schedule.rank]:
+                    self._fault(process, call, count, path)
+
+        storage = DiskStorage(self.disk, turn, swaps=self.schedule.swaps)
+        storage.process = process  # type: ignore[attr-defined]
+        return storage
+
+    def _fault(self, process: Process, call: str, count: int, path: str) -> None:
+        fault, at = self.schedule.fault, self.schedule.at
+        if fault == "full" and at <= count < at + 12 and call in ("create", "write", "mkdir"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        if fault == "sync" and at <= count and call == "fsync" and not self._sync_failed:
+            self._sync_failed = True
+            raise OSError(errno.EIO, "Input/output error", path)
+        if count != at:
+            return
+        if fault == "kill":
+            self.world.kill(process)
+            raise Killed
+        if fault == "power":
+            for other in self.jobs[0].processes:
+                self.world.kill(other)
+            self.disk.crash_at_random(self.world.random)
+            raise Killed
+        if fault == "error":
+            raise OSError(errno.EIO, "Input/output error", path)
+        if fault == "stall":
+            seconds = self.world.random.uniform(0.3, 2.5) * TIMEOUT
+            self.promises.stalled += seconds
+            process.stalled_until = self.world.now + seconds
+            self.world.pause(0.0)
+        if fault == "clock":
+            process.skew = self.world.random.choice((-1e6, -3600.0, 3600.0, 1e6))
+
+
+def run(seed: int) -> Run:
+    """Raises AssertionError, which names the seed, where a promise is broken."""
+    schedule = Schedule.of(seed)
+    found = Run(schedule)
+    try:
+        found.go()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\n{schedule}") from error
+    return found
