@@ -327,7 +327,12 @@ class Checkpointer:
             planned = self._pipeline.plan_together(agreement, captured, tag)
         self._versions = versions()  # reads files: not on a later save's way
         shared = self._options
-        self._session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
+        try:
+            self._session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
+        except BaseException:
+            # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.
+            self._counter += agreement is None
+            raise
         self._session.counter = self._counter
         close_at_exit(self)
         return planned

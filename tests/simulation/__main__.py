@@ -43,9 +43,10 @@ def counted(seeds: range) -> Count:
     began, faults, failures = time.process_time(), Counter[str](), list[str]()
     try:
         for seed in seeds:
-            faults[Schedule.of(seed).fault] += 1
+            schedule = Schedule.of(seed)
+            faults[schedule.fault] += 1
             try:
-                run(seed)
+                run(schedule)
             except AssertionError as error:
                 failures.append(str(error))
     finally:
