@@ -83,8 +83,8 @@ def write(total: Count, first: int) -> None:
         *((f"schedules with the fault \"{name}\"", f"{number:,}") for name, number in sorted(total.faults.items())),
     ]
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
-    pattern = re.compile(r"(<!-- counts -->\n).*?(\n<!-- end of counts -->)", re.DOTALL)
-    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}{table}{found[2]}", PAGE.read_text()))
+    pattern = re.compile(r"(<!-- counts -->\n).*?(<!-- end of counts -->)", re.DOTALL)
+    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}{table}\n{found[2]}", PAGE.read_text()))
 
 
 def main() -> None:

@@ -195,4 +195,3 @@ def run_to_end(world: World, tasks: list[Task]) -> None:
     for task in tasks:
         if task.error is not None and task.process.alive:
             raise task.error
-

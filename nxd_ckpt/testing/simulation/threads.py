@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
+from concurrent.futures import _base as futures
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from nxd_ckpt import host
@@ -162,14 +163,6 @@ class SimpleQueue:
         return self._items.popleft()
 
 
-class Future(futures.Future[Any]):
-    """As ``concurrent.futures.Future``, waited for in the world."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._condition = Condition(world)  # type: ignore[assignment]
-
-
 class Local:
     """As ``threading.local``."""
 
@@ -193,17 +186,19 @@ class Local:
 
 @contextmanager
 def inhabited(world: World) -> Iterator[None]:
-    """Within, :mod:`nxd_ckpt.host` is that of the world; at the end all tasks are."""
+    """Within, :mod:`nxd_ckpt.host` is that of the world, and futures are waited for in it; at the end all tasks are."""
     replaced = _host_of(world)
     real = {name: getattr(host, name) for name in replaced}
     for name, value in replaced.items():
         setattr(host, name, value)
+    futures.threading = SimpleNamespace(**replaced)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         try:
             world.close()
         finally:
+            futures.threading = threading  # type: ignore[attr-defined]
             for name, value in real.items():
                 setattr(host, name, value)
 
@@ -221,7 +216,7 @@ def _host_of(world: World) -> dict[str, Any]:
     def born(pid: int) -> str | None:
         return next((str(pid) for other in world.processes if other.pid == pid and other.alive), None)
 
-    classes = (Thread, Lock, Condition, Event, SimpleQueue, Future)
+    classes = (Thread, Lock, Condition, Event, SimpleQueue)
     return {
         **{kind.__name__: made(kind) for kind in classes},
         "local": made(Local),
