@@ -191,7 +191,7 @@ def inhabited(world: World) -> Iterator[None]:
     real = {name: getattr(host, name) for name in replaced}
     for name, value in replaced.items():
         setattr(host, name, value)
-    futures.threading = SimpleNamespace(**replaced)  # type: ignore[attr-defined]
+    futures.threading = SimpleNamespace(**replaced)  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
