@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, Killed, Process, Task, World, inhabited
 from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Reader, Save, among, run_to_end, saving
 from tests.simulation.promises import Promises
@@ -84,9 +85,12 @@ class Run:
             schedule = self.schedule
             first = self._launch("first", schedule.machines[:2], list(schedule.saves))
             reader = Reader(self.world, self._storage(self.world.start_process("elsewhere")))
+            reading: list[Task] = []
             if schedule.reads:
-                self.world.spawn(reader.storage.process, reader.run, "reader")  # type: ignore[attr-defined]
+                reading.append(self.world.spawn(reader.storage.process, reader.run))  # type: ignore[attr-defined]
             run_to_end(self.world, first)
+            looker = self.world.start_process("elsewhere")  # whoever lists a directory finishes a swap of a dead job
+            run_to_end(self.world, [self.world.spawn(looker, partial(settled_tags, self._storage(looker)))])
             self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
             if any(not process.alive for process in self.jobs[0].processes):
                 self._end(self.jobs[0])
@@ -94,6 +98,7 @@ class Run:
             second = self._launch("second", schedule.machines[2:] * 2, [Save("a", 9)])
             run_to_end(self.world, second)
             reader.is_over = True
+            run_to_end(self.world, reading)
             self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
             self.promises.next_saves_work(self.jobs[1], DiskStorage(self.disk))
 

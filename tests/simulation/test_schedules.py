@@ -8,11 +8,11 @@ import pytest
 
 from tests.simulation.__main__ import counted, run_all
 from tests.simulation.job import Save
-from tests.simulation.schedule import Schedule, run
+from tests.simulation.schedule import EFFECTS, Schedule, run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-SLICE = 250
+SLICE = 200
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
@@ -28,6 +28,19 @@ def test_a_seed_is_replayed_exactly(fault: str) -> None:
     traces = [run(schedule).trace for _ in range(2)]
     assert len(traces[0]) > 100
     assert traces[0] == traces[1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("fault", ["kill", "power"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_promises_hold_whatever_instant_a_tag_that_is_replaced_is_interrupted_at(
+    swaps: bool, fault: str, rank: int
+) -> None:
+    """Before each system call of the rank, with and without an exchange of names."""
+    for at in range(EFFECTS):
+        run(Schedule(at, (Save("a", 1), Save("a", 2)), fault, rank, at, swaps))
 
 
 @pytest.mark.soak

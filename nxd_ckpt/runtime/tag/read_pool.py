@@ -72,8 +72,9 @@ class ReadPool(Closing):
             # By tasks, since a thread whose start was interrupted cannot be joined; it will find nothing to do.
             while any(thread != host.get_ident() for thread in self._running.values()):
                 self._changed.wait()
-        for thread in filter(host.Thread.is_alive, self._threads):
-            thread.join()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
 
     def _next(self, count: int) -> tuple[int, Task] | None:
         """The next of the first ``count`` tasks to run here; None once all of them are done."""
