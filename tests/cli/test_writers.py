@@ -28,6 +28,7 @@ WRITERS = {
     "from-dcp": ["{models}/dcp", "{out}"],
     "unshard": ["{run}/zero1", "{out}"],
     "pack": ["{run}/zero1", "{out}.tar"],
+    "migrate": ["{models}/run/step_1", "{out}", "--to", "hf", "--config", "{models}/config"],
 }
 """A command line of each."""
 
