@@ -30,7 +30,9 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: test lint test-xla test-plain test-pythons soak bench bench-reshard bench-diff bench-hf bench-scale demo
 
-test: lint test-xla test-plain
+# Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
+test:
+	$(MAKE) --jobs 2 --output-sync=target lint test-xla test-plain
 
 lint: $(XLA_READY)
 	$(VENV)/bin/ruff check .
@@ -75,10 +77,10 @@ demo: $(XLA_READY)
 	$(VENV)/bin/python examples/demo.py $(if $(STORE),--store $(STORE))
 
 # Without --no-compile pip would compile all of torch's modules, most of which no test imports.
-# The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.
+# One at a time, as both write the project's metadata here. The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.
 $(XLA_READY): pyproject.toml setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[xla,dev]'
+	flock setup.py $(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[xla,dev]'
 	touch $@
 
 $(BENCH_READY): $(XLA_READY)
@@ -87,6 +89,6 @@ $(BENCH_READY): $(XLA_READY)
 
 $(PLAIN_READY): pyproject.toml setup.py
 	test -x $(VENV_PLAIN)/bin/python || $(PYTHON) -m venv $(VENV_PLAIN)
-	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' 'torch==2.13.*'
+	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' 'torch==2.13.*'
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
 	touch $@

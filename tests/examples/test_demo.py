@@ -27,9 +27,10 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("demo_compare")
 
 
+@pytest.mark.soak
 @pytest.mark.xla
 @pytest.mark.timeout(1520)
-@pytest.mark.parametrize("store", [[], pytest.param(["--store", "s3"], marks=pytest.mark.soak)], ids=["local", "s3"])
+@pytest.mark.parametrize("store", [[], ["--store", "s3"]], ids=["local", "s3"])
 def test_a_run_that_is_killed_in_a_save_resumes_as_the_same_run(tmp_path: Path, store: list[str]) -> None:
     """The demo, shortened: losses and the last checkpoint are equal, on other sizes and under FSDP2 too, and nothing is
     left behind."""
