@@ -13,7 +13,7 @@ from nxd_ckpt.core import counters, laws
 from nxd_ckpt.core.counters import Progress
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import CorruptCheckpoint, as_checkpoint_errors
+from nxd_ckpt.errors import CorruptCheckpoint, PartLost, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import itemsize, torch_dtype
 from nxd_ckpt.runtime.compare import shard_findings
 from nxd_ckpt.runtime.compare.plain_values import equal_values, plain_values, rank_values
@@ -76,7 +76,7 @@ def examine_checkpoint(
         for one in tags:
             one.opened.require_kept()
         found = _Examined(before, checkpoint).result(progress)
-    except CorruptCheckpoint as error:
+    except (CorruptCheckpoint, PartLost) as error:
         for one in tags:
             one.opened.require_kept()
         damage = problem("files", checkpoint.opened.where, str(error))

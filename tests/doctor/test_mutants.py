@@ -181,6 +181,20 @@ def test_a_mutant_is_caught(saved: Saved, mutant: Mutant) -> None:
     caught(saved, (mutant,))
 
 
+def test_a_lost_file_is_a_problem(saved: Saved) -> None:
+    """Of any rank's weights or optimizer state, though other ranks have theirs."""
+    directory, _, _ = saved
+    files = sorted((directory / "before").glob("*/*.pt"))
+    lost = [path for path in files if path.parent.name in ("model", "optim", "rank_content")]
+    assert {"model", "optim", "rank_content"} == {path.parent.name for path in lost}
+    for path in lost:
+        aside = path.rename(directory / "aside")
+        found = examine_checkpoint(open_checkpoint(directory, "before"))
+        aside.rename(path)
+        told = [(one.severity, one.kind, path.name in one.message) for one in found.findings]
+        assert [("problem", "files", True)] == told, path
+
+
 def caught(saved: Saved, mutants: tuple[Mutant, ...]) -> None:
     directory, before, now = saved
     changed, tag = copy.deepcopy(now), "-".join(mutant.__name__[:9] for mutant in mutants)

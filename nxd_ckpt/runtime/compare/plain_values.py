@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.errors import PartNotFound, UnsafePickle
+from nxd_ckpt.errors import PartLost, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
 from nxd_ckpt.runtime.compare.tally import Tally
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -48,6 +48,8 @@ def rank_values(opened: OpenTag, problems: dict[str, str]) -> dict[int, dict[str
     for rank in range(opened.topology.world_size) if opened.parts.rank_content else ():
         try:
             found[rank] = dict(_leaves("rank_content", opened.rank_content(rank)))
+        except PartLost:
+            raise
         except PartNotFound:
             continue  # this rank saved nothing
         except UnsafePickle as error:

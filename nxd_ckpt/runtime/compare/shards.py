@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.errors import IncompatibleState, PartNotFound
+from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
 from nxd_ckpt.runtime.compare.summary import Summary
@@ -114,6 +114,9 @@ def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]
     """Every parameter of ``after`` that has a weight or optimizer state, with what ``before`` has of the same shape.
 
     Tensors that cannot be put together are left out, and ``problems`` say why, by name.
+
+    Raises:
+        PartLost: a file of a tag is gone.
     """
     names = [(BEFORE, before), (AFTER, after)]
     roles: dict[str, dict[Place, str]] = {}
@@ -131,6 +134,8 @@ def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]
             assert tag is not None
             try:
                 held[role, side] = _leaves(tag, name)
+            except PartLost:
+                raise
             except (IncompatibleState, PartNotFound) as error:
                 problems[name] = str(error)
         yield from _shards(parameter, held)
@@ -185,6 +190,8 @@ def _leaves(tag: WholeTag, name: str) -> list[Leaf]:
     """The tensor; where its cut is not known, what each rank held."""
     try:
         return [tag.leaf(name)]
+    except PartLost:
+        raise
     except (IncompatibleState, PartNotFound):
         return tag.leaves_by_rank(name)
 

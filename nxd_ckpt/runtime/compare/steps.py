@@ -9,7 +9,7 @@ import torch
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.core.counters import whole_number
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import OptimizerMismatch, PartNotFound
+from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.saved_optimizer import saved_optimizer
@@ -29,6 +29,8 @@ def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]
         try:
             tree, names = opened.optimizer_tree(at), opened.optimizer_names(at)
             slots = saved_optimizer(tree, names, prefix, lambda name: None, opened.where).slots
+        except PartLost:
+            raise
         except (OptimizerMismatch, PartNotFound):
             continue
         for name, slot in slots.items():
