@@ -9,7 +9,7 @@ from types import MappingProxyType
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.errors import IncompatibleState, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
-from nxd_ckpt.runtime.compare.statistics_cache import read_statistics, write_statistics
+from nxd_ckpt.runtime.compare.statistics_cache import keeps_statistics, read_statistics, write_statistics
 from nxd_ckpt.runtime.compare.summary import Summary, TensorStatistics
 from nxd_ckpt.runtime.progress import Counter, watched
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
@@ -55,7 +55,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
             return Statistics(MappingProxyType(kept), {}, cached=True)
         found = _count(checkpoint.whole, progress)
         opened.require_kept()
-    if cache and opened.tag and not found.problems:
+    if cache and keeps_statistics(opened) and not found.problems:
         write_statistics(opened, found.tensors)
     return found
 

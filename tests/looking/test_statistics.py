@@ -59,6 +59,16 @@ def test_they_are_kept_for_one_save(tmp_path: Path) -> None:
     assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached
 
 
+def test_nothing_is_kept_where_nothing_marks_the_save(tmp_path: Path) -> None:
+    """NxD's converter writes no markers: what is written over its files is counted anew."""
+    file = tmp_path / "pretrained" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    file.parent.mkdir(parents=True)
+    for norm in (2.0, 3.0):
+        torch.save({"w": torch.tensor([norm])}, file)
+        found = checkpoint_statistics(open_checkpoint(tmp_path, "pretrained"))
+        assert (False, norm) == (found.cached, found.tensors["model/w"].norm)
+
+
 def test_sizes_do_not_matter(tmp_path: Path) -> None:
     """Of a job with tp=2 and ZeRO-1 every tensor is counted as a whole, with no padding."""
     weights = weights_of()

@@ -26,9 +26,14 @@ _COUNTS = 4
 """The first fields of the statistics: counts. The others are measures."""
 
 
+def keeps_statistics(opened: OpenTag) -> bool:
+    """Whether they can be kept: the tag has a name, and something marks which save it is."""
+    return bool(opened.tag) and opened.identity is not None and opened.identity.lasts
+
+
 def read_statistics(opened: OpenTag) -> dict[str, TensorStatistics] | None:
     """What is kept of this very save, by the tensors' names; None where nothing is, or nothing of use."""
-    if not opened.tag:
+    if not keeps_statistics(opened):
         return None
     try:
         fields = json.loads(opened.storage.read(statistics_file(opened.tag)))

@@ -31,6 +31,11 @@ class Identity:
         self._storage, self._tag = storage, tag
         self.word = _word(storage, tag)
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the next save of that name has another word. NxD 0.6 and its converter leave nothing that tells."""
+        return self.word not in (None, _UNMARKED)
+
     def must_be(self, word: str | None) -> None:
         """Raise TagReplaced unless it is the save that ``word`` stands for."""
         if self.word is None or self.word != word:
@@ -93,9 +98,8 @@ def _word(storage: Storage, tag: str) -> str | None:
     manifest = about(storage, f"{prefix}{names.MANIFEST}")
     # Who saves over the files of a tag, as neuronx_distributed does, writes its markers anew.
     times = [_time(storage, f"{prefix}{marker}") for marker in (names.MARKER, names.DONE)]
-    if (manifest, *times) == (None, None, None) and not storage.is_dir(tag):
-        return None
-    return f"{manifest} {times}"
+    word = f"{manifest} {times}"
+    return None if word == _UNMARKED and not storage.is_dir(tag) else word
 
 
 def _digest(storage: Storage, key: str) -> str | None:
@@ -117,6 +121,8 @@ def _size(storage: Storage, key: str) -> str | None:
         return "damaged"  # whoever needs it says so
 
 
+_UNMARKED = "None [None, None]"
+"""The word of a directory without manifest and markers."""
 _ONE = f"1 {crc32.crc32(b'1'):08x}"
 
 
