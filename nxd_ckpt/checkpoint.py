@@ -94,6 +94,11 @@ class Checkpoint:
         """The open tag that all is read from, for tools."""
         return self._opened
 
+    @property
+    def as_recorded(self) -> bool:
+        """Whether it is seen as the tag says: it was opened without ``partitions`` and ``saved_param_names``."""
+        return not (self._given.options.partitions or self._given.options.saved_param_names)
+
     @cached_property
     @as_checkpoint_errors()
     def whole(self) -> WholeTag:

@@ -41,7 +41,8 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
     Args:
         checkpoint: opened by :func:`open_checkpoint`.
         cache: use what an earlier call kept in ``.nxd_ckpt/statistics`` beside the tag, and keep what is found there,
-            where that can be written.
+            where that can be written. Not of a checkpoint that was opened with ``partitions`` or
+            ``saved_param_names``, nor of a tag without markers.
         progress: show a bar on a terminal.
 
     Raises:
@@ -49,13 +50,14 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         TagReplaced: it was removed, or saved again, since it was opened.
     """
     opened = checkpoint.opened
+    cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
     with opened.kept():
         kept = read_statistics(opened) if cache else None
         if kept is not None:
             return Statistics(MappingProxyType(kept), {}, cached=True)
         found = _count(checkpoint.whole, progress)
         opened.require_kept()
-    if cache and keeps_statistics(opened) and not found.problems:
+    if cache and not found.problems:
         write_statistics(opened, found.tensors)
     return found
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from nxd_ckpt import checkpoint_statistics, open_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, checkpoint_statistics, open_checkpoint, save_checkpoint
 from nxd_ckpt.runtime.compare import side_by_side
 from tests.elastic.ranks import save_job
 from tests.elastic.transformer import layout_of, weights_of
@@ -67,6 +68,22 @@ def test_nothing_is_kept_where_nothing_marks_the_save(tmp_path: Path) -> None:
         torch.save({"w": torch.tensor([norm])}, file)
         found = checkpoint_statistics(open_checkpoint(tmp_path, "pretrained"))
         assert (False, norm) == (found.cached, found.tensors["model/w"].norm)
+
+
+def test_nothing_is_kept_of_what_the_caller_says(golden: Path, tmp_path: Path) -> None:
+    """How NxD's tensors are cut changes what is counted: then nothing that is kept is used, and nothing is kept."""
+    source = saved(golden, "c_dp2_tp2_zero1_xser")
+    directory = tmp_path / "run"
+    shutil.copytree(source.directory, directory)
+    as_held = checkpoint_statistics(open_checkpoint(directory))
+    cuts = {name: Partition() for name in open_checkpoint(directory).model_state()}
+
+    found = checkpoint_statistics(open_checkpoint(directory, partitions=cuts))
+
+    assert not found.cached
+    assert found.tensors != as_held.tensors
+    again = checkpoint_statistics(open_checkpoint(directory))
+    assert (True, as_held.tensors) == (again.cached, again.tensors)
 
 
 def test_sizes_do_not_matter(tmp_path: Path) -> None:
