@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import examine_checkpoint, open_checkpoint
+from nxd_ckpt import examine_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.findings import Finding
 from tests.doctor.runs import Rank, Run, ranks_of, save_ranks
 
@@ -193,6 +193,20 @@ def test_a_lost_file_is_a_problem(saved: Saved) -> None:
         aside.rename(path)
         told = [(one.severity, one.kind, path.name in one.message) for one in found.findings]
         assert [("problem", "files", True)] == told, path
+
+
+def test_every_tensor_is_examined(tmp_path: Path) -> None:
+    """Whatever its shape: factors of a second moment, a state inside of a state, state of no parameter, extra state."""
+    bad = torch.tensor([1.0, float("nan"), 2.0])
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    entries = {"step": torch.tensor(1.0), "exp_avg_sq_row": bad, "inner": {"deep": bad}}
+    group = {"lr": 0.1, "params": [0]}
+    optimizer = {"state": {0: entries, "scale": bad}, "param_groups": [group]}
+    model = {"w": weight.detach(), "extra": {"mean": bad}}
+    save_checkpoint(tmp_path, "t", model, optimizer, param_names=[["w"]])
+    found = examine_checkpoint(open_checkpoint(tmp_path))
+    names = {"model/extra/mean", "optim/w/exp_avg_sq_row", "optim/w/inner/deep", "optim/state/scale"}
+    assert {("values", name) for name in names} == {(one.kind, one.what) for one in found.findings}
 
 
 def caught(saved: Saved, mutants: tuple[Mutant, ...]) -> None:

@@ -111,7 +111,7 @@ class Shard:
 
 
 def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]) -> Iterator[Shard]:
-    """Every parameter of ``after`` that has a weight or optimizer state, with what ``before`` has of the same shape.
+    """Every tensor of ``after``, with what belongs to the same parameter in both tags and has the same shape.
 
     Tensors that cannot be put together are left out, and ``problems`` say why, by name.
 
@@ -122,11 +122,9 @@ def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]
     roles: dict[str, dict[Place, str]] = {}
     for side, tag in names:
         for name in () if tag is None else tag.tensors:
-            path = tag.path(name) if tag is not None and not tag.is_general(name) else ()
-            if len(path) == 2 and path[0] == "model":
-                roles.setdefault(str(path[1]), {})[WEIGHT, side] = name
-            elif len(path) == 3:
-                roles.setdefault(str(path[1]), {})[str(path[2]), side] = name
+            assert tag is not None
+            parameter, role = _whose(tag, name)
+            roles.setdefault(parameter, {})[role, side] = name
     for parameter, found in roles.items():
         held = {}
         for (role, side), name in found.items():
@@ -186,6 +184,15 @@ _SAME_CONTENT = 0.9
 """The cosine from which on a shard is taken for another one, a few steps later."""
 
 
+def _whose(tag: WholeTag, name: str) -> tuple[str, str]:
+    """The parameter, and what the tensor is of it, as names have them. General state is that of "state"."""
+    if tag.is_general(name):
+        _, parameter, role = name.split("/", 2)
+        return parameter, role
+    section, parameter, *inner = map(str, tag.path(name))
+    return ("/".join((parameter, *inner)), WEIGHT) if section == "model" else (parameter, "/".join(inner))
+
+
 def _leaves(tag: WholeTag, name: str) -> list[Leaf]:
     """The tensor; where its cut is not known, what each rank held."""
     try:
@@ -197,7 +204,8 @@ def _leaves(tag: WholeTag, name: str) -> list[Leaf]:
 
 
 def _shards(parameter: str, held: Mapping[Place, list[Leaf]]) -> Iterator[Shard]:
-    """The tensors that have the shape of the weight, or of the largest entry, cut as the one with most parts."""
+    """Those that have the shape of the weight, or of the largest entry, cut as the one with most parts; then the rest,
+    in the same way."""
     if not held:
         return
     first = held.get((WEIGHT, AFTER)) or held.get((WEIGHT, BEFORE)) or max(held.values(), key=lambda one: one[0].numel)
@@ -215,6 +223,7 @@ def _shards(parameter: str, held: Mapping[Place, list[Leaf]]) -> Iterator[Shard]
         for fragment in fragments:
             inside = {place: _within(leaf, fragment.target) for place, leaf in leaves.items()}
             yield Shard(parameter, fragment.target, fragment.stub.file, inside)
+    yield from _shards(parameter, {place: leaves for place, leaves in held.items() if place not in alike})
 
 
 def _within(leaf: Leaf, box: Box) -> Leaf:

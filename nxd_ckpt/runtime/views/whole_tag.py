@@ -149,6 +149,7 @@ class WholeTag:
             return found
         if name in self._general_places:
             _, found = self._general_places[name]
+            refuse_missing(self.opened.where, {name: found})
             return found
         names = [*self._model_places, *self._entry_places]
         close = closest(name, names)
