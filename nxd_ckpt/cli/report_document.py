@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.cli.tags import directory_document, locate
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.doctor import examine_checkpoint
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
@@ -53,10 +54,13 @@ def report_document(
     for tag in tags:
         manifest = opened[tag["tag"]].manifest if tag["tag"] in opened else None
         tag["timings"] = {} if manifest is None else dict(manifest.timings)
-    document["ranks"] = _ranks(newest)
-    document["modules"] = _modules({name: told.nbytes for name, told in newest.metadata.items()})
-    document["health"] = _health(statistics)
-    document["findings"] = _examined(list(opened.values())[-2:], progress) if doctor else []
+    document |= {"ranks": [], "modules": [], "health": _health(statistics), "findings": []}
+    with _telling_damage(newest.tag, document["problems"]):
+        document["ranks"] = _ranks(newest)
+    with _telling_damage(newest.tag, document["problems"]):
+        document["modules"] = _modules({name: told.nbytes for name, told in newest.metadata.items()})
+    with _telling_damage(newest.tag, document["problems"]):
+        document["findings"] = _examined(list(opened.values())[-2:], progress) if doctor else []
     document["problems"] += [*_of_listing(tags), *_of_values(statistics), *_unchanged(statistics)]
     return document
 
@@ -94,16 +98,26 @@ def _statistics(
     found: dict[str, Statistics] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
     for tag, checkpoint in opened.items():
-        try:
-            kept = read_statistics(checkpoint.opened)
-            if kept is None and tag in latest:
+        kept = read_statistics(checkpoint.opened)
+        if kept is None and tag in latest:
+            with _telling_damage(tag, problems):
                 kept = dict(checkpoint_statistics(checkpoint, progress=progress).tensors)
-        except CheckpointError as error:
-            problems.append(_problem(tag, str(error)))
-            continue
         if kept is not None:
             found[tag] = kept
     return found
+
+
+@contextmanager
+def _telling_damage(tag: str, problems: list[dict[str, Any]]) -> Iterator[None]:
+    """What keeps the tag from being read becomes one of the ``problems``; that it was replaced is raised."""
+    try:
+        yield
+    except TagReplaced:
+        raise
+    except CheckpointError as error:
+        damage = _problem(tag, str(error))
+        if damage not in problems:
+            problems.append(damage)
 
 
 def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
@@ -113,7 +127,8 @@ def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
     found = []
     for rank in range(tag.topology.world_size):
         at = tag.topology.coordinates_of(rank)
-        files = tag.opened.index(at).files
+        with tag.opened.kept(verified=True):
+            files = tag.opened.index(at).files
         found.append(
             {
                 "rank": rank,

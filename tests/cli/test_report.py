@@ -82,6 +82,21 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert not re.search("https?:|url\\(", pages[1])
 
 
+def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page is made without what cannot be read, and says once why; a lost file is damage too."""
+    for step in range(2):
+        save_checkpoint(tmp_path / "run", f"step_{step}", {"w": torch.ones(4)})
+    (index,) = (tmp_path / "run" / "step_1" / "index").iterdir()
+    for damage in (lambda: index.write_text("{}"), index.unlink):
+        damage()
+        assert 0 == main(["report", str(tmp_path / "run"), "--json", "--doctor", "-o", str(tmp_path / "page.html")])
+        document = json.loads(capsys.readouterr().out)
+        told = [one for one in document["problems"] + document["findings"] if index.name in json.dumps(one)]
+        assert told
+        assert len({json.dumps(one) for one in told}) == len(told)
+        assert index.name in (tmp_path / "page.html").read_text()
+
+
 def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:
     """As far as its files tell: bytes by module."""
     from safetensors.torch import save_file
