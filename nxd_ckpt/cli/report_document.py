@@ -12,7 +12,7 @@ from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.cli.tags import directory_document, locate
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.doctor import examine_checkpoint
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
@@ -81,13 +81,20 @@ def _nbytes(stub: TensorStub) -> int:
 
 
 def _opened(directory: str, tags: list[dict[str, Any]], options: Mapping[str, Any] | None) -> dict[str, Checkpoint]:
-    """The complete tags, oldest first; what keeps one from being opened stands in its ``problems`` already."""
+    """The complete tags, oldest first; what keeps one from being opened stands in its ``problems``.
+
+    Raises TagReplaced if one was removed since they were listed.
+    """
     found = {}
     for tag in tags:
         if tag["complete"] and not tag["problems"]:
             try:
                 found[tag["tag"]] = open_checkpoint(directory, tag["tag"] or None, storage_options=options)
+            except TagReplaced:
+                raise
             except CheckpointError as error:
+                if isinstance(error, CheckpointNotFound) and not isinstance(error, PartNotFound):
+                    raise TagReplaced(f"{tag['tag']} was removed while it was read; make the report again") from error
                 tag["problems"].append(str(error))
     return found
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nxd_ckpt import save_checkpoint
+from nxd_ckpt.cli import report_document
 from nxd_ckpt.cli.main import main
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -95,6 +98,25 @@ def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert told
         assert len({json.dumps(one) for one in told}) == len(told)
         assert index.name in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("at", ["open_checkpoint", "checkpoint_statistics"])
+def test_a_tag_that_retention_removes_is_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Removed before it is opened, or before its tensors are read: the report begins anew, without it."""
+    for step in range(2):
+        save_checkpoint(tmp_path, f"step_{step}", {"w": torch.ones(4)})
+    original = getattr(report_document, at)
+
+    def removed_first(*args: Any, **keywords: Any) -> Any:
+        shutil.rmtree(tmp_path / "step_0", ignore_errors=True)
+        return original(*args, **keywords)
+
+    monkeypatch.setattr(report_document, at, removed_first)
+    assert 0 == main(["report", str(tmp_path), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (["step_1"], []) == ([tag["tag"] for tag in document["tags"]], document["problems"])
 
 
 def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:
