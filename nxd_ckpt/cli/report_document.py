@@ -14,6 +14,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.doctor import examine_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
+from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
 from nxd_ckpt.runtime.compare.summary import TensorStatistics
@@ -66,9 +67,9 @@ def report_document(
 
 
 def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of a directory of Hugging Face's: which tensors it holds. None for anything else."""
+    """Of a directory of Hugging Face's: which tensors it holds. None for anything else, tags above all."""
     storage = open_storage(path, storage_options=options)
-    if not any(entry.name.endswith(".safetensors") for entry in storage.list()):
+    if list_tags(storage) or not any(entry.name.endswith(".safetensors") for entry in storage.list()):
         return None
     found = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}

@@ -120,10 +120,14 @@ def test_a_tag_that_retention_removes_is_no_damage(
 
 
 def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:
-    """As far as its files tell: bytes by module."""
+    """As far as its files tell: bytes by module. Beside tags, such a file hides none of them."""
     from safetensors.torch import save_file
 
     (tmp_path / "hf").mkdir()
     save_file({"model.layers.0.up.weight": torch.ones(8, 8)}, tmp_path / "hf" / "model.safetensors")
     assert 0 == main(["report", str(tmp_path / "hf"), "-o", str(tmp_path / "page.html"), "--quiet"])
     assert "model.layers.0" in (tmp_path / "page.html").read_text()
+
+    save_checkpoint(tmp_path / "hf", "step_1", {"w": torch.ones(1)})
+    assert 0 == main(["report", str(tmp_path / "hf"), "-o", str(tmp_path / "page.html"), "--quiet"])
+    assert "step_1" in (tmp_path / "page.html").read_text()
