@@ -177,19 +177,19 @@ def _health(statistics: Mapping[str, Statistics]) -> dict[str, Any]:
     rows = []
     for name, now in newest.items():
         was = before.get(name)
-        change = None if was is None or not was.norm else (now.norm - was.norm) / was.norm
+        change = math.nan if was is None or not was.norm else (now.norm - was.norm) / was.norm
         norms = [statistics[tag][name].norm if name in statistics[tag] else None for tag in tags]
         rows.append(
             {
                 "name": name,
                 "numbers": now.numel,
                 "norm": now.norm,
-                "mean": None if math.isnan(now.mean) else now.mean,
+                "mean": now.mean if math.isfinite(now.mean) else None,
                 "absmax": now.absmax,
                 "nans": now.nans,
                 "infs": now.infs,
                 "zeros": now.zero_share,
-                "change": change,
+                "change": change if math.isfinite(change) else None,
                 "norms": norms,
             }
         )

@@ -56,8 +56,29 @@ def test_they_are_kept_for_one_save(tmp_path: Path) -> None:
     checkpoint_statistics(open_checkpoint(tmp_path))
     assert ["u.json"] == [path.name for path in (tmp_path / ".nxd_ckpt" / "statistics").iterdir()]
 
-    (tmp_path / ".nxd_ckpt" / "statistics" / "u.json").write_text('{"format_version": 1, "kind": []}')
-    assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached
+    kept = tmp_path / ".nxd_ckpt" / "statistics" / "u.json"
+    good = kept.read_text()
+    numbers = "[1,0,0,0,1.0,1.0,1.0]"
+    assert numbers in good
+    lies = ("[1,1,1,0,1,1,1]", "[1,0,0,0,1e999,1,1]", f"[1,0,0,0,1,{10**400},1]", f"[{10**400},0,0,0,1,1,1]", "[1,0]")
+    for bad in ('{"format_version": 1, "kind": []}', *(good.replace(numbers, lie) for lie in lies)):
+        kept.write_text(bad)
+        assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached, bad
+        assert good == kept.read_text()
+
+
+def test_the_largest_numbers_are_counted(tmp_path: Path) -> None:
+    """Though sums of float64 overflow: what is kept is JSON, and used again."""
+    most = torch.finfo(torch.float64).max
+    values = {"high": [1e200] * 100_000, "most": [most] * 3, "low": [-most] * 2}
+    save_checkpoint(tmp_path, "t", {name: torch.tensor(held, dtype=torch.float64) for name, held in values.items()})
+    found = checkpoint_statistics(open_checkpoint(tmp_path)).tensors
+    assert found["model/high"].norm == pytest.approx(1e200 * math.sqrt(100_000))
+    assert found["model/high"].mean == pytest.approx(1e200)
+    assert (most, most) == (found["model/most"].mean, found["model/most"].norm)
+    assert -most == found["model/low"].mean
+    again = checkpoint_statistics(open_checkpoint(tmp_path))
+    assert (True, found) == (again.cached, again.tensors)
 
 
 def test_nothing_is_kept_where_nothing_marks_the_save(tmp_path: Path) -> None:

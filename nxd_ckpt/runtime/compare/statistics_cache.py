@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import astuple
-from math import isfinite, isnan, nan
+from math import isfinite, isinf, nan
 from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
@@ -24,6 +24,10 @@ logger = logging.getLogger("nxd_ckpt")
 _VERSION = 1
 _COUNTS = 4
 """The first fields of the statistics: counts. The others are measures."""
+_MOST = 2**63 - 1
+"""Elements that a tensor can have."""
+_ABSURD = RecursionError, ArithmeticError
+"""What JSON raises that is nested too deep, and numbers that are too large."""
 
 
 def keeps_statistics(opened: OpenTag) -> bool:
@@ -40,7 +44,7 @@ def read_statistics(opened: OpenTag) -> dict[str, TensorStatistics] | None:
         if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
             return None
         return {str(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
-    except (OSError, CheckpointError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, CheckpointError, ValueError, TypeError, LookupError, AttributeError, *_ABSURD) as error:
         if not isinstance(error, FileNotFoundError):
             logger.debug("statistics of %s are not used: %s", opened.where, error)
         return None
@@ -61,7 +65,7 @@ def write_statistics(opened: OpenTag, found: Mapping[str, TensorStatistics]) -> 
 
 def statistics_text(save: str | None, found: Mapping[str, TensorStatistics]) -> str:
     """The JSON of what is kept of that save."""
-    tensors = {name: [None if isnan(number) else number for number in astuple(one)] for name, one in found.items()}
+    tensors = {name: [number if isfinite(number) else None for number in astuple(one)] for name, one in found.items()}
     fields = {"format_version": _VERSION, "kind": "statistics", "save": save, "tensors": tensors}
     return json.dumps(fields, separators=(",", ":"))
 
@@ -69,6 +73,7 @@ def statistics_text(save: str | None, found: Mapping[str, TensorStatistics]) -> 
 def _statistics(numbers: Any) -> TensorStatistics:
     """Raises ValueError or TypeError for what no statistics are."""
     counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
-    if any(type(count) is not int or count < 0 for count in counts) or not all(map(isfinite, measures[1:])):
+    counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts[1:]) <= counts[0] <= _MOST
+    if not counted or isinf(measures[0]) or not all(map(isfinite, measures[1:])):
         raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
     return TensorStatistics(*counts, *measures)

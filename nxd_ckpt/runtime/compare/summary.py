@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from math import isfinite, nan, sqrt
+from math import hypot, isfinite, nan, sqrt
 
 import torch
 
 from nxd_ckpt.runtime.compare.tally import CHUNK, exact, fits_single, square
+
+_SMALLER = 2.0**-64
+"""Sums are kept smaller by this factor: no tensor of float64 makes them overflow."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class TensorStatistics:
         nans, infs: those that are NaN, or infinite. All below is of the others, the finite ones.
         zeros: those that are 0.
         mean: NaN where there is no finite number.
-        norm: the root of the sum of squares.
+        norm: the root of the sum of squares; the largest float64 where it is larger than that.
         absmax: the largest absolute value.
     """
 
@@ -52,7 +56,7 @@ class Summary:
 
     def __init__(self) -> None:
         self._numel = self._nans = self._infs = self._nonzero = 0
-        self._sum = self._squares = self._absmax = 0.0
+        self._sum = self._norm = self._absmax = 0.0
 
     def add(self, values: torch.Tensor) -> None:
         """The next elements: contiguous, of one dimension."""
@@ -75,8 +79,8 @@ class Summary:
         self._absmax = max(self._absmax, -low, high)
         self._nonzero += int(torch.count_nonzero(x))
         total = float(x.sum())
-        self._sum += total if isfinite(total) else float(exact(x).sum())
-        self._squares += square(x)
+        self._sum += total * _SMALLER if isfinite(total) else float((exact(x) * _SMALLER).sum())
+        self._norm = hypot(self._norm, _norm(x, max(-low, high)))
 
     @property
     def statistics(self) -> TensorStatistics:
@@ -86,7 +90,17 @@ class Summary:
             self._nans,
             self._infs,
             self._numel - self._nonzero,
-            self._sum / finite if finite else nan,
-            sqrt(self._squares),
+            self._mean(finite) if finite else nan,
+            min(self._norm, sys.float_info.max),
             self._absmax,
         )
+
+    def _mean(self, finite: int) -> float:
+        mean = self._sum / finite / _SMALLER
+        return max(-self._absmax, min(self._absmax, mean))  # rounding may take it beyond them, and to infinity
+
+
+def _norm(x: torch.Tensor, absmax: float) -> float:
+    """Of finite numbers, also where their squares overflow."""
+    squares = square(x)
+    return sqrt(squares) if isfinite(squares) else absmax * sqrt(square(exact(x) / absmax))
