@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
@@ -38,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.report_document import report_document
     from nxd_ckpt.cli.report_page import page_of
+    from nxd_ckpt.convert.locations import location_of, refuse_inside_tag
     from nxd_ckpt.runtime.tag.identity import of_latest
 
     if args.output is None and not args.json:
@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if args.count < 0:
         raise argparse.ArgumentTypeError(f"--count must be 0 or more, found {args.count}")
 
+    output = None if args.output is None else location_of(args.output, "output", None)
+    if output is not None:
+        refuse_inside_tag(output, output.open())
     document = of_latest(
         True,
         lambda: report_document(
@@ -52,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     lines = []
-    if args.output is not None:
-        page = page_of(document)
-        nbytes = Path(args.output).write_text(page, encoding="utf-8")
+    if output is not None:
+        page = page_of(document).encode()
+        output.open().write(output.name, page)
         problems = text.count(len(document["problems"]) + len(document["findings"]), "problem")
-        lines = [f"{args.output}: {text.count(len(document['tags']), 'tag')}, {problems}; {size(nbytes)}"]
+        lines = [f"{args.output}: {text.count(len(document['tags']), 'tag')}, {problems}; {size(len(page))}"]
     if args.json or not args.quiet:
         text.show(document, lines, as_json=args.json)
     return 0

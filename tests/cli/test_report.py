@@ -15,6 +15,7 @@ import torch
 from nxd_ckpt import save_checkpoint
 from nxd_ckpt.cli import report_document
 from nxd_ckpt.cli.main import main
+from nxd_ckpt.core.units import size
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -83,6 +84,22 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert not {"script", "img", "link", "iframe", "src=", "href=", "onerror="} & found[1].found
     assert "\u202e" not in pages[1]
     assert not re.search("https?:|url\\(", pages[1])
+
+
+def test_the_page_is_written_beside_tags_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never inside one, which is said before anything is read; as a whole or not at all; its size is in bytes."""
+    page = tmp_path / "page.html"
+    assert 0 == main(["report", str(run), "-o", str(page)])
+    assert f"; {size(page.stat().st_size)}" in capsys.readouterr().out
+    assert [page] == list(tmp_path.iterdir())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(report_document, "locate", None)
+        assert 0 != main(["report", str(run), "-o", str(run / "step_0" / "model" / "page.html")])
+    assert "lies inside the checkpoint" in capsys.readouterr().err
+    assert ["dp_rank_00_tp_rank_00_pp_rank_00.pt"] == [path.name for path in (run / "step_0" / "model").iterdir()]
 
 
 def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
