@@ -60,8 +60,8 @@ def examine_checkpoint(
 ) -> Examination:
     """Examine a tag, and whether it is what a run that went on from ``before`` has saved.
 
-    Both are read once, in 64 MiB of memory, and verified. They may have been saved on any sizes. docs/doctor.md lists
-    what is checked, and what a finding means.
+    Both are read in 64 MiB of memory, and verified: once, but for a few weights that are unlike what they were. They
+    may have been saved on any sizes. docs/doctor.md lists what is checked, and what a finding means.
 
     Args:
         checkpoint: opened by :func:`open_checkpoint`.

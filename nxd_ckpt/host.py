@@ -1,7 +1,8 @@
 """What the system gives a job: time, threads, their priority, and which process this is.
 
 All of ``runtime``, ``layout`` and the ``Checkpointer`` ask for them here, as ``host.sleep(1)``, so that a simulation
-can put its own in their place (:mod:`nxd_ckpt.testing.simulation`).
+can put its own in their place (:mod:`nxd_ckpt.testing.simulation`). Two places do not, and are not simulated:
+``coordination/peers.py``, which watches connections of the system's, and the pool of ``compare/side_by_side.py``.
 """
 
 from __future__ import annotations
