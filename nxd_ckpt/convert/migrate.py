@@ -25,7 +25,7 @@ from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
-from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.layout.mappings import Given, find_mapping
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
@@ -79,7 +79,8 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         dst: the directory or URL that is made; for TorchTitan the one in which ``step-N`` is made.
 
     Raises:
-        UnsupportedState: a layout that is recognised and not carried, or a model that the form has no names for.
+        UnsupportedState: a layout that is recognised and not carried, a model that the form has no names for, or, for
+            TorchTitan, an optimizer without a count of steps.
         MalformedFile: two layouts at once, or files that contradict each other.
         CheckpointNotFound, PartNotFound: no checkpoint, or ranks' files are missing.
         KeyMismatch, ShapeMismatch, TopologyMismatch, OptimizerMismatch, InvalidArgument: as for ``export_checkpoint``.
@@ -94,9 +95,11 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         seen = HuggingFaceTag(origin.opened, terms)
         seen.require_all()
         step = origin.step if origin.step is not None else seen.steps
-    left_out = list(origin.left_out) + (["optimizer state that belongs to no parameter"] if seen.general else [])
-    if chosen.to in ("hf", "torchtitan"):
-        left_out += [name for name, held in (("scheduler", origin.scheduler), ("user content", origin.content)) if held]
+        if chosen.to == "torchtitan" and step is None and seen.parts.optimizer is not None:
+            raise UnsupportedState(
+                f"{origin.place.path} has an optimizer, but nothing in it counts steps, and TorchTitan continues at a "
+                "step; pass model_only= to begin at step 0, or migrate it to another form"
+            )
     place, nbytes = _WRITERS[chosen.to](origin, seen, terms, dst, step or 0, chosen)
     return Migration(
         os.fspath(src),
@@ -106,8 +109,19 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         terms.mapping.name,
         step,
         nbytes,
-        ("optimizer, scheduler, user content",) if chosen.model_only else tuple(left_out),
+        _left_out(origin, seen, chosen),
     )
+
+
+def _left_out(origin: Origin, seen: HuggingFaceTag, chosen: MigrateOptions) -> tuple[str, ...]:
+    without_rest = chosen.model_only or chosen.to in ("hf", "torchtitan")
+    missing = {
+        "optimizer": chosen.model_only and origin.opened.parts.optimizer is not None,
+        "optimizer state that belongs to no parameter": seen.general,
+        "scheduler": without_rest and bool(origin.scheduler),
+        "user content": without_rest and bool(origin.content),
+    }
+    return (*origin.left_out, *(what for what, is_missing in missing.items() if is_missing))
 
 
 def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:

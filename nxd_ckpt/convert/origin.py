@@ -15,7 +15,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.mappings import Given
-from nxd_ckpt.layout.writers import METADATA, Recognised, Writer, recognise
+from nxd_ckpt.layout.writers import METADATA, RANDOM_STATES, Recognised, Writer, recognise
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 from nxd_ckpt.runtime.views.group_names import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
@@ -72,9 +72,10 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
         raise UnsupportedState(f"{place.path} was written by {found.writer.value}; {_HINTS[found.writer]}")
     if found.tag != place.name:
         place = Location(join(place.directory, place.name), found.tag.rpartition("/")[2], options)
+    # Of the old layout, every rank that the names span must be there for its trees to be read.
     opened = open_complete_tag(storage, place.name) if found.writer is Writer.NXD_LEGACY else open_source(place)
     with opened.kept():
-        if optimizer and found.writer is not Writer.NXD_LEGACY:
+        if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
         return describe(Origin(found.writer, place, opened), storage, found, names)
 
@@ -95,9 +96,9 @@ def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool)
     """NxDT: the user content is Lightning's dict, from which model and optimizer were taken out."""
     content, left_out = _content(origin.opened)
     rest = dict(content or {})
-    schedulers = rest.pop("lr_schedulers", [])
-    if len(schedulers) > 1:
-        rest["lr_schedulers"] = schedulers
+    schedulers = rest.get("lr_schedulers")
+    alone = isinstance(schedulers, list) and len(schedulers) == 1
+    scheduler = rest.pop("lr_schedulers")[0] if alone else None
     config = _inside(rest, "hyper_parameters", "cfg") or _inside(rest, "hyper_parameters")
     named = _STEP.search(origin.place.name)
     step = rest.get("global_step", int(named[1]) if named else None)
@@ -108,7 +109,7 @@ def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool)
         kv_size_multiplier=copies if isinstance(copies, int) else None,
         param_names=group_names(origin.opened) if names else None,
         step=step if isinstance(step, int) else None,
-        scheduler=schedulers[0] if len(schedulers) == 1 else None,
+        scheduler=scheduler,
         content=rest or None,
         left_out=left_out,
     )
@@ -124,6 +125,8 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
     scheduler, left_out = _plain(beside, "scheduler.pt")
     if beside.has("training_args.bin"):
         left_out.append("training_args.bin (a pickled object of transformers)")
+    if any(map(RANDOM_STATES.fullmatch, beside.names())):
+        left_out.append("the ranks' state of random numbers (rng_state*.pth)")
     place = origin.place
     return replace(
         origin,

@@ -88,7 +88,7 @@ def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
     for index, entries in tree.get("base_state", {}).items():
         expert = first_expert is not None and index >= first_expert
         shards = sizes.expert_dp if expert else sizes.dp
-        whole = tuple(tree["shape_info"].get(index - first_expert + behind if expert else index, ()))
+        whole = tuple(tree.get("shape_info", {}).get(index - first_expert + behind if expert else index, ()))
         expected = (zero1_rows(whole[0], shards), *whole[1:]) if whole else ()
         for name, leaf in entries.items():
             if isinstance(leaf, TensorStub) and 0 < len(leaf.shape) == len(whole) and leaf.shape != expected:

@@ -45,6 +45,9 @@ class Recognised:
 METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
 """Optimum-neuron's description of a pipeline stage."""
 
+RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
+"""What transformers' trainer, and so optimum-neuron's, keeps of random numbers beside the model, for each rank."""
+
 _SHARDS = "shards"
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
 _NEMO_RANK = re.compile(r"tp_rank_\d{2,}(?:_pp_rank_\d{3,})?")
@@ -132,6 +135,10 @@ def _is_tiered(storage: Storage, folder: str, listing: _Names) -> bool:
     return any(storage.is_file(_in(folder, name, "checkpoint.pt")) for name in inside)
 
 
+def _is_xla_file(name: str) -> bool:
+    return name.endswith(".pth") and not RANDOM_STATES.fullmatch(name)
+
+
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
     weights = any(name.endswith(".safetensors") and not _PRESHARDED.fullmatch(name) for name in listing)
     return weights and "config.json" in listing and not _is_optimum(storage, folder, listing)
@@ -147,7 +154,7 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.NXD_LEGACY: _is_legacy,
     Writer.TIERED: _is_tiered,
     Writer.PRESHARDED: lambda storage, folder, listing: any(map(_PRESHARDED.fullmatch, listing)),
-    Writer.FSDP: lambda storage, folder, listing: any(name.endswith(".pth") for name in listing),
+    Writer.FSDP: lambda storage, folder, listing: any(map(_is_xla_file, listing)),
     Writer.TORCH_DCP: lambda storage, folder, listing: ".metadata" in listing,
     Writer.HUGGING_FACE: _is_hugging_face,
 }

@@ -24,7 +24,7 @@ from nxd_ckpt.convert import Migration, migrate
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
 from tests.rescue.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
-from tests.rescue.written import write_nxd, write_nxdt, write_optimum
+from tests.rescue.written import names_by_group, write_legacy, write_nxd, write_nxdt, write_optimum
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -72,6 +72,7 @@ def flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
         ("nxdt", "copies of heads", {"zero1": False}),
         ("optimum", "q k v apart", {"zero1": False}),
         ("optimum", "fused copies", {"dp": 2, "masters": True}),
+        ("optimum", "q k v apart", {"dp": 2, "masters": True, "dtype": torch.bfloat16, "xser": True}),
     ],
 )
 def test_the_next_steps_are_those_of_the_old_run(
@@ -99,6 +100,17 @@ def test_transformers_and_its_optimizer_have_the_state(tmp_path: Path, runs: dic
     moments = load_file(tmp_path / "hf" / "optimizer.safetensors")
     assert {f"{name}/{kind}" for kind, held in run.moments.items() for name in held} == moments.keys()
     assert all(torch.equal(run.moments[key.split("/")[1]][key.split("/")[0]], one) for key, one in moments.items())
+
+
+def test_transformers_gets_bfloat16_weights_and_their_masters(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """The form hf of an xser tag: the model as it was trained, its master weights in float32 beside it."""
+    run = runs["q k v apart"]
+    migrated(write_nxdt(tmp_path, run, masters=True, dtype=torch.bfloat16, xser=True), tmp_path / "hf", run)
+    model, masters = (load_file(tmp_path / "hf" / f"{file}.safetensors") for file in ("model", "optimizer"))
+    assert dict.fromkeys(run.weights, torch.bfloat16) == {name: tensor.dtype for name, tensor in model.items()}
+    for name, weight in run.weights.items():
+        assert torch.equal(weight.bfloat16(), model[name])
+        assert torch.equal(weight, masters[f"{name}/master_weights"])
 
 
 def test_torch_dcp_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> None:
@@ -156,6 +168,33 @@ def titan_rows(hf: str, tensor: torch.Tensor, model: Model) -> torch.Tensor:
     return tensor.view(-1, 2, model.head_dim // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
 
 
+def test_what_the_model_alone_leaves_out_is_named(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """All that is there: optimizer, scheduler and content, and what no form carries."""
+    place = write_optimum(tmp_path, runs["q k v apart"])
+    for rank in (0, 1):
+        (place / f"rng_state_{rank}.pth").write_bytes(b"a pickle of generators")
+    done = migrate(place, tmp_path / "out", to="tag", model_only=True, dry_run=True)
+    assert (
+        "training_args.bin (a pickled object of transformers)",
+        "the ranks' state of random numbers (rng_state*.pth)",
+        "optimizer",
+        "scheduler",
+        "user content",
+    ) == done.left_out
+
+
+@pytest.mark.parametrize("schedulers", [{"last_epoch": 3}, None])
+def test_schedulers_that_are_no_list_stay_in_the_content(
+    tmp_path: Path, runs: dict[str, OldRun], schedulers: Any
+) -> None:
+    """Lightning keeps a list; a script that put something else there finds it where it was."""
+    place = write_nxdt(tmp_path, runs["q k v apart"])
+    content = torch.load(place / "user_content.pt")
+    torch.save({**content, "lr_schedulers": schedulers}, place / "user_content.pt")
+    migrated(place, tmp_path / "run" / "step_3", runs["q k v apart"], to="tag")
+    assert schedulers == load_checkpoint(tmp_path / "run", "step_3")["lr_schedulers"]
+
+
 def test_the_command_says_what_it_found(
     tmp_path: Path, runs: dict[str, OldRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,19 +214,8 @@ def test_the_command_says_what_it_found(
 def test_a_checkpoint_from_before_tags_continues(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """NxD 0.3's directories of ranks, each with a script's dict: all of it is carried."""
     run = runs["q k v apart"]
-    tag = write_nxd(tmp_path / "nxd" / "step_3", run, zero1=False)
-    old, names = tmp_path / "old", []
-    for stage in (0, 1):
-        for rank in (0, 1):
-            file = f"dp_rank_00_tp_rank_0{rank}_pp_rank_0{stage}.pt"
-            payload = {
-                part: torch.load(tag / folder / file) for part, folder in (("model", "model"), ("optimizer", "optim"))
-            }
-            place = old / "last" / f"tp_rank_0{rank}_pp_rank_0{stage}"
-            place.mkdir(parents=True)
-            torch.save({**payload, "scheduler": run.scheduler, "epoch": 7}, place / "checkpoint.pt")
-        names.append([[name for name in payload["model"] if ("norm" in name) == norm] for norm in (False, True)])
-    done = migrated(old / "last", tmp_path / "run" / "step_3", run, to="tag", saved_param_names=names)
+    place = write_legacy(tmp_path / "old" / "last", run)
+    done = migrated(place, tmp_path / "run" / "step_3", run, to="tag", saved_param_names=names_by_group(run))
     assert ("neuronx-distributed 0.1 to 0.5", STEPS) == (done.writer, done.step)
     model = model_of(run.job, seed=5)
     optimizer = optimizer_of(model)
@@ -200,9 +228,7 @@ def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[
     """A plain tag says neither which model it is nor the order of its optimizer: both are asked for."""
     run = runs["q k v apart"]
     tag = write_nxd(tmp_path / "nxd" / "step_3", run)
-    held = [list(torch.load(tag / "model" / f"dp_rank_00_tp_rank_00_pp_rank_0{stage}.pt")) for stage in (0, 1)]
-    names = [[[name for name in stage if ("norm" in name) == norm] for norm in (False, True)] for stage in held]
-    migrated(tag, tmp_path / "run" / "step_3", run, to="tag", saved_param_names=names)
+    migrated(tag, tmp_path / "run" / "step_3", run, to="tag", saved_param_names=names_by_group(run))
     model = model_of(run.job, seed=5)
     optimizer = optimizer_of(model)
     load_checkpoint(tmp_path / "run", "step_3", model, optimizer)

@@ -23,7 +23,7 @@ from nxd_ckpt.errors import (
 )
 from tests.hugging_face.reference import Job, Model
 from tests.rescue.old_run import OldRun
-from tests.rescue.written import write_nxd, write_nxdt, write_optimum
+from tests.rescue.written import names_by_group, write_legacy, write_nxd, write_nxdt, write_optimum
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -177,6 +177,56 @@ def test_what_contradicts_itself(
     refused(place, kind, complaint)
 
 
+def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
+    """An optimizer without one is not put at step 0. The model alone is; other forms need no count."""
+    named = write_nxdt(tmp_path, untrained(), zero1=False)
+    place = named.rename(named.with_name("run.ckpt"))
+    for path in (place / "optim").iterdir():
+        tree = torch.load(path)
+        for entries in tree["state"].values():
+            del entries["step"]
+        torch.save(tree, path)
+    (place / "user_content.pt").unlink()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(JOB.model.config))
+    options: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "dry_run": True}
+    with pytest.raises(UnsupportedState, match="nothing in it counts steps, and TorchTitan continues at a step"):
+        migrate(place, tmp_path / "out", to="torchtitan", **options)
+    assert migrate(place, tmp_path / "out", to="torchtitan", model_only=True, **options).step is None
+    assert migrate(place, tmp_path / "out", to="tag", **options).step is None
+
+
+def _missing(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+
+
+def _of_another_step(path: Path) -> None:
+    payload = torch.load(path)
+    for entries in payload["optimizer"]["state"].values():
+        entries["step"] += 1
+    torch.save(payload, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (_missing, PartNotFound, "no file for dp 0 tp 1 pp 0"),
+        (_of_another_step, MalformedFile, "of dp 0 tp 1 pp 0 and .* have different steps"),
+    ],
+)
+def test_ranks_of_a_checkpoint_from_before_tags(
+    tmp_path: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """NxD 0.1 to 0.5: ranks that are missing, or of another save."""
+    run = untrained(Job(Model(), tp=2, pp=2))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(run.job.model.config))
+    place = write_legacy(tmp_path / "old" / "last", run)
+    damage(place / "tp_rank_01_pp_rank_00" / "checkpoint.pt")
+    refused(place, kind, complaint, config=config, saved_param_names=names_by_group(run))
+
+
 def _files(*names: str) -> Callable[[Path], None]:
     def write(place: Path) -> None:
         for name in names:
@@ -197,6 +247,7 @@ def _files(*names: str) -> Callable[[Path], None]:
         ),
         (_files(".metadata"), UnsupportedState, "by torch DCP; make a tag of it with `nxd-ckpt from-dcp`"),
         (_files("config.json", "model.safetensors"), UnsupportedState, "it needs no migration"),
+        (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "it needs no migration"),
         (_files("adapter_default/adapter_shards/model/x"), UnsupportedState, "a PEFT adapter; .* not carried"),
         (_files("tensor_parallel_shards/tp_rank_00/checkpoint.pt"), UnsupportedState, "before 0.0.25; .* not carried"),
         (_files("tp_rank_00_pp_rank_000/model_optim_rng.ckpt"), UnsupportedState, "neuronx-nemo-megatron; .* not carr"),

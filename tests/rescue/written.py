@@ -18,23 +18,50 @@ import torch
 
 from nxd_ckpt.layout.names import rank_file
 from tests.hugging_face.reference import State
+from tests.layout.xser_files import save_xser
 from tests.rescue.old_run import ADAMW, GROUPS, STEPS, OldRun, is_decayed
 
 NXDT_NAME = f"hf_llama3_8B--step={STEPS}-consumed_samples={STEPS * 2}.0.ckpt"
 
 
-def write_nxd(tag: Path, run: OldRun, *, dp: int = 1, zero1: bool = True, masters: bool = False) -> Path:
-    """A tag of neuronx-distributed: plain ``.pt`` files and both markers."""
+def write_nxd(
+    tag: Path,
+    run: OldRun,
+    *,
+    dp: int = 1,
+    zero1: bool = True,
+    masters: bool = False,
+    xser: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A tag of neuronx-distributed, plain or xser, with both markers. The model's weights are cast to ``dtype``."""
+    save = save_xser if xser else torch.save
     (tag / "model").mkdir(parents=True)
     (tag / "optim").mkdir()
     for pp, tp in product(range(run.job.pp), range(run.job.tp)):
-        torch.save(_local(run, run.weights, tp, pp), tag / "model" / rank_file(0, None, tp, pp))
+        weights = {name: tensor.to(dtype) for name, tensor in _local(run, run.weights, tp, pp).items()}
+        save(weights, tag / "model" / rank_file(0, None, tp, pp))
         for dp_rank in range(dp if zero1 else 1):
             tree = _zero1(run, tp, pp, dp, dp_rank, masters) if zero1 else _plain(run, tp, pp)
-            torch.save(tree, tag / "optim" / rank_file(dp_rank, None, tp, pp))
+            save(tree, tag / "optim" / rank_file(dp_rank, None, tp, pp))
     for marker in ("checkpoint", "done"):
         (tag / marker).write_text("1")
     return tag
+
+
+def write_legacy(place: Path, run: OldRun) -> Path:
+    """NxD 0.3's directories of ranks, each with the dict of a script."""
+    for pp, tp in product(range(run.job.pp), range(run.job.tp)):
+        folder = place / f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
+        folder.mkdir(parents=True)
+        payload = {"model": _local(run, run.weights, tp, pp), "optimizer": _plain(run, tp, pp)}
+        torch.save({**payload, "scheduler": run.scheduler, "epoch": 7}, folder / "checkpoint.pt")
+    return place
+
+
+def names_by_group(run: OldRun) -> list[list[list[str]]]:
+    """The optimizer's parameters, by stage and param group."""
+    return [_groups(run, pp) for pp in range(run.job.pp)]
 
 
 def write_nxdt(folder: Path, run: OldRun, **options: Any) -> Path:
