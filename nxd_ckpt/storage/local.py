@@ -146,6 +146,11 @@ class LocalStorage:
     def time(self, key: str) -> float:
         return stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
 
+    def inode(self, key: str) -> tuple[int, int]:
+        """Which file or directory it is, alike on all hosts that share it: its number, and when that changed (ns)."""
+        found = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
+        return found.st_ino, found.st_ctime_ns
+
     def set_time(self, key: str, seconds: float) -> None:
         os.utime(self._own(key), (seconds, seconds), follow_symlinks=os.utime not in os.supports_follow_symlinks)
 

@@ -3,6 +3,7 @@ a mesh share the verifying."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,35 @@ def refused(rank: int, directory: Path) -> list[str]:
 def test_what_one_rank_verifies_stops_all(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Damage in a block is found by the rank whose share it is, and nothing changes on any."""
     assert [["DigestMismatch, True"] * 4] * 4 == gloo_ranks.run(refused, tmp_path)
+
+
+def refused_of_copies(rank: int, directory: Path) -> list[str]:
+    """What two hosts' loads of copies of one tag say of damage in the second host's, in each of some files."""
+    own, other = directory / "own", directory / "other"
+    with Checkpointer(own, durable=False) as checkpointer:
+        checkpointer.save("step_1", *job("rows"))
+    if rank == 0:
+        shutil.copytree(own, other)  # as cp -a does, with the times of the files
+    dist.barrier()
+    said = []
+    module, optimizer = job("columns")
+    with Checkpointer(other if rank % 2 else own, durable=False) as checkpointer:
+        for number in range(4):
+            file = other / "step_1" / "model" / f"shard_rank_{number:05}.pt"
+            for _ in range(2):
+                dist.barrier()
+                if rank == 0:
+                    flip(file, file.stat().st_size * 3 // 10)
+                dist.barrier()
+                if len(said) == number:
+                    try:
+                        checkpointer.load(None, module, optimizer)
+                        said.append("nothing")
+                    except CheckpointError as error:
+                        said.append(type(error).__name__)
+    return said
+
+
+def test_ranks_that_look_at_different_copies_do_not_share(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Each host has copies on a disk of its own: damage in one of them is seen, though the save is the same."""
+    assert [["DigestMismatch"] * 4] * 4 == gloo_ranks.run(refused_of_copies, tmp_path)

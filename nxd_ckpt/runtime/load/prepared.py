@@ -150,9 +150,9 @@ class PreparedLoad:
         """Find out what the data-parallel replicas, or the ranks of a mesh, have in common; all ranks at once."""
         if agreement.world_size > 1:
             shares = ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
-            # What decides which leaves are verified, and in which order they are read.
+            # What decides which leaves are verified, in which order they are read, and of which copy of the tag.
             adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
-            terms = [self._options.verify, self._options.pre_download, *adapters]
+            terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
             agreed = agree_on_shares(agreement, shares, terms)
             # Copies on a local disk are this host's own: nobody else has verified or can read them.
             self._shares = shares if agreed and self._cache is None else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.layout import names
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
 
 T = TypeVar("T")
 
@@ -46,6 +47,19 @@ class Identity:
         word = _word(self._storage, self._tag)
         if word is None or word != self.word:
             raise self._replaced(word)
+
+    @property
+    def copy(self) -> str:
+        """Which copy of that save it is: several hosts may each have one on a disk of their own.
+
+        The same for all who look at the same copy. Copies keep the times of files, so a file system is asked more.
+        """
+        found = None
+        if isinstance(self._storage, LocalStorage):
+            done = f"{self._tag}/{names.DONE}"
+            with suppress(OSError, CheckpointError):  # whoever reads it will say so
+                found = self._storage.inode(done if self._storage.is_file(done) else self._tag)
+        return f"{self.word} {found}"
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -142,6 +142,11 @@ class OpenTag:
         """Which save it is, for others who open it (see :meth:`require_save`); None for what is no tag."""
         return None if self.identity is None else self.identity.word
 
+    @property
+    def copy(self) -> str | None:
+        """Which copy of the save it is; None for what is no tag."""
+        return None if self.identity is None else self.identity.copy
+
     def require_kept(self) -> None:
         """Raise TagReplaced unless it is still the save that was opened."""
         if self.identity is not None:
