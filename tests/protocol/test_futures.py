@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, PendingSave, close_checkpointers, has_checkpoint, save_checkpoint
-from nxd_ckpt.errors import SaveFailed
+from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, failing
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.hooks import Gate
 from tests.protocol.job import HANGS
 
@@ -74,10 +75,32 @@ def test_callbacks_are_called_once_it_is_visible(tmp_path: Path) -> None:
         pending.add_done_callback(lambda done: seen.append((done, has_checkpoint(tmp_path))))
         pending.add_done_callback(lambda done: seen.append(1 // 0))
         pending.add_done_callback(leave)
+        pending.add_done_callback(lambda done: seen.append("after an exit"))
         gate.open.set()
         saver.save("second", STATE, async_save=True).result(HANGS)
     pending.add_done_callback(seen.append)
-    assert [(pending, True), pending] == seen
+    assert [(pending, True), "after an exit", pending] == seen
+
+
+@pytest.mark.parametrize("exits", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize(("name", "key"), [("make_dir", "*"), ("create", "*"), ("close", "*"), ("rename", "*")])
+def test_an_exit_out_of_a_storage_fails_the_save(
+    name: str, key: str, exits: type[BaseException], tmp_path: Path
+) -> None:
+    """Nobody waits for ever: the save ends with an error, and the next one works."""
+    armed = [True]
+
+    def hook(operation: Operation) -> None:
+        if armed and operation.name == name and threading.current_thread() is not threading.main_thread():
+            armed.clear()
+            raise exits("from the storage")
+
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), hook)) as saver:
+        pending = saver.save("first", STATE, async_save=True)
+        error = pending.exception(HANGS)
+        saver.save("second", STATE)
+    assert isinstance(error, CheckpointError)
+    assert exits.__name__ in str(error)
 
 
 def test_a_save_is_awaited(tmp_path: Path) -> None:

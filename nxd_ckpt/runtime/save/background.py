@@ -35,7 +35,7 @@ class Worker:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except BaseException:  # a callback's exit, or a defect of ours: without this thread later saves would hang
+            except BaseException:  # a defect of ours, or an exit: without this thread later saves would hang
                 logger.exception("nxd_ckpt: unexpected error in the background thread")
             del task  # it holds what was saved
 

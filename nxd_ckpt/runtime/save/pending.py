@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 from nxd_ckpt import host
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.save.failures import Failures
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 class SaveProgress:
@@ -183,6 +187,17 @@ class PendingSave(futures.Future[None]):
             return False
         return True
 
+    def add_done_callback(self, fn: Callable[[futures.Future[None]], object]) -> None:
+        """Call ``fn`` once it is done, at once if it is. On the thread that writes, whatever it raises is logged."""
+        super().add_done_callback(fn if self.done() else partial(_call, fn))
+
     def _require_own(self) -> None:
         """In a forked child the thread that would decide it does not run."""
         require_own(self._progress.pid, f"save of {self.tag!r}")
+
+
+def _call(fn: Callable[[futures.Future[None]], object], save: futures.Future[None]) -> None:
+    try:
+        fn(save)
+    except BaseException:  # futures let an exit pass: the callbacks after it would not be called
+        logger.exception("nxd_ckpt: unexpected error in a callback of %r", save)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, RanksDisagree, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.runtime.arena import Arena, default_cap
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import report
@@ -112,9 +112,11 @@ class Pipeline:
         written = host.Event()
 
         def write() -> None:
-            saving.write(wave, views)
-            views.clear()  # the arena may only grow once nobody holds a view of it
-            written.set()
+            try:
+                saving.write(wave, views)
+            finally:
+                views.clear()  # the arena may only grow once nobody holds a view of it
+                written.set()
 
         self.submit(write)
         if wait:
@@ -137,6 +139,10 @@ def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
     except Exception as problem:  # a defect of ours must not leave a waiter hanging
         logger.exception("nxd_ckpt: unexpected error in the background thread")
         error = problem
+    except BaseException as problem:  # an exit out of a storage is not the caller's own
+        logger.exception("nxd_ckpt: exit in the background thread")
+        error = OutcomeUnknown(f"save of {saving.tag!r}: its thread was told to exit ({in_words(to_wire(problem))})")
+        error.__cause__ = problem
     pending.timings, pending.nbytes = saving.timings, saving.nbytes
     session = saving.session
     if error is None and session.topology.rank == 0:

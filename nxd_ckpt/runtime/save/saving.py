@@ -40,7 +40,10 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class Saving:
-    """The effects of one attempt, in order, on the background thread; a failure becomes this rank's vote."""
+    """The effects of one attempt, in order, on the background thread; a failure becomes this rank's vote.
+
+    So does an exit that is raised there: it cannot end the process, and must not leave the save undecided.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Saving:
                 self._await_opening()
             if self.error is None:
                 session.storage.make_dir(self.publication.folder)
-        except Exception as error:
+        except BaseException as error:
             self.error = self.error or error
 
     def _next_attempt(self) -> None:
@@ -149,7 +152,7 @@ class Saving:
                 self._moved = self._slot.enter_context(slot)
                 self._holds_slot = True
             self._writer.write(wave, views)
-        except Exception as error:
+        except BaseException as error:
             self.error = error
         self._count("write_seconds", started)
 
@@ -187,7 +190,7 @@ class Saving:
         try:
             if self.error is None and self._writer is not None:
                 self._writer.finish()
-        except Exception as error:
+        except BaseException as error:
             self.error = error
         finally:
             self._slot.close()
@@ -208,7 +211,7 @@ class Saving:
                 line = RankLine(*write_index(session.storage, self.publication, names.index_file(at), index))
                 self._count("write_seconds", started)
                 return line
-        except Exception as error:
+        except BaseException as error:
             self.error = error
         return None
 
