@@ -12,10 +12,16 @@ from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.retention import Retention, Rule, rules_of
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    InvalidArgument,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.layout.directory import require_directory
 from nxd_ckpt.options.tags import PruneKeywords, PruneOptions
-from nxd_ckpt.runtime.coordination import journal
+from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.save import retention
 from nxd_ckpt.runtime.save.publication import publication_of
@@ -67,9 +73,15 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
     else:
         with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
             found = _judged(storage, rules)
+            removed = []
             for tag in found.surplus:
                 session.require()
-                publication_of(session, 1, tag, None).retire(storage, tag)
+                if tag not in retention.pinned(storage):  # it may have been pinned since
+                    publication_of(session, 1, tag, None).retire(storage, tag)
+                    removed.append(tag)
+            if len(removed) < len(found.surplus):
+                kept = retention.judged(storage, settled_tags(storage), rules).kept
+                found = Retention(kept, tuple(removed))
             journal.discard_trash(storage)
     return Pruned(storage.url, found.kept, found.surplus)
 
@@ -79,10 +91,17 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
     """Keep a complete tag whatever rules say, until :func:`unpin_checkpoint`. A live job may save there meanwhile.
 
     Raises:
-        CheckpointNotFound: no such tag, or it is incomplete.
+        CheckpointNotFound: no such tag, or it is incomplete; or it was removed meanwhile.
     """
     storage = open_storage(path, storage_options=storage_options)
-    retention.pin(storage, choose_tag(storage, tag))
+    chosen = choose_tag(storage, tag)
+    retention.pin(storage, chosen)
+    try:
+        choose_tag(storage, chosen)  # rules that were being applied may have removed it before they saw the pin
+    except CheckpointNotFound:
+        if not intents.saves_of(storage, chosen):  # else it is only being replaced
+            retention.unpin(storage, chosen)
+            raise
 
 
 @as_checkpoint_errors()

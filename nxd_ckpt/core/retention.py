@@ -59,8 +59,9 @@ class Every:
 class Best:
     """Keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
 
-    Of two with an equal one the newer is better. A tag that was saved without that metric, or with one that was not
-    finite, is never among the best.
+    Of two with an equal one the newer is better. Tags that were saved without that metric, or with one that was not
+    finite, come after all others, the newest first: where fewer than ``count`` tags have it, they make up the number.
+    So a metric whose name is misspelt does not remove everything.
     """
 
     metric: str
@@ -80,8 +81,8 @@ class Best:
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
         sign = 1 if self.mode == "min" else -1
         values = [(metrics.get(info.tag, {}).get(self.metric), info) for info in reversed(tags)]
-        known = [(sign * value, info) for value, info in values if value is not None and math.isfinite(value)]
-        return [info for _, info in sorted(known, key=lambda one: one[0])[: self.count]]
+        ranked = [(math.inf if v is None or not math.isfinite(v) else sign * v, info) for v, info in values]
+        return [info for _, info in sorted(ranked, key=lambda one: one[0])[: self.count]]
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,21 @@ def recorded_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | N
                 f"metrics: {name!r} is {value!r:.80}, a {type(value).__name__}; expected a number (float(value) makes "
                 "one of a tensor)"
             )
-    return {name: float(value) if math.isfinite(value) else None for name, value in given.items()}
+    return {name: _finite(value) for name, value in given.items()}
 
 
 def step_of(tag: str) -> int | None:
     """The last number in a tag's name; None if it has none."""
     numbers = re.findall("[0-9]+", tag)
     return int(numbers[-1]) if numbers else None
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _is_number(value: object) -> bool:

@@ -111,14 +111,15 @@ def test_every_so_many_steps_one_is_kept() -> None:
 
 
 def test_the_best_are_kept() -> None:
-    """The lowest, or the highest; not what has no metric, or NaN."""
+    """The lowest, or the highest; what has no metric, or NaN, only where there are too few others."""
     tags = listing("a", "b", "c", "d", "e", "f")
     metrics: dict[str, Metrics] = {
         "a": {"loss": 3.0}, "b": {"loss": None}, "c": {"loss": 1.0}, "d": {"other": 0.0}, "e": {"loss": 2.0}
     }  # fmt: skip
     assert ["c", "e", "f"] == kept(tags, Best("loss", 2), metrics=metrics)
     assert ["a", "f"] == kept(tags, Best("loss", mode="max"), metrics=metrics)
-    assert ["f"] == kept(tags, Best("accuracy", 3), metrics=metrics)
+    assert ["a", "c", "e", "f"] == kept(tags, Best("loss", 4), metrics=metrics)
+    assert ["d", "e", "f"] == kept(tags, Best("los", 3), metrics=metrics)
 
 
 def test_of_equal_ones_the_newer_is_better() -> None:
@@ -196,8 +197,8 @@ def test_a_policy_without_rules_is_refused(retain: Any) -> None:
 
 def test_metrics_are_numbers_by_name() -> None:
     """Whole ones become floats, and what is not finite None."""
-    found = recorded_metrics({"loss": 2, "nan": math.nan, "inf": -math.inf, "f": 0.5})
-    assert {"loss": 2.0, "nan": None, "inf": None, "f": 0.5} == found
+    found = recorded_metrics({"loss": 2, "nan": math.nan, "inf": -math.inf, "f": 0.5, "huge": 10**400})
+    assert {"loss": 2.0, "nan": None, "inf": None, "f": 0.5, "huge": None} == found
     assert ({}, {}) == (recorded_metrics(None), recorded_metrics({}))
 
 

@@ -15,6 +15,8 @@ from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.retention import pin_checkpoint, prune_checkpoints, unpin_checkpoint
+from nxd_ckpt.runtime.save import commit
+from nxd_ckpt.runtime.save import retention as save_retention
 from nxd_ckpt.runtime.save.retention import pin
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -134,12 +136,48 @@ def test_pinning_needs_a_tag(five: Path) -> None:
         pin_checkpoint(five, "step_9")
 
 
+def pinning_once(storage: Storage, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody pins ``tag`` after the rules were applied to the tags."""
+    judged = save_retention.judged
+
+    def judge(*args: Any) -> Any:
+        found = judged(*args)
+        pin(storage, tag)
+        return found
+
+    for module in (save_retention, commit):
+        monkeypatch.setattr(module, "judged", judge)
+
+
+def test_what_is_pinned_while_rules_are_applied_stays(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a save and by prune, which says that it is kept."""
+    pinning_once(LocalStorage(five), "step_2", monkeypatch)
+    done = prune_checkpoints(five, [Last(2)])
+    assert (("step_1", "step_3"), ("pinned",)) == (done.removed, done.kept["step_2"])
+    unpin_checkpoint(five, "step_2")
+    save_checkpoint(five, "step_6", STATE, retain=[Last(1)])
+    assert ["step_2", "step_6"] == visible_tags(five)
+
+
+def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tag was removed before its pin was seen: no pin stays, so that it is not pinned when it is saved anew."""
+
+    def pin_late(storage: Storage, tag: str) -> None:
+        shutil.rmtree(five / tag)
+        pin(storage, tag)
+
+    monkeypatch.setattr(save_retention, "pin", pin_late)
+    with pytest.raises(CheckpointNotFound, match="step_2"):
+        pin_checkpoint(five, "step_2")
+    assert set() == save_retention.pinned(LocalStorage(five))
+
+
 def test_tags_without_metrics_follow_other_rules(tmp_path: Path) -> None:
-    """Those that were saved before metrics were given, and NxD's, are never the best, and never in the way."""
+    """Those that were saved before metrics were given, and NxD's, are never better, and never in the way."""
     for tag in ("a", "b"):
         save_checkpoint(tmp_path, tag, STATE)
     for name in ("checkpoint", "done"):
         (tmp_path / "nxd" / "model").mkdir(parents=True, exist_ok=True)
         (tmp_path / "nxd" / name).write_text("1")
-    save_checkpoint(tmp_path, "c", STATE, metrics={"loss": 1.0}, retain=[Best("loss", 5)])
+    save_checkpoint(tmp_path, "c", STATE, metrics={"loss": 1.0}, retain=[Best("loss")])
     assert ["c"] == visible_tags(tmp_path)

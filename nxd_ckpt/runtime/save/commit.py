@@ -35,7 +35,7 @@ from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import Publication
-from nxd_ckpt.runtime.save.retention import judged
+from nxd_ckpt.runtime.save.retention import judged, pinned
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
 
@@ -198,7 +198,7 @@ def _retain(storage: Storage, publication: Publication, rules: Sequence[Rule]) -
     """Make surplus tags invisible. Never fails the save: the new tag is already safe."""
     try:
         for tag in judged(storage, list_tags(storage), rules).surplus:
-            if tag != publication.tag:
+            if tag != publication.tag and tag not in pinned(storage):  # it may have been pinned since
                 publication.retire(storage, tag)
     except (OSError, CheckpointError) as error:
         logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)
