@@ -23,6 +23,7 @@ from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpo
 from torchtitan.tools.utils import GarbageCollection
 
 from nxd_ckpt.adapters.dcp import StorageReader, StorageWriter
+from nxd_ckpt.adapters.dtensor import canonical
 from nxd_ckpt.convert.locations import location_of
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import DONE
@@ -106,7 +107,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         parameters and the optimizer's state wait for it. The memory is the same each time: stagers cache by it.
         """
         for module in self.states[MODEL].model:
-            for name, _ in module.named_buffers():
+            for name in canonical((name for name, _ in module.named_buffers()), "the model"):
                 if name in state_dict:
                     kept = self._buffers.setdefault(name, torch.empty_like(state_dict[name]))
                     kept.copy_(state_dict[name])
