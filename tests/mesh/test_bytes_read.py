@@ -157,7 +157,7 @@ def refused_of_copies(rank: int, directory: Path) -> list[str]:
     if rank == 0:
         shutil.copytree(own, other)  # as cp -a does, with the times of the files
     dist.barrier()
-    said = []
+    said: list[str] = []
     module, optimizer = job("columns")
     with Checkpointer(other if rank % 2 else own, durable=False) as checkpointer:
         for number in range(4):
