@@ -82,9 +82,10 @@ def test_the_largest_numbers_are_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_where_nothing_marks_the_save(tmp_path: Path) -> None:
-    """NxD's converter writes no markers: what is written over its files is counted anew."""
+    """NxD 0.6 writes no markers: what is written over its files is counted anew."""
     file = tmp_path / "pretrained" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
     file.parent.mkdir(parents=True)
+    (tmp_path / "newest").write_text("pretrained")
     for norm in (2.0, 3.0):
         torch.save({"w": torch.tensor([norm])}, file)
         found = checkpoint_statistics(open_checkpoint(tmp_path, "pretrained"))
