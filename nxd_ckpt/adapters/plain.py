@@ -84,13 +84,25 @@ class PlainOptimizer:
         return found
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
-        is_fresh = not self._optimizer.state
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
-        fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
+        counted_in_numbers = self._counts_in_numbers
+        try:
+            fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
+        finally:  # after a damaged tag, an older one is loaded over this state
+            if self._counts_in_numbers and not counted_in_numbers:
+                self._count_in_tensors()
         for slot in self._slots:
             slot.clear_gradients()
-        if is_fresh and type(self._optimizer).__module__.startswith("torch.optim"):
-            # As in torch's load_state_dict: the steps that NxD's optimizers count as numbers become tensors.
+
+    @property
+    def _counts_in_numbers(self) -> bool:
+        """Not so where steps are tensors, even those that are still on their way to a device."""
+        steps = (self._optimizer.state.get(slot.key, {}).get("step") for slot in self._slots)
+        return any(isinstance(step, (int, float)) for step in steps)
+
+    def _count_in_tensors(self) -> None:
+        """As torch's load_state_dict does it for the steps that NxD's optimizers count as numbers."""
+        if type(self._optimizer).__module__.startswith("torch.optim"):
             groups = self._optimizer.param_groups
             self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import nxd_ckpt
 from nxd_ckpt.adapters import torch_xla as xla
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
@@ -205,6 +206,18 @@ def test_plain_optimizers_resume_on_the_device():
     _train(net, optimizer, 2)
     _train(fresh, other, 2)
     assert plain(_capture(net, optimizer)) == plain(_capture(fresh, other))
+
+
+def test_steps_that_lie_on_the_device_come_back_there(tmp_path):
+    """Also into an optimizer without state: what is on its way to the device is not taken for a number."""
+    net = _model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, capturable=True)
+    _train(net, optimizer, 2)
+    nxd_ckpt.save_checkpoint(str(tmp_path), "t", net, optimizer)
+    other = torch.optim.AdamW(net.parameters(), lr=0.1, capturable=True)
+    nxd_ckpt.load_checkpoint(str(tmp_path), "t", net, other)
+    assert plain(_capture(net, optimizer)) == plain(_capture(net, other))
+    assert {"xla"} == {entries["step"].device.type for entries in other.state.values()}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound, RanksDisagree, ShapeMismatch
+from nxd_ckpt.testing.storage import failing
 from tests.damage import flip
 from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import checkpointer, save, visible_tags, weights
@@ -74,6 +76,29 @@ def test_several_may_be_damaged(run: Path, verify: Literal[True, "reading"]) -> 
         loaded(run, verify=verify)
 
 
+def test_a_dict_holds_nothing_of_a_tag_that_was_given_up(tmp_path: Path) -> None:
+    """Its names were stored before the damage was found; the older tag has others."""
+    with checkpointer(tmp_path, 0, 1, durable=False) as saver:
+        saver.save("older", {"a": torch.zeros(3)})
+        saver.save("newer", {"a": torch.ones(3), "b": torch.ones(3), "c": torch.full((4,), 7.0)})
+    file = tmp_path / "newer" / FILE.format(0)
+    flip(file, file.read_bytes().index(torch.full((4,), 7.0).numpy().tobytes()))
+    model: dict[str, torch.Tensor] = {}
+    load_checkpoint(tmp_path, None, model, fallback=True, verify="reading")
+    assert {"a": [0.0] * 3} == {name: tensor.tolist() for name, tensor in model.items()}
+
+
+def test_a_damaged_local_copy_costs_no_tag(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It is downloaded anew, and the latest tag is loaded."""
+    cache = tmp_path_factory.mktemp("cache")
+    options: dict[str, Any] = {"pre_download": True, "work_dir": cache}
+    assert 3 == loaded(run, **options)
+    (copy,) = cache.rglob(Path(FILE.format(0)).name)
+    content = weights(3, 0)["weight"].numpy().tobytes()
+    flip(copy, copy.read_bytes().index(content))
+    assert 3 == loaded(run, **options)
+
+
 def test_an_undamaged_latest_tag_is_loaded(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a warning, and older ones may be what they are."""
     damage(run / "step_1")
@@ -117,6 +142,9 @@ def saves_then_loads(rank: int, path: Path) -> list[Any]:
             found.append((content["value"], torch.equal(weights(1, rank)["weight"], model["weight"])))
         found.append(type(outcome_of(lambda: saver.load(None, {}))))
         found.append(type(outcome_of(lambda: saver.load(None, {}, fallback=rank == 0))))
+    broken = failing("open", "*/model/*", OSError(errno.EIO, "Input/output error"))
+    with checkpointer(path, rank, 2, broken if rank == 1 else None) as reader:
+        found.append(str(outcome_of(lambda: reader.load(None, {}, fallback=True))))
     return found
 
 
@@ -126,3 +154,5 @@ def test_all_ranks_load_the_same(tmp_path: Path) -> None:
     assert [(1, True), (1, True)] == first[:2] == second[:2]
     assert all(issubclass(found[2], CorruptCheckpoint) for found in (first, second))
     assert [RanksDisagree, RanksDisagree] == [first[3], second[3]]
+    # What is no damage is told to all, and nobody waits for the rank that met it.
+    assert all("Input/output error" in found[4] for found in (first, second))

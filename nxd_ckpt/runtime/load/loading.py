@@ -17,7 +17,6 @@ from nxd_ckpt import host
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
-    CheckpointError,
     CheckpointNotFound,
     CorruptCheckpoint,
     PartLost,
@@ -61,13 +60,17 @@ def load(
 
     touched: list[str] = []
     damaged: dict[str, str] = {}
+    downloaded_anew: set[str] = set()
+    empty = [given for given in (model, optimizer, scheduler) if isinstance(given, dict) and not given]
 
     def read() -> Any:
-        before = len(damaged)
+        before = len(damaged), len(downloaded_anew)
+        for given in empty:  # what an earlier try put into it is of a tag that was given up
+            given.clear()
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
         with overwriting(storage.url) if touched else nullcontext():
             content = read_tag()
-        return content if len(damaged) == before else read()
+        return content if (len(damaged), len(downloaded_anew)) == before else read()
 
     def read_tag() -> Any:
         """The user content; None too where a tag is damaged, and another one may be read."""
@@ -79,10 +82,14 @@ def load(
         given = (model, optimizer, scheduler)
         try:
             prepared = _load(storage, topology, agreement, chosen, given, options, timeout, touched)
-        except CheckpointError as error:
+        except Exception as error:  # the rank that met an error raises it as it is, and is needed here too
             if wanted is not None or not options.fallback or isinstance(error, (TagReplaced, PeerTimeout)):
                 raise
-            damaged[chosen] = _damage(agreement, error)
+            found, downloads = _damage(agreement, error, options.pre_download)
+            if downloads and chosen not in downloaded_anew:
+                downloaded_anew.add(chosen)  # a local copy may be what is damaged: it is gone now
+            else:
+                damaged[chosen] = found
             return None
         _say_passed_over(agreement, prepared.where, damaged)
         if prepared.reports_progress and logger.isEnabledFor(logging.INFO):
@@ -153,17 +160,19 @@ def _tag_at(storage: Storage, tag: Tag | None, damaged: Mapping[str, str]) -> st
         raise
 
 
-def _damage(agreement: Agreement, error: CheckpointError) -> str:
-    """What is damaged in a tag that no rank could load, as one of the ranks found it.
+def _damage(agreement: Agreement, error: Exception, downloads: bool) -> tuple[str, bool]:
+    """What is damaged in a tag that no rank could load, as one of the ranks found it, and whether any downloads it.
 
     Raises ``error`` where no rank found damage.
     """
-    word = str(error).removesuffix(f". {PARTLY}") if isinstance(error, (CorruptCheckpoint, PartLost)) else None
-    words = agreement.gather(word)
-    found: str | None = decided_by_rank0(agreement, lambda: next((word for word in words or () if word), None))
+    is_damage = isinstance(error, (CorruptCheckpoint, PartLost, EOFError))
+    word = str(error).removesuffix(f". {PARTLY}") if is_damage else None
+    words = agreement.gather([word, downloads]) or []
+    found: str | None = decided_by_rank0(agreement, lambda: next((word for word, _ in words if word), None))
+    any_downloads: bool = decided_by_rank0(agreement, lambda: any(downloads for _, downloads in words))
     if found is None:
         raise error
-    return found
+    return found, any_downloads
 
 
 def _say_passed_over(agreement: Agreement, where: str, damaged: Mapping[str, str]) -> None:
