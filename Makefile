@@ -27,6 +27,8 @@ TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro torchdata docstring_parser
 
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
+# Hundreds of processes import torch and this package: compiled once, by the first that needs it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint test-xla test-plain test-pythons soak bench bench-reshard bench-diff bench-hf bench-scale demo
 

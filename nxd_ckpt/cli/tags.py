@@ -106,7 +106,11 @@ def _listing(storage: Storage, path: str, options: Options) -> dict[str, Any]:
         if tag is not None:
             where = without_password(directory)
             raise CheckpointNotFound(f"{storage.url} is itself a tag: list {where}, or inspect this one")
-    newest, pins = latest(tags), pinned(storage)
+    newest = latest(tags)
+    try:
+        pins = pinned(storage)
+    except (OSError, CheckpointError):  # what cannot be read there is no reason to show no tags
+        pins = set()
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,

@@ -107,7 +107,7 @@ def test_a_rank_s_file_that_is_lost(pair: RankPool, kept: Path) -> None:
     """Rank 1's shard is missing: rank 0, whose files are whole, changes nothing either."""
     lost = "optim/dp_rank_01_tp_rank_00_pp_rank_00.pt"
     (kept / "one" / lost).unlink()
-    both_refused(pair.run(loading, str(kept), [{}] * 2), errors.PartNotFound, lost)
+    both_refused(pair.run(loading, str(kept), [{}] * 2), errors.PartLost, lost)
 
 
 def test_a_rank_s_file_that_changed(pair: RankPool, kept: Path) -> None:
