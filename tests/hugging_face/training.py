@@ -77,6 +77,7 @@ def train_on(rank: int, run: Run) -> Outcome:
     if run.tied:
         module.tie()
     model = Pipeline(module) if at.pp > 1 else module
+    torch_xla.sync(wait=True)  # what was begun before the load does not count
     before = device.compile_count()
     nxd_ckpt.load_checkpoint(
         run.source,
