@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from nxd_ckpt import host
 from nxd_ckpt.errors import PeerTimeout
 from nxd_ckpt.runtime.coordination.agreement import StoreAgreement
 from nxd_ckpt.runtime.coordination.meeting import Venue
@@ -45,10 +44,6 @@ class Ranks:
         self._store.wait([f"nxd_ckpt/call/{rank}/{number}"])
 
 
-def in_thread(call: Callable[[], None]) -> None:
-    threading.Thread(target=call, daemon=True).start()
-
-
 def test_who_came_hears_at_once_of_who_did_not() -> None:
     """Also one that rank 0 would have looked for after the missing one."""
     ranks = Ranks(3)
@@ -62,17 +57,17 @@ def test_who_came_hears_at_once_of_who_did_not() -> None:
         assert "rank 0 waited 0 s for rank 1" in str(outcome)
 
 
-def test_an_interrupted_rank_meets_the_others_at_the_next_call() -> None:
+def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """It withdraws what it asked, as it does when its time is up."""
     ranks = Ranks(2)
 
-    def interrupt() -> None:
-        ranks.await_call(1)
-        _thread.interrupt_main()
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
 
-    in_thread(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        ranks.venues[1].meet(LONG, "save")
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "sleep", interrupted)  # while it waits for an answer
+        with pytest.raises(KeyboardInterrupt):
+            ranks.venues[1].meet(LONG, "save")
     threads = [ranks.meeting(rank, LONG) for rank in (1, 0)]
     for thread in threads:
         thread.join()
