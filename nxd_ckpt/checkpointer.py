@@ -150,7 +150,7 @@ class Checkpointer:
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
-            saving = self._begun(pending, captured, chosen, async_save, started)
+            saving = self._begun(pending, lambda: self._begin(pending, captured, chosen, async_save, started))
         if not async_save and saving is not None:
             self._wait_for(saving, pending)
         return pending.future
@@ -195,18 +195,11 @@ class Checkpointer:
                 self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._options.timeout
             )
 
-    def _begun(
-        self,
-        pending: SaveProgress,
-        captured: Callable[[], SaveState],
-        options: SaveOptions,
-        async_save: bool,
-        started: float,
-    ) -> Saving | None:
-        """As :meth:`_begin`; None where a first save failed, on all ranks, and that need not be raised."""
+    def _begun(self, pending: SaveProgress, begin: Callable[[], Saving]) -> Saving | None:
+        """What ``begin`` gives; None where a first save failed, on all ranks, and that need not be raised."""
         try:
             with as_checkpoint_errors():
-                return self._begin(pending, captured, options, async_save, started)
+                return begin()
         except CheckpointError as error:
             if not self._failures.warns:
                 raise
