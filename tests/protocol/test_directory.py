@@ -282,17 +282,20 @@ def test_several_ranks_need_a_group_or_a_run_id(tmp_path: Path) -> None:
     assert "run_id=" in str(errors[1])
 
 
-def first_save_without_rank_0(rank: int, path: Path) -> CheckpointError | None:
+def first_save_without_rank_0(rank: int, path: Path, joined: Path) -> CheckpointError | None:
     """Rank 0, whose process holds the group's store, ends before the others' first save."""
     if rank == 0:
+        until(joined.exists)  # the other still reads the store while it joins the group
         os._exit(0)
+    joined.touch()
     time.sleep(0.3)
     return saves_once(rank, path)
 
 
 def test_a_first_save_without_rank_0_names_it(tmp_path: Path) -> None:
     """The others get an error of ours that names rank 0, though it is gone with its store."""
-    error = Job(2, first_save_without_rank_0, tmp_path, group=True).outcomes()[1]
+    job = Job(2, first_save_without_rank_0, tmp_path / "ckpt", tmp_path / "joined", group=True)
+    error = job.outcomes()[1]
     error = error.error if isinstance(error, Raised) else error
     assert isinstance(error, CheckpointError), error
     assert "rank 0" in str(error)
