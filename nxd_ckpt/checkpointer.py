@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,13 +11,14 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt import host
-from nxd_ckpt.core.options import options_of, takes
+from nxd_ckpt.core.options import options_of, parted, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
-from nxd_ckpt.runtime.checkpointer_options import CheckpointerKeywords, CheckpointerOptions
+from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.coordination.meeting import meet
+from nxd_ckpt.runtime.coordination.preemption import Preemption
 from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
@@ -37,8 +37,6 @@ from nxd_ckpt.runtime.turns import Turns
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath, open_storage
-
-logger = logging.getLogger("nxd_ckpt")
 
 _GRACE = 5.0
 """Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
@@ -62,17 +60,16 @@ class Checkpointer:
     """
 
     @as_checkpoint_errors()
-    @takes(CheckpointerOptions)
-    def __init__(
-        self, path: StrPath, *, storage: Storage | None = None, **options: Unpack[CheckpointerKeywords]
-    ) -> None:
+    @takes(CheckpointerOptions, PreemptionOptions)
+    def __init__(self, path: StrPath, *, storage: Storage | None = None, **options: Unpack[WholeKeywords]) -> None:
         """What all saves and loads of a directory have in common.
 
         Args:
             path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
             storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
         """
-        self._options = chosen = CheckpointerOptions(**options)
+        preemption, shared = parted(PreemptionOptions, options)
+        self._options = chosen = CheckpointerOptions(**shared)
         chosen.validate()
         if storage is None:
             storage = open_storage(path, chosen.durable, chosen.storage_options)
@@ -86,6 +83,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._in_flight = InFlight()
         self._versions: dict[str, str] = {}
+        self._preemption = Preemption(PreemptionOptions(**preemption))
 
     @as_checkpoint_errors()
     @takes(SaveOptions, checks=False)
@@ -257,6 +255,24 @@ class Checkpointer:
         if not pending.tolerated:
             pending.future.wait()
 
+    @as_checkpoint_errors()
+    def step(self, number: int) -> bool:
+        """Whether to save now, and stop: a rank was told that it is about to be stopped (``preemption=``).
+
+        All ranks call it after every step of the training, and get True after the same one, whichever rank was told
+        and however different their steps were then: the first that none had passed. It stays True. The first call waits
+        for the other ranks; later ones look at a flag until a rank is told. Without ``preemption=`` it is False.
+
+        Args:
+            number: of the step, for the log.
+
+        Raises:
+            PeerTimeout: a rank was told, but not all agreed within ``preemption_grace`` seconds, or one ended.
+            CheckpointError: several ranks without a process group, or without connections to rank 0.
+        """
+        require_own(self._pid, self.storage.url)
+        return self._preemption.step(number, lambda: self._meet("step"))
+
     @property
     def failed_in_a_row(self) -> int:
         """How many of the last saves failed: 0 after one that did not."""
@@ -353,6 +369,7 @@ class Checkpointer:
         return saving
 
     def _shut(self, grace: float | None) -> None:
+        self._preemption.leave()
         if grace is not None and self._session is not None:
             self._session.leaves_at = host.monotonic() + grace
         with suppress(TimeoutError), self._turns.taken("close", grace):
@@ -371,14 +388,8 @@ class Checkpointer:
         self._pipeline.stop()
         if self._session is not None:
             if self.topology.rank == 0:
-                self._clean_up(self._session)
+                clean_up(self._session, self._session.counter + 1)
             self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
             self._session.close()
             self._session = None
             forget(self)
-
-    def _clean_up(self, session: Session) -> None:
-        try:
-            clean_up(session, session.counter + 1)
-        except (OSError, CheckpointError) as error:  # the directory must be given back; the next job sweeps
-            logger.warning("could not clean up %s: %s", self.storage.url, error)

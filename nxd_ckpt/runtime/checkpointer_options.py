@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from signal import Signals
 from typing import Literal, get_args
 
 from typing_extensions import TypedDict
@@ -81,3 +83,39 @@ class CheckpointerKeywords(DirectoryKeywords, total=False):
     progress: bool
     on_save_failure: OnFailure
     max_failed_saves: int
+
+
+Notice = bool | Signals | int | Callable[[], bool]
+"""What tells a rank that it is about to be stopped."""
+
+
+@dataclass(frozen=True)
+class PreemptionOptions:
+    """How training is stopped from outside without losing a step.
+
+    Attributes:
+        preemption: what tells a rank that it is about to be stopped: True for SIGTERM, another signal, or a function
+            without arguments that each call of :meth:`Checkpointer.step` asks. Until the Checkpointer is closed, the
+            signal does nothing else.
+        preemption_grace: seconds between the signal and the end: within them all ranks must agree on the step to save.
+    """
+
+    preemption: Notice = False
+    preemption_grace: float = 30.0
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for what has no meaning."""
+        notice = self.preemption
+        if not callable(notice) and not (isinstance(notice, int) and (notice in (False, True) or notice in [*Signals])):
+            raise InvalidArgument(f"preemption must be True, a signal or a function, found {notice!r}")
+        if not self.preemption_grace > 0:
+            raise InvalidArgument(f"preemption_grace must be more than 0 seconds, found {self.preemption_grace!r}")
+
+
+class PreemptionKeywords(TypedDict, total=False):
+    preemption: Notice
+    preemption_grace: float
+
+
+class WholeKeywords(CheckpointerKeywords, PreemptionKeywords, total=False):
+    """Those of a Checkpointer that a script makes itself."""

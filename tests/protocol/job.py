@@ -52,6 +52,12 @@ class Job:
         process.kill()
         process.join()
 
+    def signal(self, rank: int, number: int) -> None:
+        """Send it a signal."""
+        process, _ = self._ranks[rank]
+        assert process.pid is not None
+        os.kill(process.pid, number)
+
     def kill_all(self) -> None:
         for rank in range(len(self._ranks)):
             self.kill(rank)

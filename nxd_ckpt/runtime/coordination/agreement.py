@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import errors, host
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
+from nxd_ckpt.runtime.coordination.peers import Peers
 
 T = TypeVar("T")
 
@@ -26,6 +27,8 @@ class Agreement(Protocol):
 
     rank: int
     world_size: int
+    peers: Peers | None
+    """This rank's end of the connections between the ranks' processes; None where there is none."""
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every rank's value, by rank, on rank 0; None elsewhere."""
@@ -45,6 +48,7 @@ class Alone:
 
     rank = 0
     world_size = 1
+    peers: Peers | None = None
 
     def gather(self, value: Any) -> list[Any] | None:
         return [value]
@@ -160,11 +164,10 @@ class StoreAgreement:
         rank: int,
         world_size: int,
         timeout: float,
-        gone: Callable[[int], bool] = lambda rank: False,
+        peers: Peers | None = None,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._words = Words(store, rank, timeout, gone)
-        self._gone = gone
+        self.rank, self.world_size, self.peers = rank, world_size, peers
+        self._words = Words(store, rank, timeout, self.is_gone)
         self._round = 0
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -188,7 +191,7 @@ class StoreAgreement:
         return answer_of(self._words.read(self._key(0), 0))
 
     def is_gone(self, rank: int) -> bool:
-        return self._gone(rank)
+        return self.peers is not None and self.peers.is_gone(rank)
 
     def store(self, name: str) -> Any:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ class Venue:
                 number, hub = _ask(words, self._rank, call)
                 self._connect(hub)
         store = PrefixStore(f"meeting/{number}", self._store)
-        return StoreAgreement(store, self._rank, self._world_size, timeout, self._is_gone)
+        return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers)
 
     def leave(self) -> None:
         """In a forked child: its parent's connections are not the child's."""

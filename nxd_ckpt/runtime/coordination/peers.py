@@ -1,27 +1,52 @@
-"""Which ranks of the job are gone, by their connections.
+"""Which ranks of the job are gone, by their connections; and words between rank 0 and the others, over the same.
 
-Every other rank keeps one connection to rank 0, over which nothing is sent once it stands. When a process ends, in
-whatever way, its system closes the connection, and the other end learns of it at once. A process that is stopped, or
-gets no time to run, keeps its connection, so that it is not taken for dead. A host that loses its power is silent, and
-counts as lost after the timeout; so does a rank that could not be connected.
+Every other rank keeps one connection to rank 0, over which hardly anything is sent. When a process ends, in whatever
+way, its system closes the connection, and the other end learns of it at once. A process that is stopped, or gets no
+time to run, keeps its connection, so that it is not taken for dead. A host that loses its power is silent, and counts
+as lost after the timeout; so does a rank that could not be connected.
+
+A word is any JSON value. It goes to who listens to its channel, a number that both ends know, on a thread of its own.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
+import logging
 import os
 import secrets
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
+
+logger = logging.getLogger("nxd_ckpt")
 
 Address = dict[str, Any]
 """What another rank needs to connect to rank 0 (JSON)."""
 
 _CONNECTING = 2.0
 """Seconds that connecting to one address may take."""
+
+
+Heard = Callable[[int, Any], None]
+"""Is called with the rank that a word came from, and the word: None once that rank is gone. It must be quick."""
+
+
+class Peers(Protocol):
+    """One end of the connections: rank 0's, or another rank's."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether that rank is known to have ended."""
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        """From now on words of this channel go to ``heard``; None ends that."""
+
+    def tell(self, channel: int, word: Any) -> None:
+        """Send a word: rank 0 to all others, the others to rank 0. Who is gone does not get it."""
 
 
 class Hub:
@@ -33,7 +58,9 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[socket.socket, int] = {}
+        self._lines: dict[socket.socket, _Lines] = {}
         self._gone: set[int] = set()
+        self._listeners: dict[int, Heard] = {}
         threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
 
     def address(self) -> Address:
@@ -42,6 +69,13 @@ class Hub:
     def is_gone(self, rank: int) -> bool:
         """Whether that rank was connected and has ended."""
         return rank in self._gone
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        _set(self._listeners, channel, heard)
+
+    def tell(self, channel: int, word: Any) -> None:
+        for connection in list(self._ranks):
+            _send(connection, channel, word)
 
     def leave(self) -> None:
         """In a forked child: close what is the parent's, which keeps it open."""
@@ -54,12 +88,23 @@ class Hub:
                 ready: Any = key.fileobj
                 if ready is self._listener:
                     self._admit()
-                elif not _read(ready):
-                    self._selector.unregister(ready)
-                    rank = self._ranks.pop(ready)
-                    if rank not in self._ranks.values():  # else it has connected anew
-                        self._gone.add(rank)
-                    ready.close()
+                    continue
+                rank = self._ranks[ready]
+                if not self._lines[ready].read(partial(self._hear, rank)):
+                    self._lose(ready)
+
+    def _hear(self, rank: int, channel: int, word: Any) -> None:
+        _call(self._listeners.get(channel), rank, word)
+
+    def _lose(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        rank = self._ranks.pop(connection)
+        del self._lines[connection]
+        connection.close()
+        if rank not in self._ranks.values():  # else it has connected anew
+            self._gone.add(rank)
+            for channel in list(self._listeners):
+                self._hear(rank, channel, None)
 
     def _admit(self) -> None:
         with suppress(OSError, ValueError):
@@ -69,11 +114,12 @@ class Hub:
             if not hmac.compare_digest(token, self._token.encode()):
                 connection.close()
                 return
-            connection.sendall(b"1")
             connection.setblocking(False)
+            self._lines[connection] = _Lines(connection)
             self._ranks[connection] = int(rank)
             self._gone.discard(int(rank))  # another process group, in the same processes
             self._selector.register(connection, selectors.EVENT_READ)
+            connection.sendall(b"1")  # from now on it gets every word
 
 
 class Spoke:
@@ -82,17 +128,39 @@ class Spoke:
     def __init__(self, rank: int, address: Address) -> None:
         """Raises OSError where rank 0 cannot be reached."""
         self._connection = self._connect(rank, address)
+        self._lines = _Lines(self._connection)
         self._ended = False
+        self._listeners: dict[int, Heard] = {}
+        self._watched = False
 
     def is_gone(self, rank: int) -> bool:
         """Whether rank 0 ended; this end knows nothing of others."""
-        if rank == 0 and not self._ended:
-            self._ended = not _read(self._connection)
+        if rank == 0 and not self._ended and not self._watched:
+            self._ended = not self._lines.read(self._hear)
         return rank == 0 and self._ended
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        _set(self._listeners, channel, heard)
+        if not self._watched:
+            self._watched = True
+            threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
+
+    def tell(self, channel: int, word: Any) -> None:
+        _send(self._connection, channel, word)
 
     def leave(self) -> None:
         """In a forked child: close what is the parent's, which keeps it open."""
         self._connection.close()
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            while not self._ended:
+                selector.select()
+                self._ended = not self._lines.read(self._hear)
+
+    def _hear(self, channel: int, word: Any) -> None:
+        _call(self._listeners.get(channel), 0, word)
 
     def _connect(self, rank: int, address: Address) -> socket.socket:
         problem: OSError | None = None
@@ -109,14 +177,45 @@ class Spoke:
         raise problem or OSError("no answer")
 
 
-def _read(connection: socket.socket) -> bool:
-    """Whether the other end is still there."""
+class _Lines:
+    """What arrives over a connection: a line for each word."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._rest = connection, b""
+
+    def read(self, heard: Callable[[int, Any], None]) -> bool:
+        """Give what has arrived to ``heard``: channel and word. Whether the other end is still there."""
+        try:
+            data = self._connection.recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            channel, word = json.loads(line)
+            heard(channel, word)
+        return bool(data)
+
+
+def _send(connection: socket.socket, channel: int, word: Any) -> None:
+    with suppress(OSError):  # it is gone, which is noticed by itself
+        connection.sendall(json.dumps([channel, word]).encode() + b"\n")
+
+
+def _set(listeners: dict[int, Heard], channel: int, heard: Heard | None) -> None:
+    if heard is None:
+        listeners.pop(channel, None)
+    else:
+        listeners[channel] = heard
+
+
+def _call(heard: Heard | None, rank: int, word: Any) -> None:
     try:
-        return bool(connection.recv(64))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        if heard is not None:
+            heard(rank, word)
+    except Exception:  # a defect of ours must not end the thread, by which the end of ranks is noticed
+        logger.exception("nxd_ckpt: unexpected error at a word of rank %d", rank)
 
 
 def _own_hosts() -> list[str]:

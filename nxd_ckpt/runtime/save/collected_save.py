@@ -147,8 +147,7 @@ class CollectedSave:
             [MeshGroup(tuple(range(session.topology.world_size)))],
         )
         commit(session, session.topology, votes, request)
-        with suppress(OSError, CheckpointError):  # the tag is safe; the next save tries again
-            clean_up(session, session.counter)
+        clean_up(session, session.counter)
         self.discard()
 
     def discard(self) -> None:

@@ -114,9 +114,16 @@ def clean_up(session: Session, counter: int) -> None:
     """Remove what this run's attempts left behind, as far as no rank can still be writing to it.
 
     That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
-
-    Raises DirectoryInUse where another job took over a storage on which it may be writing the same tags.
+    What cannot be removed is logged: nobody waits for it, and the next job sweeps.
     """
+    try:
+        _clean_up(session, counter)
+    except (OSError, CheckpointError) as error:
+        logger.warning("could not clean up %s: %s", session.storage.url, error)
+
+
+def _clean_up(session: Session, counter: int) -> None:
+    """Raises DirectoryInUse where another job took over a storage on which it may be writing the same tags."""
     storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
     if not storage.renames:
         session.require()

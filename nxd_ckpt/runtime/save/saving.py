@@ -327,12 +327,8 @@ class Saving:
     def tidy(self) -> None:
         """Rank 0, once the outcome is known: delete what attempts and retention left behind. Nobody has to wait for
         that."""
-        session = self.session
-        if session.topology.rank == 0:
-            try:
-                clean_up(session, session.counter)
-            except (OSError, CheckpointError) as error:
-                logger.warning("after the save of %r in %s: %s", self.tag, session.storage.url, error)
+        if self.session.topology.rank == 0:
+            clean_up(self.session, self.session.counter)
 
     def _failed(self, error: BaseException) -> CheckpointError:
         rank = self.session.topology.rank

@@ -1,0 +1,190 @@
+"""A signal on one rank makes all save the same step, and stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from tests.protocol.job import Job, until
+from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.rigs.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+WORLD = 4
+
+
+class Messages(logging.Handler):
+    """What this process logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        logging.getLogger("nxd_ckpt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def train(rank: int, path: Path, together: bool, **options: Any) -> tuple[int, list[str]]:
+    """Train until a step says to stop, with a save under way all the while; at which step, and what was logged.
+
+    With ``together``, a step of a rank ends when all have made it.
+    """
+    messages = Messages()
+    with checkpointer(path, rank, WORLD, **{"preemption": True, "preemption_grace": 600.0, **options}) as saver:
+        (path / f"rank_{rank}.ready").touch()
+        step, stop = 0, False
+        while not stop:
+            step += 1
+            if together:
+                dist.all_reduce(torch.ones(1))
+            stop = saver.step(step)
+            if stop or step % 3 == 0:
+                save(saver, f"step_{step}", step, async_save=not stop, num_kept_ckpts=2)
+    return step, messages.said
+
+
+def ready(path: Path) -> bool:
+    return all((path / f"rank_{rank}.ready").exists() for rank in range(WORLD))
+
+
+def one_tag_of_one_step(path: Path, steps: list[int]) -> None:
+    """All stopped at the same step; it is saved, whole, and the latest."""
+    assert {steps[0]} == set(steps)
+    assert f"step_{steps[0]}" == visible_tags(path)[-1]
+    assert steps[0] == saved_value(path, None, WORLD)
+
+
+def test_a_signal_on_one_rank_stops_all(tmp_path: Path) -> None:
+    """At one step, which all save and log, though saves are in flight; ``kill`` sends the signal."""
+    job = Job(WORLD, train, tmp_path, True, group=True)
+    until(lambda: ready(tmp_path) and len(visible_tags(tmp_path)) >= 2)
+    job.signal(2, signal.SIGTERM)
+    outcomes = job.values()
+    steps = [step for step, _ in outcomes]
+    one_tag_of_one_step(tmp_path, steps)
+    said = f"nxd_ckpt: rank 2 was told to stop (SIGTERM): all ranks stop after step {steps[0]}, and save it; "
+    assert [1] * WORLD == [sum(line.startswith(said) for line in lines) for _, lines in outcomes]
+
+
+def told_at_once(rank: int, path: Path) -> tuple[int, list[str]]:
+    """Rank 1 is told before its first step and save; a function says so, not a signal."""
+    return train(rank, path, False, preemption=lambda: rank == 1)
+
+
+def test_a_rank_is_told_before_its_first_step(tmp_path: Path) -> None:
+    """The ranks meet then, and stop as soon as they can: ranks that wait for nobody may be at any step."""
+    one_tag_of_one_step(tmp_path, [step for step, _ in Job(WORLD, told_at_once, tmp_path, group=True).values()])
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """What the handler got that a script has installed for SIGUSR2."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_signal_is_ours_until_the_end(tmp_path: Path, received: list[int]) -> None:
+    """It may come at any time, and stops all Checkpointers that wait for it. Then the script's own handler is back."""
+    first, other = (Checkpointer(tmp_path, preemption=kind) for kind in (signal.SIGUSR2, int(signal.SIGUSR2)))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert [True, True, True] == [first.step(1), first.step(2), other.step(1)]
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    other.close()
+    assert [] == received
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert [signal.SIGUSR2] == received
+
+
+def test_a_forked_child_ends_as_before(tmp_path: Path) -> None:
+    """A data loader's worker is ended by SIGTERM, which is not for it to stop the training."""
+    ready, is_ready = os.pipe()
+    with Checkpointer(tmp_path, preemption=True) as saver:
+        child = os.fork()
+        if child == 0:
+            os.write(is_ready, b"1")
+            while True:
+                signal.pause()
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert (signal.SIGTERM, False) == (os.WTERMSIG(status), saver.step(1))
+
+
+def test_without_preemption_no_step_is_the_last(tmp_path: Path) -> None:
+    """So a script may call step, whether the option is on or not."""
+    with Checkpointer(tmp_path) as saver:
+        assert [False, False] == [saver.step(1), saver.step(2)]
+
+
+def test_ranks_without_a_group_cannot_agree(tmp_path: Path) -> None:
+    """Which is said at the first step."""
+    with (
+        Checkpointer(tmp_path, topology=Topology(dp=2), preemption=lambda: False, run_id="r") as saver,
+        pytest.raises(CheckpointError, match="no process group joins the ranks"),
+    ):
+        saver.step(1)
+
+
+@pytest.mark.parametrize("notice", ["SIGTERM", 9, 1000, -1, 1.5], ids=repr)
+def test_what_tells_nothing_is_refused(tmp_path: Path, notice: Any) -> None:
+    """A name, signals that no process can handle or that there are none of."""
+    with pytest.raises(InvalidArgument, match="preemption"):
+        Checkpointer(tmp_path, preemption=notice)
+
+
+def test_what_else_is_refused(tmp_path: Path) -> None:
+    """No time at all, and a signal on a thread that may not handle it."""
+    with pytest.raises(InvalidArgument, match="preemption_grace must be more than 0 seconds, found 0"):
+        Checkpointer(tmp_path, preemption=True, preemption_grace=0)
+    errors: list[str] = []
+
+    def make() -> None:
+        try:
+            Checkpointer(tmp_path, preemption=True)
+        except InvalidArgument as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert ["on the main thread, or give a function" in error for error in errors] == [True]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(nproc=WORLD) as pool:
+        yield pool
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_signals_at_any_instant(ranks: RankPool, tmp_path: Path, seed: int) -> None:
+    """A hundred times one rank or several, of ranks in step and not, from the first call on: one tag of one step."""
+    chance = random.Random(seed)
+    for number in range(100):
+        path = tmp_path / str(number)
+        path.mkdir()
+        run = ranks.start(train, path, chance.random() < 0.5)
+        until(lambda path=path: ready(path))  # type: ignore[misc]
+        time.sleep(chance.choice([0, 0.02, 0.2, 1]) * chance.random())
+        for rank in chance.sample(range(WORLD), chance.choice([1, 1, 1, 2, WORLD])):
+            os.kill(ranks.pids[rank], signal.SIGTERM)
+        one_tag_of_one_step(path, [step for step, _ in run.result()])
