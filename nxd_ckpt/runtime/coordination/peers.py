@@ -114,10 +114,11 @@ class Hub:
             if not hmac.compare_digest(token, self._token.encode()):
                 connection.close()
                 return
+            number = int(rank)
             connection.setblocking(False)
             self._lines[connection] = _Lines(connection)
-            self._ranks[connection] = int(rank)
-            self._gone.discard(int(rank))  # another process group, in the same processes
+            self._ranks[connection] = number
+            self._gone.discard(number)  # another process group, in the same processes
             self._selector.register(connection, selectors.EVENT_READ)
             connection.sendall(b"1")  # from now on it gets every word
 
