@@ -254,7 +254,7 @@ class _Delivery:
                 f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but {tuple(target.shape)} was asked for"
             )
         if isinstance(leaf, Assembly):
-            leaf = replace(leaf, dtype=dtype_name(target.dtype))
+            leaf = leaf.cast(dtype_name(target.dtype))
         if isinstance(leaf, Assembly) and target.device.type == "cpu" and target.is_contiguous():
             self._read(leaf, target, item)
             self._direct.append((item, target))

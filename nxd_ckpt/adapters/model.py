@@ -29,7 +29,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Path, iter_tensors
+from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -366,9 +366,11 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
             "build the model as it was saved, on the same tp, pp and ep or with resharding"
         )
     if saved_dtype != dtype:
+        is_wider = itemsize(saved_dtype) > itemsize(dtype)
+        masters = f", or pass an optimizer that keeps {saved_dtype} master weights of it" if is_wider else ""
         raise DtypeMismatch(
             f"model/{name}: saved as {saved_dtype}, the live one is {dtype}; cast the model before loading "
-            f"(model.to(torch.{saved_dtype})): values are never cast silently"
+            f"(model.to(torch.{saved_dtype})){masters}: values are never cast silently"
         )
 
 

@@ -15,7 +15,7 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
-from nxd_ckpt.formats.tensors import Path, allocated
+from nxd_ckpt.formats.tensors import Path, allocated, dtype_name
 
 
 class LeafSource(Protocol):
@@ -92,6 +92,11 @@ class Slot:
             return StateTensor(name, expert=expert)
         return StateTensor(name, self.spec, self.shards, self.shard, expert=expert)
 
+    @property
+    def master_dtype(self) -> str | None:
+        """That of the master weights, which the state is kept under; None where it is the parameter itself."""
+        return None if self.key is self.parameter else dtype_name(self.key.dtype)
+
     def global_name(self, entry: Any) -> str:
         """What an entry of its state is called."""
         return f"optim/{self.name}/{entry}"
@@ -105,8 +110,12 @@ class Slot:
 
 def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> OptimizerForm:
     """The form of an optimizer with these parameters and live groups."""
-    known = [OptimizerSlot(slot.name, slot.spec, slot.shards, slot.shard) for slot in slots if slot.spec is not None]
-    return OptimizerForm(kind, tuple(known), tuple(len(group["params"]) for group in groups))
+    known = tuple(
+        OptimizerSlot(slot.name, slot.spec, slot.shards, slot.shard, slot.master_dtype)
+        for slot in slots
+        if slot.spec is not None
+    )
+    return OptimizerForm(kind, known, tuple(len(group["params"]) for group in groups))
 
 
 def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:

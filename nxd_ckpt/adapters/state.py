@@ -82,12 +82,16 @@ class ModelState(State):
 
 @dataclass(frozen=True)
 class OptimizerSlot:
-    """One parameter of an optimizer as a rank holds it, and ``shard`` of ``shards``, its ZeRO-1 cut."""
+    """One parameter of an optimizer as a rank holds it, and ``shard`` of ``shards``, its ZeRO-1 cut.
+
+    ``master_dtype`` is that of the master weights, None where the optimizer steps on the parameter itself.
+    """
 
     name: str
     spec: ParameterSpec
     shards: int = 1
     shard: int = 0
+    master_dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.convert.locations import Location
-from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
@@ -89,7 +89,7 @@ def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
         expert = first_expert is not None and index >= first_expert
         shards = sizes.expert_dp if expert else sizes.dp
         whole = tuple(tree.get("shape_info", {}).get(index - first_expert + behind if expert else index, ()))
-        expected = (zero1_rows(whole[0], shards), *whole[1:]) if whole else ()
+        expected = zero1_shape(whole, shards)
         for name, leaf in entries.items():
             if isinstance(leaf, TensorStub) and 0 < len(leaf.shape) == len(whole) and leaf.shape != expected:
                 raise MalformedFile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from nxd_ckpt.errors import InvalidArgument
@@ -34,7 +34,7 @@ class WeightFile:
     def planned(self, leaf: Callable[[str], Assembly]) -> PlannedFile:
         """The file to be written; ``leaf`` says by a tensor's name what it is made of."""
         forms = self.image.forms
-        leaves = [replace(leaf(form.name), dtype=form.dtype) for form in forms]
+        leaves = [leaf(form.name).cast(form.dtype) for form in forms]
         named = (NamedTensor(form.name, number, form.dtype, form.shape, None) for number, form in enumerate(forms))
         return PlannedFile(self.name, self.image.holding(leaves), tuple(named))
 

@@ -198,6 +198,11 @@ def zero1_rows(rows: int, dp: int) -> int:
     return -(-rows // dp)
 
 
+def zero1_shape(local_shape: tuple[int, ...], dp: int) -> tuple[int, ...]:
+    """The shape of each ZeRO-1 shard. A 0-dimensional parameter has no rows to cut: every shard is all of it."""
+    return (zero1_rows(local_shape[0], dp), *local_shape[1:]) if local_shape else ()
+
+
 def zero1_pieces(pieces: Iterable[Piece], local_shape: tuple[int, ...], dp: int, dp_rank: int) -> list[Piece]:
     """The pieces that the ZeRO-1 shard ``dp_rank`` of ``dp`` holds; local offsets count from the shard's first row.
 

@@ -137,6 +137,10 @@ class Assembly:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def cast(self, dtype: str) -> Assembly:
+        """The same tensor in another dtype."""
+        return Assembly(dtype, self.shape, self.fragments)
+
     def within(self, window: Box) -> Assembly:
         """The part of this tensor inside ``window``, of the window's size."""
         found = []
@@ -164,6 +168,9 @@ class DeferredAssembly(Assembly):
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
         return self._find(Box.whole(self.shape))
+
+    def cast(self, dtype: str) -> Assembly:
+        return DeferredAssembly(dtype, self.shape, self._find)
 
     def within(self, window: Box) -> Assembly:
         return Assembly(self.dtype, window.size, self._find(window))

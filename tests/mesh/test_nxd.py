@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def test_float32_parameters_take_the_master_weights(gloo_ranks: RankPool, tmp_pa
     save_job(tmp_path, weights, layout_of("dp2tp2", weights))
     found = gloo_ranks.run(whole_job.load, tmp_path, weights, torch.float32)[0]
     assert None is difference(whole_job.loaded(weights, masters=True), found)
+
+
+def test_master_weights_take_float32_parameters(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """The way back: NxD's master weights take FSDP2's one parameter bit for bit, its bfloat16 weights the rounding."""
+    weights = [replace(weight, left_out=True) for weight in weights_of(torch.bfloat16, experts=True)]
+    weights = [weight for weight in weights if weight.kind == "parameter"]
+    gloo_ranks.run(whole_job.save, tmp_path, [replace(weight, dtype=torch.float32) for weight in weights])
+    live = layout_of("dp2ep2tp2", weights)
+    for at in live.ranks:
+        rank = fresh(weights, live, at, stepped=at.rank % 2 == 1)
+        assert {"saved": 1} == load_rank(tmp_path, rank, partitions=live.partitions)
+        assert None is difference(expected(weights, live, at), rank.held())
 
 
 @pytest.mark.parametrize(("to", "zero1"), [("dp2tp2", True), ("dp2ep2pp2", False)])

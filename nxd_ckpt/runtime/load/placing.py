@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nxd_ckpt.adapters.dtensor import Placed
+from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.runtime.tag.reading import Leaf
 
 
 def local_part(leaf: Leaf, placed: Placed) -> Leaf:
     """What this rank holds of the tensor that ``leaf`` stands for."""
+    return part_of(leaf, placed.pieces, placed.local_shape)
+
+
+def part_of(leaf: Leaf, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Leaf:
+    """The tensor of ``shape`` that is made of ``pieces`` of the one that ``leaf`` stands for; zero where none is."""
     fragments: list[Fragment] = []
-    for piece in placed.pieces:
+    for piece in pieces:
         if isinstance(leaf, TensorStub) and piece.local.size == leaf.shape:
             return leaf
         held = Assembly.of(leaf).within(piece.box).fragments
         fragments += (fragment.moved(piece.local.offset) for fragment in held)
-    return Assembly(leaf.dtype, placed.local_shape, tuple(fragments))
+    return Assembly(leaf.dtype, shape, tuple(fragments))
 
 
 def local_tree(tree: dict[Any, Any], placed: Mapping[Path, Placed]) -> dict[Any, Any]:

@@ -23,6 +23,7 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.load.load_context import LoadContext
+from nxd_ckpt.runtime.load.master_weights import ExactWeights, exact_weights, of_other_dtype
 from nxd_ckpt.runtime.load.placing import local_tree
 from nxd_ckpt.runtime.load.trees import LoadTrees
 from nxd_ckpt.runtime.views.optimizer_names import is_number
@@ -40,6 +41,7 @@ class LoadPlanner:
         self._is_regrouped = False
         self._left_alone: frozenset[str] = frozenset()
         self._strangers: set[str] = set()
+        self._exact = ExactWeights({}, ())
 
     def names(self) -> Iterator[str]:
         """The global names of all that the tag holds of model and optimizer, and of what is live."""
@@ -79,7 +81,7 @@ class LoadPlanner:
         model, optimizer, filtered = self._model, self._optimizer, self._filter
         trees = LoadTrees(model, optimizer)
         if model is not None and not filtered.covers("model"):
-            trees.model_tree = self._own(model, self._model_tree(model))
+            trees.model_tree = self._rounded(model, self._own(model, self._model_tree(model)))
             trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
             trees.model_placed = model.placed(trees.names)
@@ -88,7 +90,7 @@ class LoadPlanner:
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
             self._refuse_bare_groups(tree, optimizer)
-            trees.optimizer_tree = self._filtered(tree, optimizer)
+            trees.optimizer_tree = self._exact.put_into(self._filtered(tree, optimizer))
             optimizer.validate(trees.optimizer_tree)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
@@ -97,6 +99,19 @@ class LoadPlanner:
         trees.strangers = sorted(self._strangers)
         trees.keeps = filtered.keeps(trees.names)
         return trees
+
+    def _rounded(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree, with weights that the optimizer's master weights take (``_exact``) rounded to the live dtypes."""
+        other = of_other_dtype(tree, self._context.specs)
+        if not other or self._optimizer is None:
+            return tree
+        try:
+            form = self._optimizer.form()
+        except OptimizerMismatch:  # only it knows what it holds
+            return tree
+        if form is not None:
+            self._exact = exact_weights(other, form, model.aliases, self._filter.ignores)
+        return self._exact.rounded(tree, self._context.specs)
 
     def _own(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
         """The tree without what other ranks of a mesh job may hold; weights of another dtype than the live ones, which
@@ -108,9 +123,9 @@ class LoadPlanner:
             self._strangers |= {f"model/{name}" for name in tree if name not in live}
         tree = {name: leaf for name, leaf in tree.items() if name in live}
         masters = self._opened.parts.master_weights and model.is_placed
-        return {name: self._exact(name, leaf) if masters and is_tensor(leaf) else leaf for name, leaf in tree.items()}
+        return {name: self._master(name, leaf) if masters and is_tensor(leaf) else leaf for name, leaf in tree.items()}
 
-    def _exact(self, name: str, leaf: Any) -> Any:
+    def _master(self, name: str, leaf: Any) -> Any:
         """The weight; of another dtype than the live one, its master weight, if that has the live dtype."""
         spec = self._context.specs.get(name)
         if spec is None or spec.dtype == form_of(leaf)[0]:

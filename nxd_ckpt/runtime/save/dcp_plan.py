@@ -18,7 +18,7 @@ from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import State
 from nxd_ckpt.adapters.zero1 import MASTERS
 from nxd_ckpt.core.dcp_chunks import DcpChunk
-from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
@@ -149,7 +149,7 @@ class _Plan:
         """The shape of the tensor that this one is a shard of."""
         section, index = entry.path[:2]
         whole = tuple(self._shapes.get(index, ())) if section in (_BASE_STATE, MASTERS) else ()
-        expected = (zero1_rows(whole[0], self._topology.dp), *whole[1:]) if whole else None
+        expected = zero1_shape(whole, self._topology.dp) if whole else None
         if shape != expected:
             raise UnsupportedState(
                 f"optimizer: {'.'.join(map(str, entry.at))} has shape {shape}, expected {expected}, the ZeRO-1 shard "

@@ -14,7 +14,7 @@ from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.plan import CutIndex, Read
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
@@ -146,7 +146,7 @@ class ReshardedOptimizer:
         Raises OptimizerMismatch if it is not shaped like the parameter.
         """
         leaf = self.value(name, key, spec)
-        return replace(Assembly.of(leaf), dtype=spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
+        return Assembly.of(leaf).cast(spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
 
     def value(self, name: str, key: str, spec: ParameterSpec) -> Any:
         """The same in the dtype that it was saved in, or the plain value that is there instead."""
@@ -180,11 +180,11 @@ class ReshardedOptimizer:
         reads = self._reads(slot, found, whole)
         self._refuse_unequal_replicas(name, context.saved_spec(slot.name, slot.spec, whole), found, key)
         stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
-        return assembled(name, dtype, _shard_shape(slot.spec.shape, slot.shards), reads, stubs, shape)
+        return assembled(name, dtype, zero1_shape(slot.spec.shape, slot.shards), reads, stubs, shape)
 
     def is_shaped_like(self, slot: SavedSlot, shape: tuple[int, ...]) -> bool:
         """Whether a saved entry of ``shape`` is cut as its parameter was."""
-        return shape == _shard_shape(slot.likely_shape, self._shards(slot))
+        return shape == zero1_shape(slot.likely_shape, self._shards(slot))
 
     def holds_whole(self, slot: SavedSlot) -> bool:
         """Whether a saving rank held all of the parameter's state: what it saved is then whole, whatever its shape."""
@@ -349,11 +349,6 @@ class ReshardedOptimizer:
             prefix, shape = self._names.prefix(context, at), context.recorded_shape
             self._saved[at] = saved_optimizer(tree, names, prefix, shape, opened.where)
         return self._saved[at]
-
-
-def _shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """The shape of a ZeRO-1 shard of a tensor of ``shape``."""
-    return shape if shards == 1 or not shape else (zero1_rows(shape[0], shards), *shape[1:])
 
 
 def _equal(one: Any, other: Any) -> bool:
