@@ -1,4 +1,5 @@
-"""``python -m tests.simulation``: run schedules, count them, and write the counts into docs/reliability.md."""
+"""``python -m tests.simulation``: run schedules, or look at all that crashes leave; count, also into
+docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ import re
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.simulation.crashes import Count as CrashCount
+from tests.simulation.crashes import Work, enumerated
+from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,22 +74,56 @@ def run_all(first: int, count: int, processes: int) -> Count:
     return total
 
 
+def look_at_all(works: Sequence[Work], processes: int) -> list[CrashCount]:
+    """Look at every state that a loss of power leaves during each of these, and print how many there were."""
+    counts = []
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        for count in pool.imap(_quietly_enumerated, works, chunksize=1):
+            counts.append(count)
+            for failure in count.failures:
+                print(failure, flush=True)
+            print(f"{count.name}: {count.moments} moments, {count.states} states", flush=True)
+    return counts
+
+
+def _quietly_enumerated(work: Work) -> CrashCount:
+    logging.disable(logging.CRITICAL)
+    return enumerated(work)
+
+
 def write(total: Count, first: int) -> None:
     """Put the counts where docs/reliability.md has them."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.strip()
     rows = [
         ("date", f"{datetime.now(timezone.utc):%Y-%m-%d}"),
-        ("commit", commit),
+        ("commit", _commit()),
         ("schedules", f"{total.schedules:,} (seeds {first:,} to {first + total.schedules - 1:,})"),
         ("schedules a second and core", f"{total.rate:.0f}"),
         ("broken promises", f"{len(total.failures):,}"),
         *((f"schedules with the fault \"{name}\"", f"{number:,}") for name, number in sorted(total.faults.items())),
     ]
-    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
-    pattern = re.compile(r"(<!-- counts -->\n).*?(<!-- end of counts -->)", re.DOTALL)
-    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}{table}\n{found[2]}", PAGE.read_text()))
+    _put("counts", ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def write_crashes(counts: Sequence[CrashCount]) -> None:
+    """The same for :func:`look_at_all`."""
+    rows = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
+    rows["all"] = list(map(sum, zip(*rows.values(), strict=True)))
+    lines = [f"On {datetime.now(timezone.utc):%Y-%m-%d}, commit {_commit()}:", ""]
+    lines += ["| power is lost while | at moments | states | that differ | broken promises |", "|---|---|---|---|---|"]
+    lines += [f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |" for name, numbers in rows.items()]
+    _put("crash states", lines)
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _put(what: str, lines: Sequence[str]) -> None:
+    """Replace what docs/reliability.md has between two marks."""
+    pattern = re.compile(rf"(<!-- {what} -->\n).*?(<!-- end of {what} -->)", re.DOTALL)
+    text = "\n".join(lines)
+    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}{text}\n{found[2]}", PAGE.read_text()))
 
 
 def main() -> None:
@@ -92,8 +131,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed; with --count 1 it is replayed")
     parser.add_argument("--count", type=int, default=1000, help="how many schedules")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
+    parser.add_argument("--crashes", action="store_true", help="every state that a loss of power leaves, instead")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
+    if given.crashes:
+        counts = look_at_all(SAVES, given.processes)
+        if given.write:
+            write_crashes(counts)
+        raise SystemExit(1 if any(count.failures for count in counts) else 0)
     total = run_all(given.first, given.count, given.processes)
     if given.write:
         write(total, given.first)

@@ -36,6 +36,7 @@ class Save:
     overwrite: bool | None = None
     fails_on: int | None = None
     """The rank whose arguments are refused."""
+    use_xser: bool = False
 
 
 @dataclass
@@ -128,6 +129,7 @@ def saving(job: Job, rank: int, storage: Storage, saves: list[Save]) -> None:
                     num_workers=None if save.fails_on != rank else 0,
                     num_kept_ckpts=save.num_kept,
                     overwrite=save.overwrite,
+                    use_xser=save.use_xser,
                 )
             except CheckpointError as error:
                 told(began, save, error)
@@ -159,6 +161,7 @@ class Reader:
 
     world: World
     storage: Storage
+    process: Process
     is_over: bool = False
     found: list[tuple[float, float, int | None]] = field(default_factory=list)
 

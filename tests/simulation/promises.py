@@ -17,14 +17,15 @@ class Promises:
         self.world = world
         self.stalled = 0.0
 
-    def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader) -> None:
+    def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
         tags = oracle.visible(storage)  # complete or invisible
         saves = [save for job in jobs for _, save in job.begun]
         outcomes = [outcome for job in jobs for outcome in job.outcomes]
         self.nothing_good_is_lost(tags, saves, outcomes)
         self.every_rank_tells_the_same(tags, outcomes)
         self.no_wait_is_longer(outcomes)
-        self.readers_see_whole_tags(reader, saves, outcomes)
+        if reader is not None:
+            self.readers_see_whole_tags(reader, saves, outcomes)
 
     def nothing_good_is_lost(self, tags: dict[str, int], saves: Sequence[Save], outcomes: Sequence[Outcome]) -> None:
         """What any rank was told is saved is there: as it was saved, or as a later save under the same tag, unless

@@ -6,18 +6,13 @@ All of it follows from a seed.
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 
-from nxd_ckpt.runtime.tag.choosing import settled_tags
-from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, Killed, Process, Task, World, inhabited
-from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Reader, Save, among, run_to_end, saving
-from tests.simulation.promises import Promises
-
-SECONDS = {"look": 2e-4, "fsync": 3e-3}
-"""How long a system call takes on average; others take :data:`SECOND`."""
-SECOND = 5e-4
+from nxd_ckpt.testing.simulation import EPOCH, Disk, Killed, Process, World, inhabited
+from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, run_to_end
+from tests.simulation.stage import Stage
 
 EFFECTS = 130
 """About as many system calls of a rank change something in two saves."""
@@ -64,71 +59,46 @@ class Schedule:
         )
 
 
-class Run:
+class Run(Stage):
     """A schedule under way."""
 
     def __init__(self, schedule: Schedule) -> None:
+        world = World(schedule.seed, lasts=400.0)
+        disk = Disk(lambda: EPOCH + world.now)
+        super().__init__(world, disk, swaps=schedule.swaps, has_group=schedule.has_group)
         self.schedule = schedule
-        self.world = World(schedule.seed, lasts=400.0)
-        self.disk = Disk(lambda: EPOCH + self.world.now)
-        self.effects: dict[Process, int] = {}
-        self.jobs: list[Job] = []
-        self.promises = Promises(self.world)
+        self.effects = Counter[Process]()
         self.is_out = False
-        self.trace: list[tuple[float, int, str, str]] = []
-        """The time, process, name and path of every system call."""
         self._sync_failed = False
 
     def go(self) -> None:
         """Raises AssertionError where a promise is broken."""
         with inhabited(self.world), among(self.jobs, self.world):
             schedule = self.schedule
-            first = self._launch("first", schedule.machines[:2], list(schedule.saves))
-            reader = Reader(self.world, self._storage(self.world.start_process("elsewhere")))
-            reading: list[Task] = []
-            if schedule.reads:
-                reading.append(self.world.spawn(reader.storage.process, reader.run))  # type: ignore[attr-defined]
+            first = self.launch("first", schedule.machines[:2], list(schedule.saves))
+            reader = self.reader()
+            reading = [self.world.spawn(reader.process, reader.run)] if schedule.reads else []
             run_to_end(self.world, first)
-            looker = self.world.start_process("elsewhere")  # whoever lists a directory finishes a swap of a dead job
-            run_to_end(self.world, [self.world.spawn(looker, partial(settled_tags, self._storage(looker)))])
-            self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
+            self.look()
+            self.hold(reader)
             if any(not process.alive for process in self.jobs[0].processes):
                 self._end(self.jobs[0])
             self.is_out = True
-            second = self._launch("second", schedule.machines[2:] * 2, [Save("a", 9)])
-            run_to_end(self.world, second)
+            self.finish("second", schedule.machines[2:] * 2)
             reader.is_over = True
             run_to_end(self.world, reading)
-            self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
-            self.promises.next_saves_work(self.jobs[1], DiskStorage(self.disk))
-
-    def _launch(self, run_id: str, machines: tuple[str, ...], saves: list[Save]) -> list[Task]:
-        processes = [self.world.start_process(machine) for machine in machines]
-        job = Job(self.world, run_id, processes, self.schedule.has_group)
-        self.jobs.append(job)
-        ranks = [partial(saving, job, rank, self._storage(process), saves) for rank, process in enumerate(processes)]
-        return [self.world.spawn(process, rank) for process, rank in zip(processes, ranks, strict=True)]
+            self.hold(reader)
+            self.next_saves_work()
 
     def _end(self, job: Job) -> None:
         """A launcher ends what is left of a job when one of its ranks has died."""
         for process in job.processes:
             self.world.kill(process)
 
-    def _storage(self, process: Process) -> DiskStorage:
-        self.effects[process] = 0
-
-        def turn(call: str, path: str) -> None:
-            world = self.world
-            world.pause(world.duration(SECONDS.get(call, SECOND)))
-            self.trace.append((world.now, process.pid, call, path))
-            if call != "look":
-                self.effects[process] = count = self.effects[process] + 1
-                if not self.is_out and process is self.jobs[0].processes[self.schedule.rank]:
-                    self._fault(process, call, count, path)
-
-        storage = DiskStorage(self.disk, turn, swaps=self.schedule.swaps)
-        storage.process = process  # type: ignore[attr-defined]
-        return storage
+    def before(self, process: Process, call: str, path: str) -> None:
+        self.effects[process] += 1
+        if not self.is_out and process is self.jobs[0].processes[self.schedule.rank]:
+            self._fault(process, call, self.effects[process], path)
 
     def _fault(self, process: Process, call: str, count: int, path: str) -> None:
         fault, at = self.schedule.fault, self.schedule.at

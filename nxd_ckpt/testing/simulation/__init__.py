@@ -4,10 +4,12 @@
 ``World``                 a scheduler with a clock: tasks of processes, in an order that a seed decides
 ``inhabited``             within, time and threads of ``nxd_ckpt`` are those of a world
 ``Disk``, ``DiskStorage``  a POSIX file system that knows what a crash leaves of it, and a storage on it
+``crash_states``          every state in which a loss of power may leave such a disk, each as ``Remains``; ``Seen``
 ``Killed``, ``Stuck``     what a dead process's tasks get; what is raised where tasks wait for ever
 ========================  =============================================================================
 """
 
+from nxd_ckpt.testing.simulation.crash_states import Remains, Seen, crash_states
 from nxd_ckpt.testing.simulation.disk import Change, Disk, File, Folder, contents
 from nxd_ckpt.testing.simulation.disk_storage import DiskStorage
 from nxd_ckpt.testing.simulation.threads import EPOCH, inhabited
@@ -22,9 +24,12 @@ __all__ = [
     "Folder",
     "Killed",
     "Process",
+    "Remains",
+    "Seen",
     "Stuck",
     "Task",
     "World",
     "contents",
+    "crash_states",
     "inhabited",
 ]

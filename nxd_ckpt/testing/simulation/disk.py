@@ -43,6 +43,10 @@ class Folder:
         self.pending = 0
         """How many pending edits are of its names."""
 
+    def names_to_remove(self) -> list[str]:
+        """Those that go before the folder itself can."""
+        return sorted(self.names)
+
 
 Node = File | Folder
 
@@ -60,8 +64,8 @@ class Change(NamedTuple):
 
     what: str
     edits: tuple[Edit, ...]
-    touches: frozenset[tuple[int, str]]
-    """The names that it is about, each by its folder's id."""
+    touches: frozenset[tuple[Folder, str]]
+    """The names that it is about."""
 
 
 class Disk:
@@ -147,7 +151,7 @@ class Disk:
         """Let the changes of its names last, with what they build on."""
         if not folder.pending:
             return
-        lasting, left, touched = list[Change](), list[Change](), set[tuple[int, str]]()
+        lasting, left, touched = list[Change](), list[Change](), set[tuple[Folder, str]]()
         for change in reversed(self.pending):
             edits = change.edits
             if edits[0].folder is folder or edits[-1].folder is folder or not touched.isdisjoint(change.touches):
@@ -164,7 +168,7 @@ class Disk:
     def crash(self, lasts: Callable[[Change], bool], content: Callable[[File], bytes]) -> None:
         """Lose power: of the pending changes those last for which ``lasts`` is true, unless an earlier one of the same
         name does not; of a file that is not synced, ``content``."""
-        lost = set[tuple[int, str]]()
+        lost = set[tuple[Folder, str]]()
         for change in self.pending:
             touched = change.touches
             if touched & lost or not lasts(change):
@@ -196,7 +200,7 @@ class Disk:
         for edit in edits:
             _put(edit.folder.names, edit)
             edit.folder.pending += 1
-        self.pending.append(Change(what, edits, frozenset((id(edit.folder), edit.name) for edit in edits)))
+        self.pending.append(Change(what, edits, frozenset((edit.folder, edit.name) for edit in edits)))
 
 
 def contents(file: File) -> list[bytes]:

@@ -127,7 +127,7 @@ class DiskStorage:
         if node is None:
             return
         if isinstance(node, Folder):
-            for name in sorted(node.names):
+            for name in node.names_to_remove():
                 self.remove(f"{key}/{name}")
         with suppress(FileNotFoundError):
             self._call("unlink", key, lambda: self.disk.unlink(self._path(key)))

@@ -1,0 +1,72 @@
+"""A disk, and the jobs that one after the other are launched on it, in a simulated world."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.testing.simulation import Disk, DiskStorage, Process, Task, World
+from tests.simulation.job import Job, Reader, Save, run_to_end, saving
+from tests.simulation.promises import Promises
+
+SECONDS = {"look": 2e-4, "fsync": 3e-3}
+"""How long a system call takes on average; others take :data:`SECOND`."""
+SECOND = 5e-4
+
+
+class Stage:
+    """``swaps``: whether the file system can exchange two names; ``has_group``: whether the ranks of a job are joined
+    by a process group, or by their ``run_id`` alone."""
+
+    def __init__(self, world: World, disk: Disk, *, swaps: bool = True, has_group: bool = False) -> None:
+        self.world, self.disk = world, disk
+        self.swaps, self.has_group = swaps, has_group
+        self.jobs: list[Job] = []
+        self.promises = Promises(world)
+        self.trace: list[tuple[float, int, str, str]] = []
+        """The time, process, name and path of every system call."""
+
+    def launch(self, run_id: str, machines: tuple[str, ...], saves: list[Save]) -> list[Task]:
+        """Start a job's ranks, one on each machine."""
+        processes = [self.world.start_process(machine) for machine in machines]
+        job = Job(self.world, run_id, processes, self.has_group)
+        self.jobs.append(job)
+        ranks = [partial(saving, job, rank, self.storage(process), saves) for rank, process in enumerate(processes)]
+        return [self.world.spawn(process, rank) for process, rank in zip(processes, ranks, strict=True)]
+
+    def reader(self) -> Reader:
+        """One that reads from elsewhere."""
+        process = self.world.start_process("elsewhere")
+        return Reader(self.world, self.storage(process), process)
+
+    def storage(self, process: Process) -> DiskStorage:
+        """The disk as a process sees it."""
+
+        def turn(call: str, path: str) -> None:
+            world = self.world
+            world.pause(world.duration(SECONDS.get(call, SECOND)))
+            self.trace.append((world.now, process.pid, call, path))
+            if call != "look":
+                self.before(process, call, path)
+
+        return DiskStorage(self.disk, turn, swaps=self.swaps)
+
+    def before(self, process: Process, call: str, path: str) -> None:
+        """Called before a system call that changes something; what it raises is what the call raises."""
+
+    def look(self) -> None:
+        """Whoever lists a directory finishes a swap of a dead job."""
+        looker = self.world.start_process("elsewhere")
+        run_to_end(self.world, [self.world.spawn(looker, partial(settled_tags, self.storage(looker)))])
+
+    def hold(self, reader: Reader | None = None) -> None:
+        """Raises AssertionError where a promise is broken."""
+        self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
+
+    def finish(self, run_id: str, machines: tuple[str, ...]) -> None:
+        """Launch a job to which nothing happens, and let it save over a tag that is there."""
+        run_to_end(self.world, self.launch(run_id, machines, [Save("a", 9)]))
+
+    def next_saves_work(self) -> None:
+        """Raises AssertionError unless those of the last job did."""
+        self.promises.next_saves_work(self.jobs[-1], DiskStorage(self.disk))
