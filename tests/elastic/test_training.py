@@ -75,7 +75,7 @@ def held_by(setup: Setup, rank: int, wholes: dict[str, dict[str, Any]]) -> dict[
 @pytest.mark.parametrize(
     "setups",
     [
-        chain("dp2tp2", "dp4"),
+        chain("dp2tp2", "dp4", soak=True),
         chain("dp4", "dp3", "dp4", options=(*XSER, ("use_zero1_dcp", True))),
         chain("tp4", "tp1", "tp2", soak=True),
         chain("dp2tp2", "pp2tp2", "dp3", options=XSER, soak=True),

@@ -16,10 +16,16 @@ from tests.storage.storages import MAKERS
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
+# What "hooked s3" adds to "s3" is what "slow local" adds to "local".
+KINDS = [
+    pytest.param(name, marks=[pytest.mark.soak] if name == "hooked s3" else []) for name in MAKERS if name != "fsspec"
+]
+
+
 class TestEveryStorage(StorageContract):
     """But fsspec's, which has a class of its own."""
 
-    @pytest.fixture(params=[name for name in MAKERS if name != "fsspec"])
+    @pytest.fixture(params=KINDS)
     def storage(self, request: pytest.FixtureRequest, tmp_path: Path, s3_server: S3Server) -> Storage:
         return MAKERS[request.param](tmp_path / "run", s3_server)
 
