@@ -85,7 +85,7 @@ def held_by(setup: Setup, rank: int, wholes: dict[str, dict[str, Any]]) -> dict[
         chain("dp2tp2", "dp4", "tp3", dtype="bfloat16", soak=True),
         chain("dp2tp2", "dp3", "pp2tp2", dtype="bfloat16", options=LEFT_OUT),
         chain("dp4", "dp3", master_weights=False, soak=True),
-        chain("dp2tp2", "dp4", "pp2", zero1=False, options=XSER),
+        chain("dp2tp2", "dp4", "pp2", zero1=False, options=XSER, soak=True),
         chain("dp4ep2", "tp2", "dp2ep2", zero1=False, soak=True),
     ],
 )
@@ -97,7 +97,7 @@ def test_training_goes_on_on_other_sizes(xla_ranks: RankPool, tmp_path: Path, se
 
 def test_training_goes_on_where_replicas_share_the_reading(xla_ranks: RankPool, tmp_path: Path) -> None:
     """The same, where one of the data-parallel replicas reads what all of them want and broadcasts it."""
-    [setups] = chain("tp4", "dp4", "dp2tp2", dtype="bfloat16", options=XSER).values
+    [setups] = chain("tp4", "dp4", dtype="bfloat16", options=XSER).values
     follow(xla_ranks, tmp_path, setups, share_reads=True)
 
 

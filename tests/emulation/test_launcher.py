@@ -51,6 +51,7 @@ def test_script_runs_unchanged_on_every_rank(tmp_path: Path) -> None:
     assert (0, ["rank 0 2.0", "rank 1 2.0"]) == (result.returncode, sorted(result.stdout.splitlines()))
 
 
+@pytest.mark.soak
 def test_failing_rank_ends_the_run(tmp_path: Path) -> None:
     """One rank's exit code becomes the run's, although the other rank waits for it."""
     result = emulate(tmp_path, "--fail")

@@ -57,8 +57,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 TOLERANCE = 1e-5
 
 
-SOAK = ("llama-mha", "mistral", "gpt-neox")
-"""What the others cover between them, and the tests of loads and exports."""
+SOAK = ("llama-mha", "mistral", "mixtral", "gpt-neox")
+"""What the other covers, and the tests of loads and exports, of experts too."""
 
 
 @pytest.mark.parametrize(

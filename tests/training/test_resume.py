@@ -30,14 +30,14 @@ def setup(name: str, soak: bool = False, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     "what",
     [
-        setup("dp4"),
+        setup("dp4", soak=True),
         setup("dp4", options=XSER + ASYNC, unused=True),
         setup("dp2_tp2", dtype="bfloat16", options=ASYNC, soak=True),
         setup("dp2_tp2", dtype="bfloat16", options=XSER, soak=True),
-        setup("dp2_tp2", master_weights=False, options=XSER + ASYNC, zero_grad_first=True),
+        setup("dp2_tp2", master_weights=False, options=XSER + ASYNC, zero_grad_first=True, soak=True),
         setup("dp2_pp2", options=(*ASYNC, ("use_zero1_dcp", True)), dropout=0.5),
         setup("tp4", dtype="bfloat16", options=XSER + ASYNC, dropout=0.25),
-        setup("tp4", zero1=False, options=XSER),
+        setup("tp4", zero1=False, options=XSER, soak=True),
         setup("dp4_ep2", options=ASYNC, soak=True),
         setup("dp4_ep2", dtype="bfloat16", options=XSER, zero_grad_first=True),
         setup("dp2_tp2_ep2", zero1=False, options=XSER + ASYNC),
