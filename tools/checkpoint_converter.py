@@ -145,7 +145,7 @@ def _convert(args: argparse.Namespace, scratch: Path) -> None:
 def _with_yaml(path: str, config: str | None) -> dict[str, Any]:
     """config.json with the sizes of NxD Training's YAML file, which count as with NxD's converter."""
     try:
-        import yaml  # type: ignore[import-untyped]
+        import yaml
     except ImportError:
         raise InvalidArgument("--nxdt_yaml_config needs PyYAML: pip install pyyaml") from None
     try:

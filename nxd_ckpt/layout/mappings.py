@@ -16,7 +16,9 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import local_path
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | None
-"""The name of a mapping that the package ships, the path of a JSON file, the document itself, or None."""
+"""The name of a mapping that the package ships, the path of a JSON or YAML file, the document itself, or None."""
+
+_YAML = (".yaml", ".yml")
 
 
 def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
@@ -38,12 +40,28 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
     path = Path(local_path(name))
     if not path.is_file():
         raise InvalidArgument(f"mapping {name!r}: neither one of {', '.join(shipped)} nor the path of a file")
+    document = _yaml(path) if path.suffix in _YAML else _json(path)
+    return load_mapping(document, name)
+
+
+def _json(path: Path) -> Any:
     try:
-        return load_mapping(json.loads(path.read_text()), name)
-    except InvalidArgument:
-        raise
+        return json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"mapping {name}: not JSON: {error}") from error
+        raise InvalidArgument(f"mapping {path}: not JSON: {error}") from error
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise InvalidArgument(
+            f"mapping {path}: reading YAML needs PyYAML: pip install nxd_ckpt[yaml], or write it as JSON"
+        ) from error
+    try:
+        return yaml.safe_load(path.read_text())
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InvalidArgument(f"mapping {path}: not YAML: {error}") from error
 
 
 @cache

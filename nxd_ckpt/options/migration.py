@@ -24,8 +24,8 @@ class MigrateOptions(OutputOptions):
             or a tag of one rank.
         config: the model's config.json, or a Hugging Face directory with one; by default the one beside the
             checkpoint.
-        mapping: the name of a shipped mapping, a JSON file, or its document; by default what is beside the checkpoint
-            says it, else config.json.
+        mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default what is beside the
+            checkpoint says it, else config.json.
         kv_size_multiplier: how often the job kept each key-value head, where nothing beside the checkpoint says so.
         hardware: the order of those copies; by default the one in which they are equal.
         model_only: leave out optimizer, scheduler and user content.

@@ -52,6 +52,17 @@ def test_a_users_file_is_a_mapping(tmp_path: Path) -> None:
     assert ["h.1.w"] == [one.name for one in hf_slices(match, (4, 2), sizes)]
 
 
+def test_a_file_may_be_yaml(tmp_path: Path) -> None:
+    """By its ending; read as data, whatever tags are in it."""
+    path = tmp_path / "mine.yml"
+    rule = "nxd: 'block.{layer}.w', hf: 'h.{layer}.w', dim: 0"
+    path.write_text(f"# mine\nformat_version: 1\nname: mine\nrules:\n- {{{rule}}}\n")
+    assert find_mapping(document(), {}) == find_mapping(path, {})
+    path.write_text("!!python/object/apply:os.system [ls]")
+    with pytest.raises(InvalidArgument, match=r"mine\.yml: not YAML: could not determine a constructor"):
+        find_mapping(path, {})
+
+
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
     """The error lists the shipped ones, or says that a file is no JSON."""
     with pytest.raises(InvalidArgument, match=r"neither one of gpt_neox, llama, .*, qwen3 nor the path"):

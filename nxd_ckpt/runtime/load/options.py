@@ -52,7 +52,7 @@ class LoadOptions:
             that you trust like your own code.
         progress: show a bar on rank 0's standard error, if that is a terminal, for what takes longer than two seconds.
         mapping: of a Hugging Face directory, like the next two, which have no effect on tags: the name of a mapping
-            that comes with nxd_ckpt, a JSON file, or the document itself; by default config.json chooses it.
+            that comes with nxd_ckpt, a JSON or YAML file, or the document itself; by default config.json chooses it.
         kv_size_multiplier: how many copies of each key-value head the live model keeps.
         hardware: the order of those copies, "trn1" or "trn2".
         key_mapping: maps live names of parameters and buffers to whole names in the checkpoint, all at once.
