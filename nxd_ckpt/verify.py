@@ -31,7 +31,7 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import NO_TAG
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
-from nxd_ckpt.layout.torch_dcp import METADATA, read_metadata
+from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
@@ -239,11 +239,11 @@ class DigestsInside:
     def _dcp_archives(self) -> dict[str, list[tuple[int, int]]]:
         if self._dcp is None:
             self._dcp = {}  # lost or damaged metadata is one problem, not one for each file
-            metadata = f"{names.OPTIMIZER_DIR}/{METADATA}"
-            if not self._files.has(metadata):
-                where = self._files.where(metadata)
+            places = DcpFiles(names.OPTIMIZER_DIR)
+            if not self._files.has(places.metadata):
+                where = self._files.where(places.metadata)
                 raise PartNotFound(f"{where} is missing: it says what lies in the .distcp files")
-            for chunks in read_metadata(self._files, names.OPTIMIZER_DIR).entries.values():
+            for chunks in read_metadata(self._files, places).entries.values():
                 for chunk in chunks:
                     self._dcp.setdefault(chunk.file, []).append((chunk.start, chunk.nbytes))
         return self._dcp

@@ -16,15 +16,15 @@ NAME = "migrate"
 SUMMARY = "continue a run of Neuron's trainers on plain torch"
 DESCRIPTION = (
     "Recognise a checkpoint by its files, of neuronx-distributed, neuronx-distributed-training (NAME.ckpt), "
-    "optimum-neuron (checkpoint-N) or nxd_ckpt, and write model and optimizer in a form that plain torch continues "
-    "with, under Hugging Face's names (TorchTitan's for that). It says what was recognised and what is left out. "
-    "The input is only read, its digests are verified, and the output appears once all of it is written. "
-    "--to torchtitan makes step-N in DST."
+    "optimum-neuron (checkpoint-N), torch-xla (*.pth), torch DCP, SageMaker's tiered storage or nxd_ckpt, and write "
+    "model and optimizer in a form that plain torch continues with, under Hugging Face's names (TorchTitan's for "
+    "that). It says what was recognised and what is left out. The input is only read, its digests are verified, and "
+    "the output appears once all of it is written. --to torchtitan makes step-N in DST."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("src", metavar="SRC", help="the checkpoint's directory or URL")
+    parser.add_argument("src", metavar="SRC", help="the checkpoint's directory, file or URL")
     parser.add_argument("dst", metavar="DST", help="the directory or URL that is made")
     add_options(parser, MigrateOptions)
     text.add_json(parser)

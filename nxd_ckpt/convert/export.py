@@ -14,10 +14,10 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.adapters import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.image_writer import write_images
-from nxd_ckpt.convert.locations import Location, locate_apart, locate_input
+from nxd_ckpt.convert.locations import Location, locate_any, locate_apart
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
-from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.source import open_any
 from nxd_ckpt.convert.weight_files import WeightFile, bytes_of, index_of, plan_weight_files
 from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
@@ -26,13 +26,12 @@ from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
-from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.hugging_face import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
@@ -129,14 +128,14 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
     """The export, planned; ``converted``: key-value heads lie in the order of NxD's converter."""
     chosen.validate()
     size = bytes_of(chosen.size_per_shard)
-    source = locate_input(tag, chosen.storage_options)
+    source = locate_any(tag, chosen.storage_options)
     target = locate_apart(out, source, chosen.written_with)
     files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
     mapping = find_mapping(chosen.mapping, config_in(files))
     if chosen.tokenizer is not None:
         files += read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
     sizes = mapping.sizes(config_in(files), chosen.kv_size_multiplier, chosen.hardware)
-    opened = _open(source)
+    opened = open_any(source)
     sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
     with opened.kept():
         settings = settings_of(opened)
@@ -213,13 +212,6 @@ class _Job:
         # Some readers take every safetensors file for the model's where no index says which are.
         if len(self.weight_files) > 1 and self._adapters is None:
             yield ModelFile(INDEX, index_of(self._weights))
-
-
-def _open(place: Location) -> OpenTag:
-    storage = place.open()
-    if any(legacy.parse(entry.name) for entry in storage.list(place.name)):
-        return open_complete_tag(storage, place.name)  # a checkpoint of NxD 0.1 to 0.5, which has no tags
-    return open_source(place)
 
 
 def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:

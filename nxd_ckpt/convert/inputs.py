@@ -10,10 +10,12 @@ from typing import Protocol
 from nxd_ckpt.convert.file_passthrough import FilePassthrough, PassedFiles
 from nxd_ckpt.convert.job import DcpTarget, HuggingFaceTarget, Job
 from nxd_ckpt.convert.locations import Location
+from nxd_ckpt.convert.source import open_any
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.directory import require_directory
+from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import WholeModelFile
 from nxd_ckpt.runtime.save.plan import SaveState
@@ -57,7 +59,7 @@ def open_input(job: Job, storage: Storage) -> Input:
     if isinstance(job.what, DcpTarget):
         return _Anew(open_dcp(job.source, job.what.names), job.what)
     if isinstance(job.what, HuggingFaceTarget) and job.what.terms is not None:
-        opened = open_complete_tag(job.source.open(), job.source.name)
+        opened = open_any(job.source)
         opened.require_save(job.save)
         return _Anew(HuggingFaceTag(opened, job.what.terms), job.what)
     return _Tag(job, job.what, storage)
@@ -66,7 +68,7 @@ def open_input(job: Job, storage: Storage) -> Input:
 def open_dcp(place: Location, names: DcpNames) -> OpenTag:
     """The torch DCP directory as a tag of one rank; raises what opening it raises."""
     storage = place.open()
-    return OpenTag(storage, place.name, DcpDirectory(storage, place.name, names), None)
+    return OpenTag(storage, place.name, DcpDirectory(TagFiles(storage, place.name), names), None)
 
 
 class _Verified:

@@ -69,14 +69,16 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     """Make ``dst``, with which transformers, torch DCP, TorchTitan or ``load_checkpoint`` continue on plain torch.
 
     ``src`` is recognised by its files: a tag of neuronx-distributed's or of ours, a checkpoint of
-    neuronx-distributed-training (``NAME.ckpt``) or of optimum-neuron (``checkpoint-N``). Model and optimizer get
-    Hugging Face's names (TorchTitan's for that), whole tensors on one rank; where NxD's optimizer kept master weights
-    they are the model. The input is only read, its digests are verified on the way, and ``dst`` appears when all of it
-    is written. Keywords are the fields of :class:`~nxd_ckpt.options.migration.MigrateOptions`.
+    neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), torch-xla (``*.pth``), torch DCP or
+    SageMaker's tiered storage. Model and optimizer get Hugging Face's names (TorchTitan's for that), whole tensors on
+    one rank; where NxD's optimizer kept master weights they are the model. The input is only read, its digests are
+    verified on the way, and ``dst`` appears when all of it is written. Keywords are the fields of
+    :class:`~nxd_ckpt.options.migration.MigrateOptions`.
 
     Args:
-        src: the checkpoint's directory or URL.
-        dst: the directory or URL that is made; for TorchTitan the one in which ``step-N`` is made.
+        src: the checkpoint's directory or file, or the URL of one.
+        dst: the directory or URL that is made; for TorchTitan the one in which ``step-N`` is made, or ``step-0`` of a
+            model without its optimizer.
 
     Raises:
         UnsupportedState: a layout that is recognised and not carried, a model that the form has no names for, or, for
@@ -219,11 +221,13 @@ def _as_dcp(
 def _as_torchtitan(
     origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
 ) -> tuple[str, int]:
-    counted = replace(terms, scheduler=None, content=counters(step, origin.tokens))
-    tag = HuggingFaceTag(origin.opened, counted)
+    # Of step 0 TorchTitan loads nothing but the model, and of any other step all that it has.
+    alone = seen.parts.optimizer is None
+    content = None if alone else counters(step, origin.tokens)
+    tag = HuggingFaceTag(origin.opened, replace(terms, scheduler=None, content=content))
     assert terms.torchtitan is not None
     state = TorchTitanState(tag, terms.torchtitan, terms.sizes.get("head_dim"))
-    return _written(origin, tag, state, join(os.fspath(dst), f"step-{step}"), chosen)
+    return _written(origin, tag, state, join(os.fspath(dst), f"step-{0 if alone else step}"), chosen)
 
 
 def _written(

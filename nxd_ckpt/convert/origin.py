@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nxd_ckpt.convert.locations import Location, locate_input
-from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
+from nxd_ckpt.adapters.parameters import is_tensor
+from nxd_ckpt.convert.locations import Location, locate_any
+from nxd_ckpt.convert.source import open_any, refuse_mixed_ranks
 from nxd_ckpt.core import document
 from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_metadata
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.mappings import Given
-from nxd_ckpt.layout.writers import METADATA, RANDOM_STATES, Recognised, Writer, recognise
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES
+from nxd_ckpt.layout.writers import STAGE_METADATA, Recognised, Writer, recognise
+from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.group_names import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
@@ -64,16 +66,17 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
         UnsupportedState: a layout that is recognised and not carried; says what to do instead.
         OptimizerMismatch: nothing says whose the optimizer's entries are.
     """
-    place = locate_input(path, options)
+    place = locate_any(path, options)
     storage = place.open()
     found = recognise(storage, place.name)
     describe = _DESCRIBED.get(found.writer)
     if describe is None:
         raise UnsupportedState(f"{place.path} was written by {found.writer.value}; {_HINTS[found.writer]}")
-    if found.tag != place.name:
+    if found.writer is Writer.TIERED:
+        place = Location(place.directory, found.tag, options)
+    elif found.tag != place.name:
         place = Location(join(place.directory, place.name), found.tag.rpartition("/")[2], options)
-    # Of the old layout, every rank that the names span must be there for its trees to be read.
-    opened = open_complete_tag(storage, place.name) if found.writer is Writer.NXD_LEGACY else open_source(place)
+    opened = open_any(place)
     with opened.kept():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
@@ -142,24 +145,51 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
     )
 
 
+def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """A script's own dict, by torch-xla or torch DCP: names are those of the model that it trained."""
+    opened = origin.opened
+    described = _tag(origin, storage, found, names)
+    if not opened.parts.model:
+        raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[found.writer]}")
+    model = opened.model_tree(Coordinates())
+    rules = [{"nxd": name, "hf": [name]} for name, leaf in model.items() if is_tensor(leaf)]
+    first: dict[Any, str] = {}  # a tied parameter has several names, and is the optimizer's once
+    for name, leaf in model.items():
+        if is_tensor(leaf):
+            first.setdefault(leaf, name)
+    steps = (value for key in ("step", "global_step") if type(value := (described.content or {}).get(key)) is int)
+    return replace(
+        described,
+        step=next(steps, None),
+        mapping={"format_version": 1, "name": "the model's own names", "rules": rules},
+        kv_size_multiplier=1,
+        param_names=group_names(opened, [list(first.values())]) if names else None,
+    )
+
+
 _DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
     Writer.NXD_CKPT: _tag,
     Writer.NXD: _tag,
     Writer.NXD_LEGACY: _tag,
     Writer.NXDT: _lightning,
+    Writer.TORCH_XLA: _script,
+    Writer.TORCH_DCP: _script,
+    Writer.TIERED: _script,
     Writer.OPTIMUM: _optimum,
 }
 _NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
 _HINTS: Mapping[Writer, str] = {
     **dict.fromkeys(Writer, _NOT_CARRIED),
-    Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`",
+    Writer.TORCH_XLA: "nothing else is carried",
+    Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
+    Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
     Writer.HUGGING_FACE: "it needs no migration; make a tag of it with `nxd-ckpt import`",
 }
 
 
 def _metadata(files: TagFiles, opened: OpenTag) -> OptimumMetadata:
     """What describes the stages. Raises PartNotFound where a stage lacks it, UnsupportedState for the older form."""
-    found = {int(match[1]): match[0] for match in map(METADATA.fullmatch, files.names()) if match is not None}
+    found = {int(match[1]): match[0] for match in map(STAGE_METADATA.fullmatch, files.names()) if match is not None}
     missing = [number for number in range(opened.topology.pp) if number not in found]
     if missing or len(found) > opened.topology.pp:
         raise PartNotFound(

@@ -12,12 +12,30 @@ from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.layout import names
+from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.grid import describe, holes
+from nxd_ckpt.layout.untagged import is_untagged, open_untagged
 from nxd_ckpt.runtime.tag.choosing import settle_swap
 from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
+
+
+def open_any(place: Location) -> OpenTag:
+    """Open a tag as :func:`open_source` does, or what has no tags: of NxD 0.1 to 0.5, torch-xla or torch DCP.
+
+    Raises as that, and what opening such a layout raises.
+    """
+    storage = place.open()
+    if storage.is_file(place.name):
+        return OpenTag(storage, place.name, open_untagged(storage, place.name), None)
+    listing = {entry.name for entry in storage.list(place.name)}
+    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE, names.MARKER, names.MANIFEST}:
+        if any(map(legacy.parse, listing)):
+            return open_complete_tag(storage, place.name)
+        if is_untagged(listing):
+            return OpenTag(storage, place.name, open_untagged(storage, place.name), None)
+    return open_source(place)
 
 
 def open_source(place: Location) -> OpenTag:
@@ -25,7 +43,7 @@ def open_source(place: Location) -> OpenTag:
 
     Raises:
         CheckpointNotFound: not a tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
-        UnsupportedState: a checkpoint of NxD 0.1 to 0.5.
+        UnsupportedState: a checkpoint that is no tag.
         TagReplaced: it was removed, or saved anew, meanwhile.
     """
     storage = place.open()
@@ -44,8 +62,8 @@ def open_source(place: Location) -> OpenTag:
     opened = open_complete_tag(storage, place.name)
     if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
         raise UnsupportedState(
-            f"{place.path} is laid out as by neuronx_distributed 0.1 to 0.5, expected model/ or optim/ in it; load it "
-            "and save it once with nxd_ckpt, then convert that"
+            f"{place.path} is no tag, expected model/ or optim/ in it, but laid out as by neuronx_distributed 0.1 to "
+            "0.5 or torch-xla; make a tag of it (nxd-ckpt migrate --to tag), then convert that"
         )
     if opened.manifest is None:
         with opened.kept():

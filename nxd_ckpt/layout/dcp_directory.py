@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,21 @@ from nxd_ckpt.layout.dcp_tensors import DcpTensors
 from nxd_ckpt.layout.dcp_trees import DcpTrees
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.state_dicts import reading
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.layout.torch_dcp import DcpFiles, TieredFiles
 
 
 class DcpDirectory:
-    """See TagLayout. The directory ``folder`` of ``storage``; raises as DcpTensors."""
+    """See TagLayout. What ``files`` holds in these ``places``; raises as DcpTensors.
 
-    def __init__(self, storage: Storage, folder: str, names: DcpNames) -> None:
-        self.files = TagFiles(storage, folder)
-        self._held = DcpTensors(self.files)
-        self._trees = DcpTrees(self._held, names)
+    Without ``names`` the optimizer is under "optim" or "optimizer", whichever is there.
+    """
+
+    def __init__(
+        self, files: TagFiles, names: DcpNames | None = None, places: DcpFiles | TieredFiles | None = None
+    ) -> None:
+        self.files = files
+        self._held = DcpTensors(self.files, places or DcpFiles())
+        self._trees = DcpTrees(self._held, names or _usual(self._held.names))
 
     def topology(self) -> Topology:
         return Topology()
@@ -48,7 +53,7 @@ class DcpDirectory:
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         states: dict[int, dict[str, Any]] = {}
         masters: dict[int, Any] = {}
-        names = self.optimizer_names(at)
+        names = self._trees.parameters
         for index, parameter in enumerate(names):
             entries = self._trees.state(parameter)
             if MASTER_WEIGHTS in entries:
@@ -64,8 +69,10 @@ class DcpDirectory:
         return tree | ({"sharded_master_weights": masters} if masters else {})
 
     @reading
-    def optimizer_names(self, at: Coordinates) -> list[str]:
-        return self._trees.parameters
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        """None where the optimizer's own state dict was saved, which has numbers."""
+        names = self._trees.parameters
+        return None if names and all(map(str.isdecimal, names)) else names
 
     @reading
     def scheduler(self) -> Any:
@@ -82,3 +89,8 @@ class DcpDirectory:
             if forms:
                 return max((form.shape for form in forms), key=len)
         return ()
+
+
+def _usual(names: Iterable[str]) -> DcpNames:
+    keys = {name.partition(".")[0] for name in names}
+    return DcpNames(optim="optimizer") if "optimizer" in keys and "optim" not in keys else DcpNames()

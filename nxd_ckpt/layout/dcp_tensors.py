@@ -9,26 +9,27 @@ from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.torch_dcp import METADATA, Chunk, WholeForm, read_metadata
+from nxd_ckpt.layout.torch_dcp import Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
 
 
 class DcpTensors:
-    """What the directory ``files`` holds. A chunk's header is read when its tensor is asked for, once.
+    """What ``files`` holds in these ``places``. A chunk's header is read when its tensor is asked for, once.
 
     Raises:
         CheckpointNotFound: it has no metadata: no such directory, or its save was interrupted.
         UnsafePickle, MalformedFile: its metadata holds more than that, points elsewhere, or to a missing file.
     """
 
-    def __init__(self, files: TagFiles) -> None:
+    def __init__(self, files: TagFiles, places: DcpFiles | TieredFiles) -> None:
         self._files = files
         self.where = files.where("").rstrip("/")
-        if not files.has(METADATA):
+        self._where = files.where(places.metadata)
+        if not files.has(places.metadata):
             raise CheckpointNotFound(
-                f"{self.where} is not a torch DCP directory: it has no {METADATA}, which is written last; found "
+                f"{self.where} is not a torch DCP directory: it has no {places.metadata}, which is written last; found "
                 f"{sorted(files.names())[:5]}"
             )
-        self._metadata = read_metadata(files, "")
+        self._metadata = read_metadata(files, places)
         self._leaves: dict[str, TensorStub | Assembly] = {}
         self._refuse_unpaired()
 
@@ -73,14 +74,14 @@ class DcpTensors:
         if lost or not self._metadata.described.issuperset(entries):
             names = lost or sorted(entries.keys() - self._metadata.described)
             what = "names no file that holds" if lost else "names a file for, but does not describe,"
-            raise MalformedFile(f"{self.where}/{METADATA} {what} {', '.join(names[:5])}: damaged, or of two saves")
+            raise MalformedFile(f"{self._where} {what} {', '.join(names[:5])}: damaged, or of two saves")
 
     def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
         whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
         boxes = [self._box(name, form, chunk) for chunk in chunks]
         if not are_all_of(whole, boxes):
             raise MalformedFile(
-                f"{self.where}/{METADATA}: the chunks of {name} must cover its shape {form.shape}, each element "
+                f"{self._where}: the chunks of {name} must cover its shape {form.shape}, each element "
                 f"once; found {', '.join(map(str, boxes[:5]))}"
             )
         stubs = [self._stub(name, form, box, chunk) for box, chunk in zip(boxes, chunks, strict=True)]
@@ -94,7 +95,7 @@ class DcpTensors:
         size = form.sizes.get(offsets, ())
         if not len(offsets) == len(size) == len(form.shape):
             raise MalformedFile(
-                f"{self.where}/{METADATA}: the chunk of {name} at {list(offsets)} does not fit a tensor of {form.shape}"
+                f"{self._where}: the chunk of {name} at {list(offsets)} does not fit a tensor of {form.shape}"
             )
         return Box(offsets, size)
 
@@ -103,7 +104,7 @@ class DcpTensors:
         if not isinstance(stub, TensorStub) or (stub.dtype, stub.shape) != (form.dtype, box.size):
             found = f"{stub.dtype} {stub.shape}" if isinstance(stub, TensorStub) else type(stub).__name__
             raise MalformedFile(
-                f"{self._files.where(chunk.file)}: {METADATA} says {form.dtype} {box.size} of {name}, found {found}; "
+                f"{self._files.where(chunk.file)}: the metadata say {form.dtype} {box.size} of {name}, found {found}; "
                 "the directory mixes files of two saves"
             )
         return stub

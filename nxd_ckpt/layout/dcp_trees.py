@@ -98,11 +98,15 @@ class DcpTrees:
     @cached_property
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, "params" being names. Raises KeyMismatch where a parameter is in none, or in two."""
-        options = ((owner, option, self._held.entry(name)) for owner, option, name in self._options)
+        options = ((owner, option, self._option(option, name)) for owner, option, name in self._options)
         try:
             return groups_of(options, list(self.states), lambda one, other: by_digest(one) == by_digest(other))
         except KeyMismatch as error:
             raise KeyMismatch(f"{self._held.where}: {error}") from None
+
+    def _option(self, option: str, name: str) -> Any:
+        value = self._held.entry(name)
+        return list(map(str, value)) if option == PARAMS and isinstance(value, (list, tuple)) else value
 
     @property
     def parameters(self) -> list[str]:

@@ -9,9 +9,8 @@ NxD        layout
 ZeRO-1     ``DIR/optim.dp_rank_00.tp_rank_00``, one ``torch.save`` file a rank
 =========  ====================================================================================
 
-A payload is what the script passed: usually a dict with the model's state under ``"model"`` and whatever else
-it liked, else a bare state dict, of a model or (in a directory of its own) of an optimizer. What Lightning keeps, in
-such a directory for each of its ``.ckpt``, has lists of optimizers and of schedulers.
+A payload is what the script passed (see :mod:`nxd_ckpt.layout.payload`); an optimizer's state dict may be in a
+directory of its own. Lightning keeps such a directory for each of its ``.ckpt``.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from typing import Any
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, spanned
 from nxd_ckpt.layout.names import ParsedName
-from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, is_optimizer, reading
+from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, SCHEDULER_KEYS, Payload
+from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, reading
 
 _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
 _INNER = "checkpoint.pt"
-_MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
-_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 _RANK_KEYS = ("tp_rank", "pp_rank", "dp_rank")
 """NxD added these to payloads itself: ranks, not state."""
 
@@ -75,12 +72,12 @@ class LegacyTag:
     @reading
     def parts(self) -> Parts:
         optimizer = self._optimizer_kind()
-        first = self._payload(Coordinates()) if self._payloads else {}
+        first = self._payload(Coordinates()) if self._payloads else Payload({})
         return Parts(
-            model=_part(first, _MODEL_KEYS) is not None or _is_bare_model(first),
+            model=first.model is not None,
             optimizer=optimizer,
-            scheduler=_part(first, _SCHEDULER_KEYS) is not None,
-            user_content=bool(_rest(first)),
+            scheduler=first.scheduler is not None,
+            user_content=bool(first.rest),
             use_xser=any(name.endswith(".tensors") for name in self.files.names()),
             master_weights=optimizer is not None
             and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
@@ -89,14 +86,9 @@ class LegacyTag:
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         payload = self._payload(at)
-        model = _part(payload, _MODEL_KEYS)
-        if model is None and _is_bare_model(payload):
-            model = _without_ranks(payload)
-        if model is None:
-            raise PartNotFound(
-                f"{self.files.storage.url}: no model under {_MODEL_KEYS}; found keys {_keys(payload)}"
-            )
-        return checked_model(model, self.files.storage.url)
+        if payload.model is None:
+            raise PartNotFound(f"{self.files.storage.url}: no model under {MODEL_KEYS}; found keys {payload.keys}")
+        return checked_model(payload.model, self.files.storage.url)
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -104,27 +96,26 @@ class LegacyTag:
             file = self._pick(self._zero1, at, dp=at.dp_rank)
             return _without_ranks(checked_optimizer(self.files.tree(file), self.files.where(file)))
         payload = self._payload(at)
-        optimizer = payload if is_optimizer(payload) else _part(payload, _OPTIMIZER_KEYS)
-        if optimizer is None:
+        if payload.optimizer is None:
             raise PartNotFound(
-                f"{self.files.storage.url}: no optimizer under {_OPTIMIZER_KEYS}; found keys {_keys(payload)}"
+                f"{self.files.storage.url}: no optimizer under {OPTIMIZER_KEYS}; found keys {payload.keys}"
             )
-        return _without_ranks(checked_optimizer(optimizer, self.files.storage.url))
+        return checked_optimizer(payload.optimizer, self.files.storage.url)
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return None
 
     @reading
     def scheduler(self) -> Any:
-        scheduler = _part(self._payload(Coordinates()), _SCHEDULER_KEYS)
+        scheduler = self._payload(Coordinates()).scheduler
         if scheduler is None:
-            raise PartNotFound(f"{self.files.storage.url}: no scheduler under {_SCHEDULER_KEYS}")
+            raise PartNotFound(f"{self.files.storage.url}: no scheduler under {SCHEDULER_KEYS}")
         return map_tensors(scheduler, self.files.read, TensorStub)
 
     @reading
     def user_content(self) -> Any:
         """Whatever else the payload of the first rank holds: step, epoch, arguments."""
-        rest = _rest(self._payload(Coordinates()))
+        rest = self._payload(Coordinates()).rest
         if not rest:
             raise PartNotFound(f"{self.files.storage.url}: the payload holds nothing but model and optimizer")
         return map_tensors(rest, self.files.read, TensorStub)
@@ -141,14 +132,14 @@ class LegacyTag:
         except PartNotFound:
             return None
 
-    def _payload(self, at: Coordinates) -> dict[str, Any]:
+    def _payload(self, at: Coordinates) -> Payload:
         name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
         payload = self.files.joined(f"{name}/{_INNER}" if self.files.names()[name] else name)
         if not isinstance(payload, dict):
             raise MalformedFile(
                 f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}"
             )
-        return payload
+        return Payload(_without_ranks(payload))
 
     def _pick(self, files: dict[ParsedName, str], at: Coordinates, dp: int) -> str:
         try:
@@ -160,35 +151,5 @@ class LegacyTag:
             ) from None
 
 
-def _part(payload: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any] | None:
-    values = (payload.get(key) for key in keys)
-    alone = (value[0] if isinstance(value, list) and len(value) == 1 else value for value in values)
-    return next((value for value in alone if isinstance(value, dict)), None)
-
-
-def _is_bare_model(payload: dict[str, Any]) -> bool:
-    """A state dict itself: tensors right below, or nothing but them."""
-    nested = any(_part(payload, keys) is not None for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS))
-    return (
-        not nested and not is_optimizer(payload) and any(len(path) == 1 for path, _ in iter_tensors(payload))
-    )
-
-
-def _rest(payload: dict[str, Any]) -> dict[str, Any]:
-    if is_optimizer(payload) or _is_bare_model(payload):
-        return {}
-    known = {*_MODEL_KEYS, *_OPTIMIZER_KEYS, *_SCHEDULER_KEYS}
-
-    def is_part(key: str, value: Any) -> bool:
-        several = isinstance(value, list) and len(value) > 1  # which of them is meant only the script knows
-        return key in known and not several
-
-    return {key: value for key, value in _without_ranks(payload).items() if not is_part(key, value)}
-
-
 def _without_ranks(payload: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in payload.items() if key not in _RANK_KEYS}
-
-
-def _keys(payload: dict[str, Any]) -> list[str]:
-    return [str(key) for key in payload][:8]

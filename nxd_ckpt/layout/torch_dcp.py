@@ -3,11 +3,12 @@
 ``.metadata`` is a pickle of a few dataclasses (``torch.distributed.checkpoint.metadata``). It is unpickled
 into inert records: a short list of classes is known, each of which becomes a :class:`_Record` of its fields;
 nothing is called. Every entry, a tensor's chunk or a plain object, is a ``torch.save`` file of its own inside
-``__{rank}_{n}.distcp``.
+``__{rank}_{n}.distcp``. SageMaker's tiered storage has a directory of each rank in its place.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,43 @@ from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.layout.files import TagFiles
 
 METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class DcpFiles:
+    """Where a save has its files: ``directory`` of a tag, "" for all of it."""
+
+    directory: str = ""
+
+    @property
+    def metadata(self) -> str:
+        return _inside(self.directory, METADATA)
+
+    def file(self, info: Mapping[str, Any]) -> str | None:
+        """The file that a storage info's fields are of; None for one that is elsewhere."""
+        relative = _name(info["relative_path"])
+        return None if "/" in relative else _inside(self.directory, relative)
+
+
+@dataclass(frozen=True)
+class TieredFiles:
+    """The same of SageMaker's tiered storage: ``first`` is the first rank's directory, ``rank_0/step_300`` or
+    ``rank_0``; other ranks' differ in the rank."""
+
+    first: str
+
+    @property
+    def metadata(self) -> str:
+        return f"{self.first}/{TIERED_METADATA}"
+
+    def file(self, info: Mapping[str, Any]) -> str | None:
+        (rank,) = check_sizes((info["rank"],), "the rank of a storage info")
+        folders = (f"rank_{rank}" if _RANK.fullmatch(name) else name for name in self.first.split("/"))
+        return "/".join((*folders, TIERED_DATA))
+
+
+TIERED_METADATA, TIERED_DATA = "metadata.metadata", "checkpoint.pt"
+_RANK = re.compile(r"rank_\d+")
 
 
 @dataclass(frozen=True)
@@ -61,19 +99,19 @@ class DcpMetadata:
     described: frozenset[str]
 
 
-def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
-    """The metadata of the DCP directory ``directory`` of a tag; "" for ``files`` itself.
+def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadata:
+    """The metadata of the save that has its files in these places of a tag.
 
     Raises:
         UnsafePickle: the pickle names a class that no DCP metadata holds.
         MalformedFile: not such metadata, or one that points outside the directory or to a missing file.
     """
-    key = files.key(_inside(directory, METADATA))
+    key = files.key(places.metadata)
     where = f"{files.storage.url}/{key}"
     data = files.storage.read(key, DCP_METADATA)
     try:
         with parsing(where, "the metadata of torch DCP"):
-            return _metadata(_Machine(data, DCP_OBJECTS).load(), directory, files)
+            return _metadata(_Machine(data, DCP_OBJECTS).load(), places, files)
     except UnsafePickle as error:
         raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
     except EOFError as error:
@@ -84,20 +122,20 @@ def read_metadata(files: TagFiles, directory: str) -> DcpMetadata:
         raise MalformedFile(f"{where}: {error}") from error
 
 
-def _metadata(root: Any, directory: str, files: TagFiles) -> DcpMetadata:
+def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> DcpMetadata:
     entries: dict[str, list[Chunk]] = {}
     for index, info in root.fields["storage_data"].items():
         name, offset = _name(index.fields["fqn"]), index.fields.get("offset")
-        relative, start, nbytes = (info.fields[key] for key in ("relative_path", "offset", "length"))
-        file = _inside(directory, _name(relative))
-        if "/" in relative or not files.has(file):
-            raise MalformedFile(f"{shown(name)} should be in {shown(relative)}, which is not there")
+        file, start, nbytes = places.file(info.fields), info.fields["offset"], info.fields["length"]
+        if file is None or not files.has(file):
+            found = info.fields.get("relative_path", file)
+            raise MalformedFile(f"{shown(name)} should be in {shown(found)}, which is not there")
         if info.fields.get("transform_descriptors"):
             raise MalformedFile(
                 f"{shown(name)} was written through {shown(info.fields['transform_descriptors'])}; only uncompressed "
                 "DCP files are read"
             )
-        start, nbytes = check_sizes((start, nbytes), f"the place of {shown(name)} in {relative}")
+        start, nbytes = check_sizes((start, nbytes), f"the place of {shown(name)} in {file}")
         at = None if offset is None else check_sizes(offset, f"the offsets of {shown(name)}")
         entries.setdefault(name, []).append(Chunk(at, file, start, nbytes))
     ordered = {
@@ -151,6 +189,7 @@ class _Record(Sealed):
             raise MalformedFile(f"expected the fields of an object, found {shown(state)}")
 
 
+_TIERED = "amzn_sagemaker_checkpointing.checkpointing.filesystem"
 _METADATA_CLASSES = {
     "Metadata",
     "MetadataIndex",
@@ -164,6 +203,8 @@ _METADATA_CLASSES = {
 _ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (f"{_TIERED}.filesystem", "_SageMakerStorageInfo"),
+    (f"{_TIERED}.storage_info", "_SageMakerStorageInfo"),
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }

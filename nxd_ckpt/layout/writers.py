@@ -5,12 +5,13 @@ the sources. Reads listings only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
-from nxd_ckpt.layout import legacy, names
+from nxd_ckpt.layout import legacy, names, tiered, torch_xla_files
+from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.storage.base import Storage
 
 
@@ -27,7 +28,7 @@ class Writer(Enum):
     NEMO = "neuronx-nemo-megatron"
     TIERED = "SageMaker's tiered storage"
     PRESHARDED = "transformers-neuronx or NxD inference, sharded in advance"
-    FSDP = "torch-xla, FSDP's or xm.save's files"
+    TORCH_XLA = "torch-xla"
     TORCH_DCP = "torch DCP"
     HUGGING_FACE = "Hugging Face transformers"
 
@@ -42,32 +43,32 @@ class Recognised:
     beside: str
 
 
-METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
+STAGE_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
 """Optimum-neuron's description of a pipeline stage."""
-
-RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
-"""What transformers' trainer, and so optimum-neuron's, keeps of random numbers beside the model, for each rank."""
 
 _SHARDS = "shards"
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
 _NEMO_RANK = re.compile(r"tp_rank_\d{2,}(?:_pp_rank_\d{3,})?")
 _PRESHARDED = re.compile(r"tp\d+_sharded_checkpoint\.safetensors")
-_TIERED = (re.compile(r"rank_\d+"), re.compile(r"step_\d+"))
 
 _Names = Mapping[str, bool]
 """Name -> whether it is a directory."""
 
 
 def recognise(storage: Storage, folder: str) -> Recognised:
-    """Whose checkpoint ``folder`` is.
+    """Whose checkpoint ``folder`` is, or the one file of that name.
 
     Raises:
         CheckpointNotFound: no layout that is known, or a directory of several checkpoints.
         MalformedFile: it is two at once.
     """
+    if storage.is_file(folder):
+        return Recognised(Writer.TORCH_XLA, folder, folder.rpartition("/")[0])
     listing = dict(storage.list(folder))
     where = f"{storage.url}/{folder}" if folder else storage.url
     found = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
+    if found == [Writer.TIERED]:
+        return Recognised(Writer.TIERED, _only(tiered.saves(storage, folder), where), folder)
     if len(found) > 1:
         both = " and ".join(writer.value for writer in found)
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
@@ -80,6 +81,12 @@ def recognise(storage: Storage, folder: str) -> Recognised:
             f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
         )
     return _located(found[0], folder)
+
+
+def _only(saves: Sequence[str], where: str) -> str:
+    if len(saves) != 1:
+        raise CheckpointNotFound(f"{where} holds several checkpoints, expected one: {', '.join(saves[:8])}")
+    return saves[0]
 
 
 def _located(writer: Writer, folder: str) -> Recognised:
@@ -130,15 +137,6 @@ def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
     return is_rank and not _is_nemo(storage, folder, listing)
 
 
-def _is_tiered(storage: Storage, folder: str, listing: _Names) -> bool:
-    inside = (name for name in _directories(listing) if any(one.fullmatch(name) for one in _TIERED))
-    return any(storage.is_file(_in(folder, name, "checkpoint.pt")) for name in inside)
-
-
-def _is_xla_file(name: str) -> bool:
-    return name.endswith(".pth") and not RANDOM_STATES.fullmatch(name)
-
-
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
     weights = any(name.endswith(".safetensors") and not _PRESHARDED.fullmatch(name) for name in listing)
     return weights and "config.json" in listing and not _is_optimum(storage, folder, listing)
@@ -152,16 +150,16 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.OPTIMUM_OLD: lambda storage, folder, listing: listing.get("tensor_parallel_shards") is True,
     Writer.NEMO: _is_nemo,
     Writer.NXD_LEGACY: _is_legacy,
-    Writer.TIERED: _is_tiered,
+    Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
     Writer.PRESHARDED: lambda storage, folder, listing: any(map(_PRESHARDED.fullmatch, listing)),
-    Writer.FSDP: lambda storage, folder, listing: any(map(_is_xla_file, listing)),
-    Writer.TORCH_DCP: lambda storage, folder, listing: ".metadata" in listing,
+    Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.are_there(listing),
+    Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
     Writer.HUGGING_FACE: _is_hugging_face,
 }
 
 
 def _has_metadata(listing: Iterable[str]) -> bool:
-    return any(map(METADATA.fullmatch, listing))
+    return any(map(STAGE_METADATA.fullmatch, listing))
 
 
 def _directories(listing: _Names) -> set[str]:

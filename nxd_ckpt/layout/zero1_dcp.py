@@ -26,7 +26,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, map_tensors
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.torch_dcp import Chunk, WholeForm, read_metadata
+from nxd_ckpt.layout.torch_dcp import Chunk, DcpFiles, WholeForm, read_metadata
 
 _NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,18}))?(?:\|tp-(?P<tp>\d{4,18}))?", re.DOTALL)
 _BY_NAME = ("base_state", "sharded_master_weights")
@@ -61,7 +61,7 @@ class Zero1Dcp:
 
     def __init__(self, files: TagFiles, directory: str, sizes: Topology | None = None) -> None:
         self._files, self._where = files, files.key(directory)
-        metadata = read_metadata(files, directory)
+        metadata = read_metadata(files, DcpFiles(directory))
         # In the order of the state dict; where that is not recorded, one rank still wrote in that order.
         names = [name for name in {**metadata.paths, **metadata.entries} if name in metadata.entries]
         self._entries = [

@@ -21,10 +21,13 @@ from transformers import LlamaForCausalLM
 
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import Migration, migrate
+from nxd_ckpt.errors import CheckpointNotFound
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import write_config
+from tests.hugging_face.saved import differences, weights, write_config
 from tests.rescue.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
 from tests.rescue.written import names_by_group, write_legacy, write_nxd, write_nxdt, write_optimum
+from tests.rescue.written_by_dcp import by_name, by_number, write_tiered
+from tests.rescue.written_by_torch_xla import write_fsdp, write_xm_save
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -141,6 +144,15 @@ def test_torchtitan_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> No
     assert STEPS == found["train_state.step"] == found["lr_scheduler.last_epoch"]
 
 
+def test_torchtitan_begins_anew_with_the_model_alone(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """Of step 0 it takes nothing but the model: neither steps nor learning rates of the old run are there."""
+    place = write_optimum(tmp_path, runs["fused copies"])
+    done = migrate(place, tmp_path / "checkpoint", to="torchtitan", model_only=True)
+    assert (str(tmp_path / "checkpoint" / "step-0"), STEPS) == (done.target, done.step)
+    names = {titan_name(hf) for hf in runs["fused copies"].weights}
+    assert names == from_dcp(tmp_path / "checkpoint" / "step-0").keys()
+
+
 @cache
 def titan_table() -> dict[str, str]:
     """TorchTitan's own table of names. Read, not imported: its models need a GPU's compiler."""
@@ -233,3 +245,82 @@ def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[
     optimizer = optimizer_of(model)
     load_checkpoint(tmp_path / "run", "step_3", model, optimizer)
     assert run.next_losses[:1] == train(model, optimizer, None, range(STEPS, STEPS + 1))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_run_of_torch_xlas_fsdp_continues(tmp_path: Path, runs: dict[str, OldRun], rows: bool) -> None:
+    """A file of each rank, each with a part of every parameter: model, optimizer, scheduler and the script's dict."""
+    run = runs["q k v apart"]
+    done = migrate(write_fsdp(tmp_path / "old", run, rows=rows), tmp_path / "run" / "step_3", to="tag")
+    assert ("torch-xla", STEPS) == (done.writer, done.step)
+    continues(tmp_path / "run", run, {"epoch": 7})
+
+
+def continues(directory: Path, run: OldRun, content: dict[str, Any]) -> None:
+    """The tag step_3 there makes the old run's next steps."""
+    model = model_of(run.job, seed=5)
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    assert content == load_checkpoint(directory, "step_3", model, optimizer, scheduler)
+    assert run.next_losses == train(model, optimizer, scheduler, range(STEPS, STEPS + 2))
+
+
+def test_flat_parameters_are_those_of_the_model(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """All of a layer in one run of elements, whose rows ranks cut anywhere: for torch DCP and for TorchTitan."""
+    run = runs["q k v apart"]
+    place = write_fsdp(tmp_path / "old", run, flatten=True)
+    config = write_config(tmp_path / "config", run.job.model.config)
+    migrate(place, tmp_path / "dcp", to="dcp")
+    migrate(place, tmp_path / "checkpoint", to="torchtitan", config=config)
+    found, titan = from_dcp(tmp_path / "dcp"), from_dcp(tmp_path / "checkpoint" / "step-3")
+    for name, weight in run.weights.items():
+        assert torch.equal(weight, found[f"model.{name}"])
+        for kind, held in run.moments.items():
+            assert torch.equal(held[name], found[f"optim.state.{name}.{kind}"])
+            rows = titan_rows(name, held[name], run.job.model)
+            assert torch.equal(rows, titan[f"optimizer.state.{titan_name(name)}.{kind}"])
+
+
+def test_one_file_of_xm_save_continues(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """Named itself, or the only one in its directory."""
+    run = runs["q k v apart"]
+    path = write_xm_save(tmp_path / "old" / "step.pth", run)
+    write_xm_save(tmp_path / "old" / "other.pth", run)
+    done = migrate(path, tmp_path / "run" / "step_3", to="tag")
+    assert (str(path), "torch-xla", STEPS) == (done.source, done.writer, done.step)
+    continues(tmp_path / "run", run, {"epoch": 7})
+    (tmp_path / "old" / "other.pth").unlink()
+    migrate(path.parent, tmp_path / "hf")
+    assert [] == differences(run.weights, weights(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(("state", "by_ray"), [(by_name, False), (by_number, True)])
+def test_a_run_with_sagemakers_tiered_storage_continues(
+    tmp_path: Path, runs: dict[str, OldRun], state: Callable[[OldRun], dict[Any, Any]], by_ray: bool
+) -> None:
+    """A directory of each rank and step, the optimizer by names or by numbers, in a file system as in S3."""
+    run = runs["q k v apart"]
+    place = write_tiered(tmp_path / "job", state(run), STEPS, by_ray=by_ray)
+    done = migrate(place, tmp_path / "run" / "step_3", to="tag")
+    assert ("SageMaker's tiered storage", STEPS) == (done.writer, done.step)
+    continues(tmp_path / "run", run, {"step": STEPS})
+
+
+def test_one_of_several_steps_is_named(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """By the directory of any rank in it; also to Hugging Face, whose files another part of the program writes."""
+    run = runs["q k v apart"]
+    for step in (STEPS, STEPS + 1):
+        place = write_tiered(tmp_path / "job", by_name(run), step)
+    with pytest.raises(CheckpointNotFound, match=r"several checkpoints, expected one: .*rank_0/step_3, .*/step_4"):
+        migrate(place, tmp_path / "hf")
+    migrate(place / "rank_1" / "step_3", tmp_path / "hf")
+    assert [] == differences(run.weights, weights(tmp_path / "hf"))
+
+
+def test_what_torch_dcp_wrote_continues(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """Its own directories, of torch-xla's SPMD among them: here one that a migration made."""
+    run = runs["q k v apart"]
+    migrate(write_tiered(tmp_path / "job", by_name(run), STEPS), tmp_path / "dcp", to="dcp")
+    done = migrate(tmp_path / "dcp", tmp_path / "run" / "step_3", to="tag")
+    assert "torch DCP" == done.writer
+    continues(tmp_path / "run", run, {"step": STEPS})

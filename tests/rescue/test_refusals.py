@@ -24,6 +24,7 @@ from nxd_ckpt.errors import (
 from tests.hugging_face.reference import Job, Model
 from tests.rescue.old_run import OldRun
 from tests.rescue.written import names_by_group, write_legacy, write_nxd, write_nxdt, write_optimum
+from tests.rescue.written_by_torch_xla import write_fsdp, write_xm_save
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -245,15 +246,14 @@ def _files(*names: str) -> Callable[[Path], None]:
             CheckpointNotFound,
             "holds several checkpoints, expected one: a, b.ckpt",
         ),
-        (_files(".metadata"), UnsupportedState, "by torch DCP; make a tag of it with `nxd-ckpt from-dcp`"),
+        (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
         (_files("config.json", "model.safetensors"), UnsupportedState, "it needs no migration"),
         (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "it needs no migration"),
         (_files("adapter_default/adapter_shards/model/x"), UnsupportedState, "a PEFT adapter; .* not carried"),
         (_files("tensor_parallel_shards/tp_rank_00/checkpoint.pt"), UnsupportedState, "before 0.0.25; .* not carried"),
         (_files("tp_rank_00_pp_rank_000/model_optim_rng.ckpt"), UnsupportedState, "neuronx-nemo-megatron; .* not carr"),
-        (_files("rank_0/step_1/checkpoint.pt", "rank_0/checkpoint.pt"), UnsupportedState, "SageMaker's tiered storage"),
+        (_files("rank_0/step_1/checkpoint.pt"), CheckpointNotFound, "has no .*rank_0/step_1/metadata.metadata, which"),
         (_files("tp0_sharded_checkpoint.safetensors"), UnsupportedState, "sharded in advance; .* not carried"),
-        (_files("ckpt_rank-00000000-of-00000002.pth"), UnsupportedState, "FSDP's or xm.save's files; .* not carried"),
     ],
 )
 def test_other_layouts_are_named(
@@ -287,3 +287,99 @@ def test_other_copies_than_the_job_says(tmp_path: Path) -> None:
     torn["model.layers.0.self_attn.qkv_proj.weight_k"] += 1
     torch.save(torn, place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")
     refused(place, CheckpointError, r"copies of a key-value head in .*weight_k differ", config=config)
+
+
+def _of_rank(place: Path, rank: int) -> Path:
+    return place / f"ckpt_rank-{rank:08d}-of-00000003.pth"
+
+
+def _changed(place: Path, rank: int, change: Callable[[Any], Any]) -> None:
+    content = torch.load(_of_rank(place, rank))
+    change(content)
+    torch.save(content, _of_rank(place, rank))
+
+
+def _one_of_another_model(place: Path) -> None:
+    def change(content: Any) -> None:
+        info = content["shard_metadata"]["shard_info"][""]
+        next(iter(info.values()))["_orig_size"] = [2000, 8]
+
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+def _one_not_described(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["shard_metadata"]["shard_info"][""].popitem()
+
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+def _one_of_another_save(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["optimizer"]["state"][0]["step"] += 1
+
+    _changed(place, 1, change)
+
+
+def _one_of_other_groups(place: Path) -> None:
+    def change(content: Any) -> None:
+        first, second = content["optimizer"]["param_groups"]
+        second["params"].append(first["params"].pop(0))
+
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (lambda place: _of_rank(place, 1).unlink(), PartNotFound, r"each of 3 ranks; those of ranks \[1\] are not"),
+        (
+            lambda place: shutil.copy(_of_rank(place, 1), place / "last_rank-1.pth"),
+            MalformedFile,
+            "several files of one rank, ckpt_rank-00000001-of-00000003.pth, last_rank-1.pth",
+        ),
+        (
+            lambda place: write_xm_save(place / "consolidated.pth", untrained()),
+            MalformedFile,
+            "files of FSDP's ranks, .*, and consolidated.pth, which is none",
+        ),
+        (
+            lambda place: _changed(place, 2, lambda content: content["shard_metadata"].update(world_size=4)),
+            MalformedFile,
+            "have different shard_metadata",
+        ),
+        (
+            lambda place: _changed(place, 2, lambda content: content["model"].popitem()),
+            MalformedFile,
+            "do not hold the same names",
+        ),
+        (_one_of_another_model, MalformedFile, r"shard_metadata says \(2000, 8\) of .*, but the 3 ranks hold shards"),
+        (_one_not_described, MalformedFile, "shard_metadata does not describe _fsdp_shard"),
+        (_one_of_another_save, MalformedFile, "have different param groups, steps or entries"),
+        (_one_of_other_groups, OptimizerMismatch, "does not say which parameters .* leave the optimizer out"),
+    ],
+)
+def test_ranks_of_fsdp(
+    tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
+) -> None:
+    """Missing ranks, two saves or two layouts at once, metadata that contradicts the tensors."""
+    place = write_fsdp(tmp_path / "old", untrained(Job(Model())))
+    damage(place)
+    refused(place, kind, complaint)
+
+
+def test_one_file_of_several(tmp_path: Path) -> None:
+    """A rank's file of FSDP alone, one of several checkpoints, or no checkpoint at all."""
+    run = untrained(Job(Model()))
+    place = write_fsdp(tmp_path / "old", run)
+    refused(_of_rank(place, 0), PartNotFound, r"each of 3 ranks; those of ranks \[1, 2\] are not there")
+    for name in ("a.pth", "b.pth"):
+        write_xm_save(tmp_path / "several" / name, run)
+    refused(tmp_path / "several", CheckpointNotFound, "holds several checkpoints; pass one of the files a.pth, b.pth")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    refused(tmp_path / "notes.txt", MalformedFile, "notes.txt")
+    torch.save({"optimizer": {"state": {}, "param_groups": []}}, tmp_path / "optimizer.pth")
+    refused(tmp_path / "optimizer.pth", PartNotFound, "has no model under the usual keys")

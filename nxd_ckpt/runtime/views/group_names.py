@@ -1,23 +1,16 @@
-"""Whose the entries of an optimizer are, where its tag does not say it but its writer's param groups are known.
-
-NxDT and optimum-neuron put parameters that are decayed into the first param group, and norms and biases, or biases
-only, into the second, each in the model's order. What fits the saved groups, in numbers and in the shape of every
-parameter, is how it was.
-"""
+"""Whose the entries of an optimizer are, where its tag does not say it but its writer's param groups are known."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.core.param_groups import NOT_DECAYED, grouped
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot, saved_optimizer
-
-_NOT_DECAYED = (("bias", "norm", "LayerNorm"), ("bias",), ())
-"""What is in the names of parameters of the second group."""
 
 COMPUTED = "rotary_emb.inv_freq"
 """What the names of tensors end in that are no parameters."""
@@ -38,7 +31,7 @@ def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) 
     if known is not None and not any(map(is_number, known)):
         return None
     every = [_Stage(opened, pp_rank, stages) for pp_rank in range(opened.topology.pp)]
-    for patterns in _NOT_DECAYED:
+    for patterns in NOT_DECAYED:
         found = [stage.names(patterns) for stage in every]
         if all(names is not None for names in found):
             return [names for names in found if names is not None]
@@ -68,16 +61,5 @@ class _Stage:
 
     def names(self, patterns: Iterable[str]) -> list[list[str]] | None:
         """The groups' names, if those whose names have one of ``patterns`` in them are the second group."""
-        later = [name for name in self._parameters if any(pattern in name for pattern in patterns)]
-        first = [name for name in self._parameters if name not in set(later)]
-        empty: list[list[str]] = [[] for _ in self.groups[2:]]
-        names = [first, later, *empty][: len(self.groups)]
-        fits = sum(map(len, names)) == len(self._parameters) and all(map(self._fit, names, self.groups))
-        return names if fits else None
-
-    def _fit(self, names: Sequence[str], slots: Sequence[SavedSlot]) -> bool:
-        shapes = [slot.likely_shape for slot in slots]
-        known = [self._shapes.get(name) for name in names]
-        return len(names) == len(slots) and all(
-            one is None or not other or one == other for one, other in zip(known, shapes, strict=True)
-        )
+        shapes = [[slot.likely_shape for slot in slots] for slots in self.groups]
+        return grouped({name: self._shapes.get(name) for name in self._parameters}, shapes, patterns)

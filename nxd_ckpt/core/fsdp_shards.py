@@ -1,0 +1,105 @@
+"""What torch-xla's FSDP says of its shards (``shard_metadata``): which parameters are in each, and where. Pure.
+
+A sharded parameter is a flat run of elements, cut into equal parts over the ranks behind padding at its end: one
+parameter of the model (``flatten_parameters=False``), or all of a wrapped module's, one after the other. With
+``shard_param_on_dim_0`` it keeps its dimensions, and its rows are cut. docs/rescue.md names the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from nxd_ckpt.core.limits import check_sizes
+from nxd_ckpt.errors import MalformedFile
+
+_SHARD = "_fsdp_shard"
+_FLAT = "_fsdp_wrapped_module.flat_param_"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+_MULTIPLE = 128
+"""Shards have a multiple of so many elements; in older versions any number."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of the model: its name and shape, and at which element of the sharded one it begins."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """``name`` is what each rank calls its shard, ``shape`` the whole one's without padding."""
+
+    name: str
+    shape: tuple[int, ...]
+    members: tuple[Member, ...]
+
+    def require(self, shards: Sequence[tuple[int, ...]], where: str) -> None:
+        """Raise MalformedFile unless shards of these shapes, one for each rank, are such a parameter."""
+        rows = len(shards[0]) > 1
+        whole = self.shape[0] if rows else prod(self.shape)
+        held = sum(shape[0] for shape in shards if shape)
+        inner = self.shape[1:] if rows else ()
+        fits = len(set(shards)) == 1 and shards[0][1:] == inner and len(shards[0]) > 0
+        if not fits or not whole <= held < whole + _MULTIPLE * len(shards):
+            raise MalformedFile(
+                f"{where}: shard_metadata says {self.shape} of {self.name}, but the {len(shards)} ranks hold shards of "
+                f"{', '.join(map(str, dict.fromkeys(shards)))}; files of two saves are mixed"
+            )
+
+
+def sharded_parameters(metadata: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, ShardedParameter]:
+    """The sharded parameters among ``names``, those of a rank's state dict, in their order.
+
+    Raises MalformedFile where the metadata does not describe one; other errors where it is no such metadata.
+    """
+    found: dict[str, ShardedParameter] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((number for number, part in enumerate(parts) if part.startswith(_SHARD)), None)
+        if at is not None:
+            found[name] = _sharded(metadata, name, ".".join(parts[:at]), ".".join(parts[at:]), where)
+    described = sum(len(about) for about in metadata["shard_info"].values())
+    if described != len(found):
+        raise MalformedFile(
+            f"{where}: shard_metadata describes {described} sharded parameters, the model has {len(found)}; files of "
+            "two saves are mixed"
+        )
+    return found
+
+
+def plain_name(name: str) -> str:
+    """The model's name, without FSDP's wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _sharded(metadata: Mapping[str, Any], name: str, prefix: str, suffix: str, where: str) -> ShardedParameter:
+    about = metadata["shard_info"].get(prefix, {}).get(suffix)
+    if about is None:
+        raise MalformedFile(f"{where}: shard_metadata does not describe {name}; files of two saves are mixed")
+    shape = check_sizes(about["_orig_size"], f"{where}: {name}")
+    whole = _joined(prefix, about["_orig_name"])
+    if _FLAT not in whole:
+        return ShardedParameter(name, shape, (Member(plain_name(whole), shape, 0),))
+    parameters, shapes, numels = metadata["flatten_info"][whole]
+    begin, members = 0, []
+    for parameter, one, numel in zip(parameters, shapes, numels, strict=True):
+        size = check_sizes(one, f"{where}: {parameter}")
+        if prod(size) != numel:
+            raise MalformedFile(f"{where}: shard_metadata says {numel} elements of {parameter}, whose shape is {size}")
+        members.append(Member(plain_name(_joined(whole.rpartition(".")[0], parameter)), size, begin))
+        begin += numel
+    if begin != prod(shape):
+        raise MalformedFile(f"{where}: shard_metadata says {shape} of {name}, but {begin} elements of parameters in it")
+    return ShardedParameter(name, shape, tuple(members))
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,40 @@
+"""Checkpoints that are no tags of NxD's: which layout a directory or a file has. They are seen as a single rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.layout import torch_xla_files
+from nxd_ckpt.layout.dcp_directory import DcpDirectory
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.tag import TagLayout
+from nxd_ckpt.layout.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, TieredFiles
+from nxd_ckpt.storage.base import Storage
+
+
+def is_untagged(listing: Iterable[str]) -> bool:
+    """Whether a directory of these files, which is no tag, has a layout that is read."""
+    names = set(listing)
+    return bool(names & {METADATA, TIERED_DATA, TIERED_METADATA}) or torch_xla_files.are_there(names)
+
+
+def open_untagged(storage: Storage, key: str) -> TagLayout:
+    """The layout of the directory or file ``key``.
+
+    Raises:
+        PartNotFound: the directory holds none of the files of any layout.
+        CheckpointNotFound, MalformedFile: what opening its layout raises.
+    """
+    if storage.is_file(key):
+        folder, _, file = key.rpartition("/")
+        return torch_xla_files.open_files(TagFiles(storage, folder), file)
+    files = TagFiles(storage, key)
+    listing = files.names()
+    if torch_xla_files.are_there(listing):
+        return torch_xla_files.open_files(files)
+    if METADATA in listing:
+        return DcpDirectory(files)
+    if TIERED_DATA in listing or TIERED_METADATA in listing:
+        return DcpDirectory(TagFiles(storage, ""), places=TieredFiles(key))
+    raise PartNotFound(f"{files.where('')}: no layout that is known; found {sorted(listing)[:8]}")
