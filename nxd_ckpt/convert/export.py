@@ -31,10 +31,13 @@ from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
+from nxd_ckpt.runtime.views.presharded_model import Presharded, forms_of, presharded
 from nxd_ckpt.storage.urls import StrPath
 
 
@@ -144,7 +147,11 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         names = chosen.saved_param_names
         mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
         mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
-    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, size, chosen.dtype)
+        ranks = None
+        if chosen.presharded:
+            terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
+            ranks = presharded(HuggingFaceTag(opened, terms), config_in(files), chosen.tp)
+    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, size, chosen.dtype, ranks)
 
 
 class _Job:
@@ -161,6 +168,7 @@ class _Job:
         files: Sequence[ModelFile],
         size_per_shard: int,
         dtype: str | None,
+        presharded: Presharded | None,
     ) -> None:
         self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
         self._mapping, self._optimizer, self._files = mapping, optimizer, files
@@ -171,8 +179,17 @@ class _Job:
         entries = [] if optimizer is None else optimizer.tensors
         self._state = [TensorForm(one.name, one.dtype, one.shape) for one in entries]
         self._moments = plan_weight_files(self._state, size_per_shard, OPTIMIZER) if self._state else []
+        self._presharded = presharded
         self.weight_files: list[WeightFile] = [*self._weights, *self._moments]
+        if presharded is not None:
+            self.weight_files = [WeightFile(name, forms_of(held)) for name, held in presharded.items()]
         self.tensors: dict[str, HfTensor] = {one.name: one for one in (*mapped.tensors, *entries)}
+
+    def planned(self, file: WeightFile) -> PlannedFile:
+        """The file with what each of its tensors is made of."""
+        if self._presharded is not None:
+            return file.planned(self._presharded[file.name].__getitem__)
+        return file.planned(lambda name: self.mapped.assembly(self.tensors[name]))
 
     def require_all(self) -> None:
         """Raise what ``MappedTag.require_all`` and ``MappedOptimizer.require_all`` raise."""
@@ -197,6 +214,8 @@ class _Job:
 
     def last_files(self) -> Iterator[ModelFile]:
         """What is written when all weight files are."""
+        if self._presharded is not None:
+            return
         if self._adapters is None:
             sizes: dict[str, int] = {}
             for form in self._forms:
@@ -240,7 +259,7 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
 
 def _write_files(job: _Job, output: Output, files: Sequence[WeightFile], written: Counter) -> None:
     with job.opened.kept(), job.opened.reader() as reader:
-        planned = [file.planned(lambda name: job.mapped.assembly(job.tensors[name])) for file in files]
+        planned = [job.planned(file) for file in files]
         write_images(reader, output.storage, output.folder, [planned], written.add)
 
 

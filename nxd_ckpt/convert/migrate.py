@@ -26,7 +26,7 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
-from nxd_ckpt.layout.mappings import Given, find_mapping
+from nxd_ckpt.layout.mappings import INFERENCE, Given, find_mapping, inference_sizes
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
 from nxd_ckpt.options.torch_forms import ToDcpOptions
@@ -157,6 +157,8 @@ def _sizes(origin: Origin, chosen: MigrateOptions, mapping: ModelMapping, config
     said, given = origin.kv_size_multiplier, chosen.kv_size_multiplier
     if None not in (said, given) and said != given:
         raise InvalidArgument(f"kv_size_multiplier={given}, but {origin.place.path} says {said}")
+    if mapping.name == INFERENCE:
+        return inference_sizes(mapping, config, origin.opened.topology.tp)
     copies = given or said or 1
     if copies == 1:
         return mapping.sizes(config, copies, chosen.hardware or "trn1")

@@ -15,7 +15,7 @@ from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_meta
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.layout.mappings import INFERENCE, Given
 from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES
 from nxd_ckpt.layout.writers import STAGE_METADATA, Recognised, Writer, recognise
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -167,6 +167,12 @@ def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) ->
     )
 
 
+def _presharded(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """NxD inference: a model and nothing else, under names of its own."""
+    own = "embed_tokens.weight" in origin.opened.model_tree(Coordinates())
+    return replace(origin, mapping=INFERENCE if own else None)
+
+
 _DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
     Writer.NXD_CKPT: _tag,
     Writer.NXD: _tag,
@@ -175,12 +181,13 @@ _DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin
     Writer.TORCH_XLA: _script,
     Writer.TORCH_DCP: _script,
     Writer.TIERED: _script,
+    Writer.PRESHARDED: _presharded,
     Writer.OPTIMUM: _optimum,
 }
 _NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
 _HINTS: Mapping[Writer, str] = {
     **dict.fromkeys(Writer, _NOT_CARRIED),
-    Writer.TORCH_XLA: "nothing else is carried",
+    Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
     Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
     Writer.HUGGING_FACE: "it needs no migration; make a tag of it with `nxd-ckpt import`",

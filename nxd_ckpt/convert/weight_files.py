@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
@@ -31,10 +33,11 @@ class WeightFile:
     def image(self) -> SafetensorsImage:
         return lay_out(self.forms, _METADATA)
 
-    def planned(self, leaf: Callable[[str], Assembly]) -> PlannedFile:
-        """The file to be written; ``leaf`` says by a tensor's name what it is made of."""
+    def planned(self, leaf: Callable[[str], Assembly | torch.Tensor]) -> PlannedFile:
+        """The file to be written; ``leaf`` says by a tensor's name what it is made of, or is the tensor."""
         forms = self.image.forms
-        leaves = [leaf(form.name).cast(form.dtype) for form in forms]
+        found = [(form, leaf(form.name)) for form in forms]
+        leaves = [one.cast(form.dtype) if isinstance(one, Assembly) else one for form, one in found]
         named = (NamedTensor(form.name, number, form.dtype, form.shape, None) for number, form in enumerate(forms))
         return PlannedFile(self.name, self.image.holding(leaves), tuple(named))
 

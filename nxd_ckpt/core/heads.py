@@ -31,6 +31,16 @@ Hardware = Literal["trn1", "trn2"]
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 
 
+def inference_copies(heads: int, kv_heads: int, tp: int) -> int:
+    """How often NxD inference keeps each key-value head on ``tp`` ranks, in trn2's order.
+
+    Once where they can be shared out; else until there is one for each rank, or one for each query head.
+    """
+    if heads == kv_heads or kv_heads % tp == 0:
+        return 1
+    return tp // kv_heads if tp % kv_heads == 0 else heads // kv_heads
+
+
 class HeadRun(NamedTuple):
     """``length`` elements along one dimension: from ``nxd`` on in NxD's tensor, from ``hf`` on in Hugging Face's."""
 

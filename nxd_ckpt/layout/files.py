@@ -18,6 +18,7 @@ from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.assembly import read_assembly
+from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Path,
@@ -112,6 +113,18 @@ class TagFiles:
             UnsafePickle: more than plain data, without ``trust_pickle``.
         """
         return self._parse(file, start, nbytes, lambda stub: stub)
+
+    def safetensors(self, file: str) -> Mapping[str, TensorStub]:
+        """The tensors of a safetensors file, by name; its header is read. Raises as :meth:`tree`."""
+        key = self.key(file)
+        with self.named(file), closing(self.storage.open(key)) as reader:
+
+            def pread(offset: int, nbytes: int) -> bytes:
+                data = bytearray(nbytes)
+                reader.read_ranges([(offset, memoryview(data))])
+                return bytes(data)
+
+            return read_header(pread, self.storage.size(key), file).tensors
 
     def read(self, leaf: TensorStub | Assembly) -> torch.Tensor:
         """One tensor, on the CPU. A whole one is compared with the CRC-32 in its file, where that records one; of one

@@ -6,13 +6,11 @@ Headers are read when a tensor of their file is asked for: a rank opens the file
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core import document
 from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
-from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.storage.base import Storage
@@ -127,15 +125,7 @@ class HuggingFaceDirectory:
         return self._shards[file]
 
     def _read(self, file: str) -> Mapping[str, TensorStub]:
-        key = self.files.key(file)
-        with self.files.named(file), closing(self.files.storage.open(key)) as reader:
-
-            def pread(offset: int, nbytes: int) -> bytes:
-                data = bytearray(nbytes)
-                reader.read_ranges([(offset, memoryview(data))])
-                return bytes(data)
-
-            return read_header(pread, self.files.storage.size(key), file).tensors
+        return self.files.safetensors(file)
 
     def _document(self, file: str) -> dict[str, Any]:
         return document.small(self.files.storage.read(self.files.key(file)), self.files.where(file))

@@ -10,15 +10,27 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from nxd_ckpt.core.heads import inference_copies
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import local_path
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | None
 """The name of a mapping that the package ships, the path of a JSON or YAML file, the document itself, or None."""
 
+INFERENCE = "nxd_inference"
+"""The one whose names are those of NxD inference."""
+
 _YAML = (".yaml", ".yml")
+
+
+def inference_sizes(mapping: ModelMapping, config: Mapping[str, Any], tp: int) -> Sizes:
+    """Those of a model on ``tp`` ranks of NxD inference. Raises InvalidArgument for a config.json without heads."""
+    once = mapping.sizes(config, 1, "trn2")
+    copies = inference_copies(once.get("heads"), once.get("kv_heads"), tp)
+    return mapping.sizes(config, copies, "trn2")
 
 
 def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:

@@ -1,11 +1,11 @@
-"""Checkpoints that are no tags of NxD's: which layout a directory or a file has. They are seen as a single rank's."""
+"""Checkpoints that are no tags of NxD's: which layout a directory or a file has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.layout import torch_xla_files
+from nxd_ckpt.layout import presharded, torch_xla_files
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.tag import TagLayout
@@ -16,7 +16,8 @@ from nxd_ckpt.storage.base import Storage
 def is_untagged(listing: Iterable[str]) -> bool:
     """Whether a directory of these files, which is no tag, has a layout that is read."""
     names = set(listing)
-    return bool(names & {METADATA, TIERED_DATA, TIERED_METADATA}) or torch_xla_files.are_there(names)
+    by_dcp = bool(names & {METADATA, TIERED_DATA, TIERED_METADATA})
+    return by_dcp or torch_xla_files.are_there(names) or presharded.are_there(names)
 
 
 def open_untagged(storage: Storage, key: str) -> TagLayout:
@@ -33,6 +34,8 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     listing = files.names()
     if torch_xla_files.are_there(listing):
         return torch_xla_files.open_files(files)
+    if presharded.are_there(listing):
+        return presharded.PreshardedFiles(files)
     if METADATA in listing:
         return DcpDirectory(files)
     if TIERED_DATA in listing or TIERED_METADATA in listing:

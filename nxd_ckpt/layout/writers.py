@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
-from nxd_ckpt.layout import legacy, names, tiered, torch_xla_files
+from nxd_ckpt.layout import legacy, names, presharded, tiered, torch_xla_files
 from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.storage.base import Storage
 
@@ -27,7 +27,7 @@ class Writer(Enum):
     OPTIMUM_OLD = "optimum-neuron before 0.0.25"
     NEMO = "neuronx-nemo-megatron"
     TIERED = "SageMaker's tiered storage"
-    PRESHARDED = "transformers-neuronx or NxD inference, sharded in advance"
+    PRESHARDED = "NxD inference"
     TORCH_XLA = "torch-xla"
     TORCH_DCP = "torch DCP"
     HUGGING_FACE = "Hugging Face transformers"
@@ -49,7 +49,6 @@ STAGE_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
 _SHARDS = "shards"
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
 _NEMO_RANK = re.compile(r"tp_rank_\d{2,}(?:_pp_rank_\d{3,})?")
-_PRESHARDED = re.compile(r"tp\d+_sharded_checkpoint\.safetensors")
 
 _Names = Mapping[str, bool]
 """Name -> whether it is a directory."""
@@ -138,7 +137,7 @@ def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
 
 
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
-    weights = any(name.endswith(".safetensors") and not _PRESHARDED.fullmatch(name) for name in listing)
+    weights = any(name.endswith(".safetensors") and not presharded.are_there([name]) for name in listing)
     return weights and "config.json" in listing and not _is_optimum(storage, folder, listing)
 
 
@@ -151,7 +150,7 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.NEMO: _is_nemo,
     Writer.NXD_LEGACY: _is_legacy,
     Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
-    Writer.PRESHARDED: lambda storage, folder, listing: any(map(_PRESHARDED.fullmatch, listing)),
+    Writer.PRESHARDED: lambda storage, folder, listing: presharded.are_there(listing),
     Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.are_there(listing),
     Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
     Writer.HUGGING_FACE: _is_hugging_face,

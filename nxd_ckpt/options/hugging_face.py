@@ -22,8 +22,8 @@ class MappingOptions:
 
     Attributes:
         config: the model's config.json, or a Hugging Face directory with one.
-        mapping: the name of a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, qwen2, qwen3), a JSON or
-            YAML file, or its document; by default config.json chooses it.
+        mapping: the name of a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, nxd_inference, qwen2, qwen3),
+            a JSON or YAML file, or its document; by default config.json chooses it.
         kv_size_multiplier: how often the job keeps each key-value head.
         hardware: the order of those copies.
         pad_attn_heads: the job pads its query heads with zeros to a multiple of its tensor-parallel size (trn1).
@@ -68,6 +68,9 @@ class ExportOptions(MappingOptions, SharedOptions):
             steps and whatever else is no tensor. Nothing of it is cast.
         saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
             where the tag does not say (NxD's do not) and master weights or its state are needed.
+        presharded: write the model as NxD inference loads it in place of a Hugging Face directory: a safetensors file
+            of each tensor-parallel rank, for the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.
+        tp: how many tensor-parallel ranks those are.
         overwrite: replace an existing Hugging Face directory.
         dry_run: show what maps to what and what does not, and write nothing. Names that are not mapped are no error.
     """
@@ -77,10 +80,16 @@ class ExportOptions(MappingOptions, SharedOptions):
     master_weights: bool = False
     optimizer: bool = False
     saved_param_names: SavedNames | None = None
+    presharded: bool = False
+    tp: int = 1
 
     def validate(self) -> None:
         """Raises InvalidArgument for what no export could honour."""
         self.check_dtype()
+        if self.tp < 1 or (self.tp > 1 and not self.presharded):
+            raise InvalidArgument(f"tp must be at least 1, and is for presharded=True; found {self.tp}")
+        if self.presharded and (self.optimizer or self.tokenizer is not None):
+            raise InvalidArgument("presharded=True writes the model alone: leave out optimizer= and tokenizer=")
 
 
 class ExportKeywords(MappingKeywords, SharedKeywords, total=False):
@@ -89,6 +98,8 @@ class ExportKeywords(MappingKeywords, SharedKeywords, total=False):
     master_weights: bool
     optimizer: bool
     saved_param_names: SavedNames | None
+    presharded: bool
+    tp: int
 
 
 @dataclass(frozen=True)

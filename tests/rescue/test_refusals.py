@@ -253,7 +253,7 @@ def _files(*names: str) -> Callable[[Path], None]:
         (_files("tensor_parallel_shards/tp_rank_00/checkpoint.pt"), UnsupportedState, "before 0.0.25; .* not carried"),
         (_files("tp_rank_00_pp_rank_000/model_optim_rng.ckpt"), UnsupportedState, "neuronx-nemo-megatron; .* not carr"),
         (_files("rank_0/step_1/checkpoint.pt"), CheckpointNotFound, "has no .*rank_0/step_1/metadata.metadata, which"),
-        (_files("tp0_sharded_checkpoint.safetensors"), UnsupportedState, "sharded in advance; .* not carried"),
+        (_files("tp0_sharded_checkpoint.safetensors"), MalformedFile, "tp0_sharded_checkpoint.safetensors"),
     ],
 )
 def test_other_layouts_are_named(

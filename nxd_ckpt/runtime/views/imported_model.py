@@ -17,9 +17,8 @@ from nxd_ckpt.core.stages import interleaved, restaged
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import cast_dtype
-from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.runtime.save.plan import SaveState
-from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
+from nxd_ckpt.runtime.views.mapped_directory import HuggingFaceTensors, MappedDirectory
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class ImportTarget:
 class ImportedModel:
     """The model of ``directory`` on any rank of ``target``. Reads headers only, each once."""
 
-    def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
+    def __init__(self, directory: HuggingFaceTensors, target: ImportTarget) -> None:
         self._directory, self._target = directory, target
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from nxd_ckpt.core.hf_slice import hf_slices, partition_of
 from nxd_ckpt.core.mapping import Match, ModelMapping
@@ -10,16 +12,27 @@ from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.plan import plan_reads
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
+from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
-from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+
+
+class HuggingFaceTensors(Protocol):
+    """What holds a model's tensors by Hugging Face's names: a directory, or a tag that is seen so."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly: ...
 
 
 class MappedDirectory:
     """The model of ``directory`` by ``mapping``, for the rank of a job that ``topology`` is seen from."""
 
     def __init__(
-        self, directory: HuggingFaceDirectory, mapping: ModelMapping, sizes: Sizes, topology: Topology
+        self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes, topology: Topology
     ) -> None:
         self._directory, self._mapping, self._sizes, self._topology = directory, mapping, sizes, topology
 
@@ -38,16 +51,19 @@ class MappedDirectory:
         pieces = partition.pieces(shape, self._topology.tp_rank, self._topology.tp, self._topology.ep_rank)
         if pieces is None:
             raise TopologyMismatch(f"{match.name}: shape {shape} on each of {self._topology.tp} ranks cannot be")
-        held: list[tuple[TensorStub, Piece]] = []
+        held: list[tuple[TensorStub | Assembly, Piece]] = []
         for one in hf_slices(match, whole, self._sizes):
             if any(piece.box.intersect(member.box) for piece in pieces for member in one.pieces):
                 stub = self._stub(match, one.name, one.shape)
                 held += [(stub, member) for member in one.pieces]
         wanted = [part for piece in pieces for part in _covered(piece, [member for _, member in held])]
-        reads = plan_reads(wanted, held, match.name)
-        return Assembly(dtype, shape, tuple(Fragment(read.holder, read.source, read.target) for read in reads))
+        fragments: list[Fragment] = []
+        for read in plan_reads(wanted, held, match.name):
+            part = Assembly.of(read.holder).within(read.source)
+            fragments += [fragment.moved(read.target.offset) for fragment in part.fragments]
+        return Assembly(dtype, shape, tuple(fragments))
 
-    def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub:
+    def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub | Assembly:
         """A tensor of the directory as it lies in NxD's."""
         tied = self._mapping.tied if self._mapping.are_tied(self._sizes) else {}
         stub = self._directory.tensor(name, tied)
@@ -55,6 +71,8 @@ class MappedDirectory:
             raise ShapeMismatch(
                 f"{self._directory.where}: {name} has shape {stub.shape}, expected {shape} by the live {match.name}"
             )
+        if isinstance(stub, Assembly):
+            return _refuse_changed(match, stub)
         if match.rule.transposed:
             stub = stub.permuted((1, 0))
         if match.rule.stacked is not None:
@@ -74,3 +92,9 @@ def _covered(piece: Piece, members: list[Piece]) -> list[Piece]:
     """The parts of ``piece`` that are in a Hugging Face tensor: the rest is padding."""
     found = [(member, piece.box.intersect(member.box)) for member in members]
     return [Piece(piece.local_of(common), common) for _, common in found if common is not None]
+
+
+def _refuse_changed(match: Match, leaf: Assembly) -> Assembly:
+    if match.rule.transposed or match.rule.stacked is not None:
+        raise UnsupportedState(f"{match.name} is made of {match.rule.members[0].name.text} transposed or stacked")
+    return leaf
