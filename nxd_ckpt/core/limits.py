@@ -50,10 +50,19 @@ TREE_DEPTH = 100
 """Containers inside each other."""
 
 TREE_VALUES = 50_000_000
-"""Values of one tree, those of a container that occurs twice counted twice."""
+"""Values of one tree, those of a container that occurs twice counted twice, and a container with values as ten."""
+
+TREE_REPEATS = 2
+"""How often a tree may hold its values on average, by containers that occur again and again."""
+
+TREE_REPEATED_VALUES = 1_100_000
+"""Values that a tree may have *beyond* :data:`TREE_REPEATS` times those that it holds."""
 
 KEY_VALUES = 64
 """Values of one key of a dict, or of one item of a set: of a tuple, and of the tuples in it."""
+
+KEYS_OF_ONE_HASH = 100
+"""Different keys of one pickle that have the same hash: each is compared with those before it."""
 
 NUMBER_DIGITS = 4_300
 """Decimal digits of a Fraction or a Decimal: as many as Python reads of an int."""
@@ -64,7 +73,7 @@ PATH_LENGTH = 32_768
 RANKS = 2**20
 """Ranks of one checkpoint, and of the grid that the names of files span."""
 
-MODEL_TENSORS = 2_000_000
+MODEL_TENSORS = 500_000
 """Tensors that config.json and a mapping may say that a model has: layers times experts times rules."""
 
 HEADS = 2**20

@@ -5,7 +5,8 @@ without a look at the stack), one that holds itself twice, 60 levels deep, takes
 slot 2**31 take 32 GiB. So pickles of checkpoints are run by the standard library's machine in Python, as torch runs
 those of ``weights_only``, with these rules:
 
-- a key holds few values (:data:`~nxd_ckpt.core.limits.KEY_VALUES`), counted before it is hashed;
+- a key holds few values (:data:`~nxd_ckpt.core.limits.KEY_VALUES`), counted before it is hashed, and few have the same
+  hash (:data:`~nxd_ckpt.core.limits.KEYS_OF_ONE_HASH`);
 - what is called is a :class:`~nxd_ckpt.formats.sealed.Call`, or one of few builtin types with arguments that they are
   written with; all calls together get little more to work on than the pickle has bytes, so that a long value that the
   pickle names again and again is not copied again and again;
@@ -20,17 +21,17 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.safe_globals import check_key, made, set_state
+from nxd_ckpt.formats.safe_globals import Keys, made, set_state
 from nxd_ckpt.formats.sealed import Call
-from nxd_ckpt.formats.tensors import CONTAINERS, children_of
+from nxd_ckpt.formats.tensors import CONTAINERS
 
-_REUSE = 16
+_REUSE = 4
 """A pickle may hand each of its bytes to calls this often: short texts, such as an encoding's name, are shared."""
 
 _SPARE = 2**20
@@ -51,6 +52,7 @@ class Machine(_Machine):  # type: ignore[misc]
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._objects = self._objects_left = objects
         self._work_left = _REUSE * len(data) + _SPARE
+        self._keys = Keys()
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
@@ -78,7 +80,7 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        check_key(key)
+        self._keys.check((key,))
         self._top(dict)[key] = value
 
     def load_setitems(self) -> None:
@@ -92,19 +94,22 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_additems(self) -> None:
         items = self.pop_mark()
-        self._top(set).update(_keys(items))
+        self._keys.check(items)
+        self._top(set).update(items)
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
-        self.append(frozenset(_keys(items)))
+        self._keys.check(items)
+        self.append(frozenset(items))
 
     def load_bytearray8(self) -> None:
         (length,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(length)))
 
-    @staticmethod
-    def _set(target: dict[Any, Any], items: list[Any]) -> None:
-        target.update(zip(_keys(items[::2]), items[1::2], strict=True))
+    def _set(self, target: dict[Any, Any], items: list[Any]) -> None:
+        keys = items[::2]
+        self._keys.check(keys)
+        target.update(zip(keys, items[1::2], strict=True))
 
     def _top(self, kind: type) -> Any:
         """What is on top of the stack, which must be of that kind."""
@@ -129,27 +134,17 @@ class Machine(_Machine):  # type: ignore[misc]
         if self._work_left < 0:
             raise UnsafePickle("its pickle makes copies of its own values, far more than it is long")
 
-    def _count(self) -> None:
-        self._objects_left -= 1
-        if self._objects_left < 0:
-            raise UnsafePickle(f"its pickle makes more than {self._objects} objects, which is the most that is read")
-
-
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 def _counted(load: _Load) -> _Load:
-    def counted(self: Machine) -> None:
-        self._count()
+    def counted(self: Any) -> None:  # for each opcode that makes something: a call less is worth it
+        self._objects_left -= 1
+        if self._objects_left < 0:
+            raise UnsafePickle(f"its pickle makes more than {self._objects} objects, which is the most that is read")
         load(self)
 
     return counted
-
-
-def _keys(items: Iterable[Any]) -> Iterable[Any]:
-    for item in items:
-        check_key(item)
-    return items
 
 
 def _unknown(opcode: str) -> _Load:
@@ -182,19 +177,39 @@ Machine.dispatch.update({getattr(pickle, name)[0]: load for name, load in _REPLA
 def check_walk(tree: Any) -> None:
     """Raise MalformedFile unless a walk through ``tree`` comes to an end soon, and without too deep a recursion.
 
-    What occurs twice counts twice, since a walk that knows paths goes there twice; what holds itself ends there.
+    What occurs twice counts twice, since a walk that knows paths goes there twice; what holds itself ends there. A few
+    bytes can make many values of that kind, so how many there may be depends on how many are held.
     """
-    values = 0
+    values = held = 0
     above: dict[int, None] = {}
-    stack: list[tuple[int, Iterable[Any]]] = [(0, iter((tree,)))]
+    seen = set[int]()
+    stack: list[tuple[int, Iterator[Any]]] = [(0, iter((tree,)))]
     while stack:
         node = next((child for child in stack[-1][1] if isinstance(child, CONTAINERS)), None)
         if node is None:
             above.pop(stack.pop()[0], None)
-        elif id(node) not in above:
-            below = [child for _, child in children_of(node)]
-            values += len(below)
-            check_count(values, limits.TREE_VALUES, "values of its tree, shared ones counted each time")
-            check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
-            above[id(node)] = None
-            stack.append((id(node), iter(below)))
+            continue
+        below = _values_of(node)
+        if not below or id(node) in above:
+            continue
+        count = len(below) + _CONTAINER
+        values += count
+        if id(node) not in seen:
+            seen.add(id(node))
+            held += count
+        most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * held)
+        if values > most:
+            check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
+        check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
+        above[id(node)] = None
+        stack.append((id(node), iter(below)))
+
+
+_CONTAINER = 10
+"""What going into a container costs, in values."""
+
+
+def _values_of(node: Any) -> Collection[Any]:
+    if isinstance(node, (list, tuple)):
+        return node
+    return node.values() if isinstance(node, dict) else vars(node).values()

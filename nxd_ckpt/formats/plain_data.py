@@ -18,7 +18,7 @@ import torch
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.machine import check_walk
-from nxd_ckpt.formats.safe_globals import BUILTIN_TYPES, check_key
+from nxd_ckpt.formats.safe_globals import BUILTIN_TYPES, Keys
 from nxd_ckpt.formats.tensors import TENSORS, TensorReference
 
 _ATOMS = frozenset(
@@ -88,8 +88,7 @@ def _length(node: Any) -> tuple[int, int]:
 
 def _check_keys(node: Iterable[Any], path: str) -> None:
     try:
-        for key in node:
-            check_key(key)
+        Keys().check(node)
     except MalformedFile as error:
         raise _refused(path, f"has {error}, which is more than a load accepts") from None
 

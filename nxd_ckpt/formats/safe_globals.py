@@ -19,7 +19,7 @@ import types
 import uuid
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -67,8 +67,7 @@ def _counter(counts: object = None) -> Counter[Any]:
 def _ordered(items: object = None) -> OrderedDict[Any, Any]:
     """Written empty; in Python 2 with a list of its items."""
     pairs = [] if items is None else _of(list, items, "OrderedDict")
-    for key, _ in pairs:
-        check_key(key)
+    Keys().check(key for key, _ in pairs)
     return OrderedDict(pairs)
 
 
@@ -140,10 +139,37 @@ def _short(text: object, limit: int, what: str) -> str:
     return found
 
 
-def check_key(key: Any) -> None:
-    """Raise MalformedFile for a key that would take long to hash: hashing walks through all tuples in it, by the C
-    stack, and through those that occur twice each time."""
-    if type(key) is str or not isinstance(key, (tuple, frozenset)):
+class Keys:
+    """The keys of a pickle's dicts, and the items of its sets: those that take long to find are refused.
+
+    Numbers and tuples can be chosen so that all have one hash; then each is compared with all before it. Text cannot:
+    its hash is another one in every process.
+    """
+
+    def __init__(self) -> None:
+        self._of_hash: dict[int, tuple[Any, int]] = {}
+
+    def check(self, keys: Iterable[Any]) -> None:
+        """Raise MalformedFile for one that takes long to hash, or to compare with those that were checked before."""
+        for key in keys:
+            kind = type(key)
+            if kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Sealed):
+                continue
+            _check_nesting(key)
+            first, others = self._of_hash.setdefault(hash(key), (key, 0))
+            if first is not key and first != key:
+                if others == limits.KEYS_OF_ONE_HASH:
+                    raise MalformedFile(f"more than {others} keys of one hash, such as {shown(first)} and {shown(key)}")
+                self._of_hash[hash(key)] = first, others + 1
+
+
+_OWN_HASH = 2**61 - 1
+"""Numbers from here on have the hash of smaller ones."""
+
+
+def _check_nesting(key: Any) -> None:
+    """Hashing walks through all tuples in a key, by the C stack, and through those that occur twice each time."""
+    if not isinstance(key, (tuple, frozenset)):
         return
     values, nodes = 0, [key]
     while nodes:
@@ -160,8 +186,7 @@ def made(kind: object, args: tuple[Any, ...]) -> Any:
         raise UnsafePickle(f"its pickle calls {shown(kind)}, which is not a function")
     if kind in (set, frozenset) and len(args) == 1:
         [items] = args
-        for item in _of(list, items, kind.__name__):
-            check_key(item)
+        Keys().check(_of(list, items, kind.__name__))
     elif kind is complex:
         if [type(part) for part in args] != [float, float]:
             raise MalformedFile("a complex is written with two floats")

@@ -83,7 +83,7 @@ def is_header_of(header: bytes, name: str, member: Member) -> bool:
     try:
         with tarfile.open(fileobj=io.BytesIO(header), mode="r:") as archive:
             info = archive.next()
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError):
+    except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError):
         return False
     if info is None or not info.isreg() or info.issparse():
         return False

@@ -18,6 +18,8 @@ from nxd_ckpt.storage.base import Reader
 
 _AHEAD = 64 * 2**10
 """Bytes that are read for a header: those of small members come along."""
+_OF_TARFILE = (ValueError, LookupError, OverflowError, RecursionError)
+"""What tarfile makes of numbers that are none, headers of headers, and lists of pieces that are cut off."""
 _LONGEST_LIST = 256 * 2**20
 """Bytes that a list of members may have: about a hundred for each."""
 
@@ -44,7 +46,7 @@ def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, 
                 return {}
             begin = info.offset_data + info.size + -info.size % tarfile.BLOCKSIZE
             found = member_list.load(file.bytes_at(info.offset_data, info.size), begin, size)
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError):
+    except (tarfile.TarError, *_OF_TARFILE):
         return {}
     name, last = list(found.items())[-1]
     header, end = bytearray(last.header), bytearray(END)
@@ -77,7 +79,7 @@ def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
             end = archive.offset
     except tarfile.TarError as error:
         raise _truncated(where, f"after {last or 'its beginning'}: {error}", size) from error
-    except (ValueError, OverflowError, RecursionError) as error:  # numbers, or headers of headers
+    except _OF_TARFILE as error:
         raise MalformedFile(f"{where}: not a tar archive after {last or 'its beginning'}: {error}") from error
     file.seek(end)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats what it cannot read as the end

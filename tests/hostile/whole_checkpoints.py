@@ -1,4 +1,4 @@
-"""Fuzzing in a process of its own: ``fuzzing.py DIRECTORY SEED CASES`` damages one file after the other, and reads.
+"""``python -m tests.hostile.whole_checkpoints DIRECTORY SEED CASES`` damages one file after the other, and reads.
 
 DIRECTORY holds checkpoints to play with. A case changes one file of one checkpoint, reads it in every way there is, and
 puts the file back. Pickles in torch files are changed inside of a container that is right again, so that their digest
@@ -13,7 +13,6 @@ import json
 import logging
 import random
 import resource
-import struct
 import sys
 import traceback
 import warnings
@@ -30,73 +29,17 @@ from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.verify import verify_checkpoint
+from tests.hostile.damage import damaged, damaged_inside, damaged_json
 
 MEMORY = 3 * 2**30
 CPU_SECONDS = 20
-
-EXTREMES = [0, 1, 127, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
-OPCODES = b"(.012FIJKLMNRSTUVXabcdeghijlopqrstu}]\x81\x82\x85\x86\x87\x88\x89\x8a\x8b\x8e\x8f\x90\x91\x93\x94\x96"
-VALUES: list[Any] = [None, -1, 0, 2**70, 1.5, "", "x", "../x", [], {}, [[]], True, "\ud800", "\0", 10**400]
-
-
-def damaged(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """``data`` with one to three changes; ``other`` is another file's."""
-    changed = bytearray(data)
-    for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(changed)) if changed else 0
-        length = rng.choice([1, 2, 4, 8, 64, 1000])
-        kind = rng.randrange(8)
-        if kind == 0 and changed:
-            changed[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            changed[at : at + 1] = bytes([rng.choice(OPCODES)])
-        elif kind == 2:
-            del changed[at:]
-        elif kind == 3:
-            del changed[at : at + length]
-        elif kind == 4:
-            changed[at:at] = changed[at : at + length] * rng.choice([1, 2, 100])
-        elif kind == 5:
-            start = rng.randrange(len(other) + 1)
-            changed[at : at + length] = other[start : start + length]
-        elif kind == 6:
-            width = rng.choice([2, 4, 8])
-            changed[at : at + width] = struct.pack("<Q", rng.choice(EXTREMES))[:width]
-        else:
-            changed[at : at + length] = bytes(min(length, len(changed) - at))
-    return bytes(changed)
-
-
-def damaged_inside(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """A torch file whose pickle is damaged, and whose digests are right."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            content = old.read(name)
-            new.writestr(name, damaged(rng, content, other) if name.endswith("data.pkl") else content)
-    return made.getvalue()
-
-
-def damaged_json(rng: random.Random, data: bytes) -> bytes:
-    """A document with one value replaced, anywhere."""
-    document = json.loads(data)
-    node = document
-    while isinstance(node, (dict, list)) and node:
-        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        below = node[key]
-        if not isinstance(below, (dict, list)) or not below or rng.random() < 0.3:
-            node[key] = rng.choice(VALUES)
-            break
-        node = below
-    return json.dumps(document).encode()
-
 
 def changed(rng: random.Random, path: Path, data: bytes, other: bytes) -> bytes:
     if rng.random() < 0.6:
         if zipfile.is_zipfile(io.BytesIO(data)):
             return damaged_inside(rng, data, other)
         if path.suffix == ".json":
-            return damaged_json(rng, data)
+            return damaged_json(rng, data, other)
     return damaged(rng, data, other)
 
 

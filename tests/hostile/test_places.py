@@ -1,6 +1,6 @@
 """Whatever stands in place of a file: nobody hangs, raises anything but CheckpointErrors, or touches what lies outside.
 
-One process tries all (``hostile_files``), with a limit on memory; each test looks at what it said of one place.
+One process tries all (``places``), with a limit on memory; each test looks at what it said of one place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nxd_ckpt import Checkpointer
 from nxd_ckpt.core.manifest import RankLine, dump_manifest, load_manifest
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.verify import verify_checkpoint
-from tests.bad_input.hostile_files import KINDS, model
+from tests.hostile.places import KINDS, model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -41,7 +41,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         checkpointer.save("one", model(), user_content={"steps": 1})
         checkpointer.save("two", {"weight": torch.zeros(3)})
     places = [*OF_THE_DIRECTORY, *OF_A_TAG, *MARKERS, "one"]
-    command = [sys.executable, "-m", "tests.bad_input.hostile_files", str(kept), *places]
+    command = [sys.executable, "-m", "tests.hostile.places", str(kept), *places]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, timeout=850, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -1,6 +1,6 @@
 """Calls that meet a hostile file, in a process of their own with a limit on memory; what each does, as JSON lines.
 
-``python -m tests.bad_input.hostile_files DIRECTORY PATH ...`` tries every kind of hostile file in place of every PATH
+``python -m tests.hostile.places DIRECTORY PATH ...`` tries every kind of hostile file in place of every PATH
 below DIRECTORY, each in a copy of its own.
 """
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 import nxd_ckpt
 from nxd_ckpt.convert import pack_checkpoint
 from nxd_ckpt.core.topology import Topology
-from tests.bad_input import fuzzing
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
+from tests.reliability import REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -72,8 +72,9 @@ def play_with(golden: Path, directory: Path) -> None:
     ids=["short", "long"],
 )
 def test_nothing_but_our_errors_leaves_a_reader(golden: Path, tmp_path: Path, seed: int, cases: int) -> None:
-    """Seeded: a case that fails is run again by its number, with ``fuzzing.py DIRECTORY NUMBER 1``."""
+    """Seeded: a case that fails is run again by its number, with
+    ``python -m tests.hostile.whole_checkpoints DIRECTORY NUMBER 1``."""
     play_with(golden, tmp_path)
-    command = [sys.executable, fuzzing.__file__, str(tmp_path), str(seed), str(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.hostile.whole_checkpoints", str(tmp_path), str(seed), str(cases)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (0, "") == (done.returncode, done.stdout[-5000:]), done.stderr[-2000:]

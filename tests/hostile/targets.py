@@ -1,0 +1,221 @@
+"""Everything that parses a file: one :class:`Target` each, which reads its bytes as the library does."""
+
+from __future__ import annotations
+
+import io
+import random
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nxd_ckpt.core.manifest import is_manifest, load_index, load_manifest, load_parameters
+from nxd_ckpt.core.votes import load_verdict, load_vote, raise_error_of
+from nxd_ckpt.errors import SaveFailed
+from nxd_ckpt.formats.safetensors import read_header
+from nxd_ckpt.formats.tensors import StorageSpan
+from nxd_ckpt.formats.torch_zip import read_tree
+from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.formats.unpickle import unpickle
+from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
+from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.hugging_face import CONFIG, INDEX, HuggingFaceDirectory
+from nxd_ckpt.layout.mappings import find_mapping
+from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
+from nxd_ckpt.layout.torch_dcp import read_metadata
+from nxd_ckpt.runtime.coordination import intents, journal, lease
+from nxd_ckpt.runtime.paths import JOURNAL, LEASE, staging_dir
+from nxd_ckpt.storage.archive.members import find_members
+from nxd_ckpt.testing.memory import MemoryStorage
+from tests.formats.helpers import pread_of, rendered, saved
+from tests.hostile import findings, valid
+from tests.hostile.damage import (
+    damaged,
+    damaged_inside,
+    damaged_json,
+    damaged_manifest,
+    damaged_pickle,
+    damaged_safetensors,
+    damaged_tar,
+)
+
+Damage = Callable[[random.Random, bytes, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader, files that it reads, and those that once were too much for it.
+
+    ``damage`` changes a file in its own terms; every second input is changed byte by byte instead.
+    """
+
+    name: str
+    read: Callable[[bytes], object]
+    valid: Sequence[bytes]
+    damage: Damage = damaged
+    findings: Sequence[bytes] = ()
+
+    def input(self, seed: int) -> bytes:
+        """The damaged file of that number."""
+        rng = random.Random(seed)
+        files = [*self.valid, *self.findings]
+        data, other = rng.choice(files if rng.random() < 0.2 else self.valid), rng.choice(files)
+        return rng.choice([damaged, self.damage])(rng, data, other)
+
+
+def _index(data: bytes) -> None:
+    try:
+        load_parameters(data, "index.json")
+    finally:
+        load_index(data, "index.json")
+
+
+def _manifest(data: bytes) -> None:
+    is_manifest(data)
+    load_manifest(data, "manifest.json")
+
+
+def _vote(data: bytes) -> None:
+    vote = load_vote(data, "vote.json")
+    with suppress(SaveFailed):
+        raise_error_of(vote)
+
+
+def _holding(files: dict[str, bytes], renames: bool = True) -> MemoryStorage:
+    """A directory with one good tag, and ``files``."""
+    storage = MemoryStorage("hostile" if renames else "hostile store", renames)
+    storage.remove("")
+    for key, data in {f"step_3/{MANIFEST}": valid.MANIFESTS[0], f"step_3/{DONE}": b"1", **files}.items():
+        storage.write(key, data)
+    return storage
+
+
+def _lease(data: bytes) -> None:
+    lease.read(_holding({LEASE: data}))
+
+
+def _journal(data: bytes) -> None:
+    storage = _holding({JOURNAL: data, f"{staging_dir('run-1')}/{DONE}": b"1"})
+    journal.recover(storage)
+    assert not journal.is_open(storage)
+    assert storage.is_file(f"step_3/{DONE}")
+
+
+def _intent(data: bytes) -> None:
+    storage = _holding({staging_dir("run-1"): data, f"half/{MARKER}": b"1"}, renames=False)
+    intents.saves_of(storage, "step_3")
+    intents.clear(storage, staging_dir("run-1"))
+    assert storage.is_file(f"step_3/{DONE}")
+
+
+def _marker(name: str, data: bytes) -> None:
+    for renames in (True, False):
+        storage = _holding({name: data}, renames)
+        for tag in list_tags(storage):
+            is_checkpoint_of_ours_or_nxd(storage, tag.tag)
+            may_be_replaced(storage, tag.tag)
+
+
+def _pickle(data: bytes) -> None:
+    spans = {str(key): StorageSpan(f"data/{key}", 64 * key, 4, None) for key in range(3)}
+    unpickle(data, "file.pt", spans)
+
+
+def _torch(data: bytes) -> None:
+    read_tree(pread_of(data), len(data), "file.pt")
+
+
+_XSER = {"x.pt": rendered(image_of(valid.REFERENCES)), info_file("x.pt"): saved(valid.INFO)} | {
+    tensor_file("x.pt", tid): saved(torch.ones(2)) for tid in (0, 1)
+}
+
+
+def _references(name: str, data: bytes) -> None:
+    files = TagFiles(_holding({**_XSER, name: data}), "")
+    files.joined("x.pt")
+    files.marked_experts("x.pt")
+
+
+def _safetensors(data: bytes) -> None:
+    read_header(pread_of(data), len(data), "x.safetensors")
+
+
+def _hugging_face(name: str, data: bytes) -> None:
+    files = {CONFIG: valid.CONFIGS[0], INDEX: valid.WEIGHT_MAPS[0], "a.safetensors": valid.SAFETENSORS[0]}
+    held = HuggingFaceDirectory(_holding({**files, name: data}))
+    for tensor in held.names:
+        held.tensor(tensor)
+    mapping = find_mapping(None, held.config)
+    mapping.required(mapping.sizes(held.config, 1, "trn1"))
+
+
+def _mapping(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        Path(file.name).write_bytes(data)
+        mapping = find_mapping(file.name, {})
+    mapping.required(mapping.sizes({"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4}, 1, "trn1"))
+    mapping.split(["model.layers.0.mlp.down_proj.weight"])
+
+
+class _Bytes:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, memory in ranges:
+            found = self._data[offset : offset + len(memory)]
+            if len(found) != len(memory):
+                raise EOFError(f"{len(memory) - len(found)} bytes missing")
+            memory[:] = found
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _archive(data: bytes) -> None:
+    find_members(_Bytes(data), len(data), "x.tar")
+
+
+def _metadata(data: bytes) -> None:
+    read_metadata(TagFiles(_holding({".metadata": data, "__0_0.distcp": bytes(8)}), ""), "")
+
+
+def _pickles_of(files: Sequence[bytes]) -> list[bytes]:
+    return [zipfile.ZipFile(io.BytesIO(file)).read("archive/data.pkl") for file in files]
+
+
+_HOSTILE = [b"\x80\x04" + pickled + b"." for pickled in findings.HOSTILE.values()]
+
+_TARGETS = [
+    Target("index", _index, valid.INDEXES, damaged_json),
+    Target("manifest", _manifest, valid.MANIFESTS, damaged_manifest),
+    Target("vote", _vote, valid.VOTES, damaged_json),
+    Target("verdict", lambda data: load_verdict(data, "verdict.json"), valid.VERDICTS, damaged_json),
+    Target("lease", _lease, valid.LEASES, damaged_json),
+    Target("journal", _journal, valid.JOURNALS, damaged_json),
+    Target("intent", _intent, valid.INTENTS, damaged_json),
+    Target("done", partial(_marker, f"step_3/{DONE}"), valid.DONES),
+    Target("newest", partial(_marker, NEWEST), valid.NEWESTS),
+    Target("torch file", _torch, valid.TORCH_FILES, damaged_inside),
+    Target("pickle", _pickle, _pickles_of(valid.TORCH_FILES), damaged_pickle, _HOSTILE),
+    Target("xser references", partial(_references, "x.pt"), [_XSER["x.pt"]], damaged_inside),
+    Target("xser info", partial(_references, info_file("x.pt")), [_XSER[info_file("x.pt")]], damaged_inside),
+    Target("safetensors", _safetensors, valid.SAFETENSORS, damaged_safetensors, [*findings.SAFETENSORS.values()]),
+    Target("config.json", partial(_hugging_face, CONFIG), valid.CONFIGS, damaged_json),
+    Target("weight map", partial(_hugging_face, INDEX), valid.WEIGHT_MAPS, damaged_json),
+    Target("mapping", _mapping, valid.MAPPINGS, damaged_json),
+    Target("archive", _archive, valid.ARCHIVES, damaged_tar, [*findings.ARCHIVES.values()]),
+    Target("DCP metadata", _metadata, valid.METADATA, damaged_pickle),
+]
+TARGETS: dict[str, Target] = {
+    target.name: Target(
+        *(target.name, target.read, target.valid, target.damage),
+        findings=[*target.findings, *findings.found(target.name)],
+    )
+    for target in _TARGETS
+}

@@ -1,0 +1,180 @@
+"""Files that cost a reader as much as their bytes can: one thing of a kind, again and again."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable
+from itertools import count
+
+from tests.core.documents import sealed
+from tests.formats.pickles import EMPTY_STORAGE, named, text
+from tests.hostile import valid
+from tests.hostile.findings import REBUILD, number
+
+_Maker = Callable[[int], bytes]
+"""Makes a file of so many bytes, or of fewer where that is enough."""
+_PRIME = 2**61 - 1
+"""Hashes of numbers are taken modulo this."""
+
+
+def _pickle(unit: bytes, before: bytes = b"") -> _Maker:
+    """A list of ``unit``; ``before`` leaves nothing on the stack."""
+    begin = b"\x80\x04" + before + b"]("
+    return lambda nbytes: begin + unit * ((nbytes - len(begin)) // len(unit)) + b"e."
+
+
+def _calls(module: str, name: str, *args: bytes) -> _Maker:
+    """A list of what a function makes of the same arguments: both are named once."""
+    given = b"(" + b"".join(args) + b"tq\x060" if args else b")q\x060"
+    return _pickle(b"h\x05h\x06R", named(module, name) + b"q\x050" + given)
+
+
+def _objects(module: str, name: str) -> _Maker:
+    return _pickle(b"h\x05)\x81", named(module, name) + b"q\x050")
+
+
+def _pair(index: int) -> bytes:
+    """A tuple of two numbers, of the same hash as all others: what the second has to be for that is computed."""
+    first = index + 1
+    prime1, prime2, prime5, full = 11400714785074694791, 14029467366897019727, 2870177450012600261, 2**64
+    lane = (prime5 + first * prime2) % full
+    lane = ((lane << 31) | (lane >> 33)) % full * prime1 % full
+    second = (-lane) * pow(prime2, -1, full) % full
+    return (number(first) + number(second) + b"\x86") if second < _PRIME else b""
+
+
+def _keys(keys: Callable[[int], bytes], before: bytes = b"}(", each: bytes = b"N", after: bytes = b"u") -> _Maker:
+    """Of ``keys(0)``, ``keys(1)`` and so on, those that are not empty."""
+
+    def made(nbytes: int) -> bytes:
+        data = bytearray(b"\x80\x04" + before)
+        for key in filter(None, map(keys, count())):
+            data += key + each
+            if len(data) >= nbytes:
+                break
+        return bytes(data) + after + b"."
+
+    return made
+
+
+def _number(index: int) -> bytes:
+    """A number of the same hash as all others."""
+    return number(index * _PRIME)
+
+
+def _json(begin: str, unit: str, end: str) -> _Maker:
+    def made(nbytes: int) -> bytes:
+        count = max(1, (nbytes - len(begin) - len(end)) // (len(unit) + 1))
+        return (begin + ",".join([unit] * count) + end).encode()
+
+    return made
+
+
+def _text(begin: str, character: str, end: str) -> _Maker:
+    return lambda nbytes: (begin + character * (nbytes - len(begin) - len(end)) + end).encode()
+
+
+def _headers(nbytes: int) -> bytes:
+    """An archive of empty files."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for index in range(nbytes // tarfile.BLOCKSIZE - 2):
+            tar.addfile(tarfile.TarInfo(f"one/{index}"))
+    return out.getvalue()
+
+
+def _sealed_parameters(nbytes: int) -> bytes:
+    document = json.loads(valid.MANIFESTS[0])
+    name, spec = next(iter(document["parameters"].items()))
+    each = len(json.dumps(spec)) + len(name) + 12
+    document["parameters"] = {f"{name}{index}": spec for index in range(nbytes // each)}
+    return sealed(document)
+
+
+def _safetensors(nbytes: int) -> bytes:
+    about = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    header = json.dumps({str(index): about for index in range(nbytes // 60)}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(4)
+
+
+_TEXT = text("1" * 4000)
+_DEEP_JSON = '{"format_version":1,"kind":"%s","files":'
+
+WORST: dict[str, tuple[str, _Maker]] = {
+    **{
+        f"a pickle of {what}": ("pickle", _pickle(unit))
+        for what, unit in {
+            "lists": b"]",
+            "dicts": b"}",
+            "sets": b"\x8f",
+            "marks": b"(",
+            "frozensets": b"(\x91",
+            "tuples": b"N\x85",
+            "floats": b"G" + bytes(7) + b"\x01",
+            "numbers": b"M\xff\xff",
+            "texts": b"\x8c\x02ab",
+            "memos": b"]\x94",
+            "lists in lists": b"]a",
+            "persistent ids": b"NQ",
+            "copies": b"]2",
+        }.items()
+    },
+    **{
+        f"a pickle of {name}": ("pickle", _calls(module, name))
+        for name, module in {
+            "defaultdict": "collections",
+            "OrderedDict": "collections",
+            "Counter": "collections",
+            "bytearray": "builtins",
+            "set": "builtins",
+        }.items()
+    },
+    "a pickle of Namespaces": ("pickle", _objects("argparse", "Namespace")),
+    "a pickle of UUIDs": ("pickle", _objects("uuid", "UUID")),
+    "a pickle of Decimals": ("pickle", _calls("decimal", "Decimal", _TEXT)),
+    "a pickle of Fractions": ("pickle", _calls("fractions", "Fraction", _TEXT)),
+    "a pickle of paths": ("pickle", _calls("pathlib", "PosixPath", _TEXT)),
+    "a pickle of Sizes": ("pickle", _calls("torch", "Size", b"(" + b"K\x01" * 60 + b"t")),
+    "a pickle of dtypes": ("pickle", _calls("numpy", "dtype", text("f8"), b"\x89", b"\x88")),
+    "a pickle of tensors": (
+        "pickle",
+        _pickle(
+            b"h\x05h\x06R",
+            REBUILD[: -len(EMPTY_STORAGE)] + b"q\x050" + EMPTY_STORAGE + b"K\x00K\x01\x85K\x01\x85\x89Ntq\x060",
+        ),
+    ),
+    "a float of digits": ("pickle", lambda nbytes: b"\x80\x04F" + b"1" * (nbytes - 5) + b"\n."),
+    "a dict of numbers of one hash": ("pickle", _keys(_number)),
+    "a set of numbers of one hash": ("pickle", _keys(_number, b"\x8f(", b"", b"\x90")),
+    "a frozenset of numbers of one hash": ("pickle", _keys(_number, b"(", b"", b"\x91")),
+    "a set, called, of numbers of one hash": (
+        "pickle",
+        _keys(_number, named("builtins", "set") + b"](", b"", b"e\x85R"),
+    ),
+    "a dict of pairs of one hash": ("pickle", _keys(_pair)),
+    **{
+        f"{reader}: {what}": (reader, made)
+        for reader in ("index", "manifest", "vote", "lease", "journal", "config.json", "weight map", "mapping")
+        for what, made in {
+            "lists": _json("[", "[]", "]"),
+            "objects": _json('{"a":[', '{"a":1}', "]}"),
+            "a float of digits": _text('{"x":0.', "1", "}"),
+        }.items()
+    },
+    "index: files": ("index", _json(_DEEP_JSON % "rank_index" + "[", "[0,0]", "]}")),
+    "manifest: parameters": ("manifest", _sealed_parameters),
+    "newest: lines": ("newest", lambda nbytes: b"a\n" * (nbytes // 2)),
+    "done: digits": ("done", lambda nbytes: b"1" * (nbytes - 2) + b" a"),
+    "config.json: layers": (
+        "config.json",
+        lambda nbytes: json.dumps({**json.loads(valid.CONFIGS[0]), "num_hidden_layers": nbytes // 20}).encode(),
+    ),
+    "safetensors: tensors": ("safetensors", _safetensors),
+    "archive: headers": ("archive", _headers),
+    "DCP metadata: lists": ("DCP metadata", _pickle(b"]")),
+    "DCP metadata: sets": ("DCP metadata", _pickle(b"\x8f")),
+}
+"""By name: whose file it is, and what makes it."""

@@ -1,0 +1,35 @@
+"""docs/reliability.md: what a run of the tests writes into it, of itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+_PAGE = REPOSITORY / "docs" / "reliability.md"
+
+
+def put(place: str, text: str) -> None:
+    """Replace what is between the comments ``<!-- PLACE -->`` and ``<!-- end of PLACE -->``."""
+    pattern = re.compile(rf"(<!-- {place} -->\n).*?(<!-- end of {place} -->)", re.DOTALL)
+    page, count = pattern.subn(lambda found: f"{found[1]}{text}\n{found[2]}", _PAGE.read_text())
+    if count != 1:
+        raise ValueError(f"{_PAGE} has {count} places for {place!r}, expected one")
+    _PAGE.write_text(page)
+
+
+def table(rows: Iterable[Iterable[object]], header: Iterable[str] = ("", "")) -> str:
+    """Rows as a table of the page."""
+    head = list(header)
+    lines = [head, ["---"] * len(head), *(list(map(str, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
+def date_and_commit() -> list[tuple[str, str]]:
+    """When and on what the run was."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+    return [("date", f"{datetime.now(timezone.utc):%Y-%m-%d}"), ("commit", commit)]
