@@ -7,6 +7,7 @@
 #   TORCH="torch==2.15.*"   torch of `make test-pythons`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
 #   STORE=s3                `make demo` saves to an S3 server, which it starts on this machine
+#   MUTANTS_ARGS="core/votes"  further arguments for `make mutants` (python -m tests.mutants --help)
 #   BENCH_ARGS="--quick"    further arguments for `make bench` (python -m tools.bench --help) and its kin
 
 PYTHON ?= python3
@@ -16,6 +17,7 @@ PYTHONS ?= python3.10 python3.12 python3.13 python3.14
 TORCH ?= torch==2.13.*
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+MUTANTS_ARGS ?=
 STORE ?=
 
 XLA_READY := $(VENV)/.nxd-ckpt-installed
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint test-xla test-plain test-pythons soak bench bench-reshard bench-diff bench-hf bench-scale demo
+.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-scale demo
 
 # Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
 test:
@@ -58,6 +60,10 @@ test-pythons:
 
 soak: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+# Changes the code, one place at a time, to see whether a test notices; no part of `make test`.
+mutants: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tests.mutants $(MUTANTS_ARGS)
 
 bench: $(BENCH_READY)
 	$(VENV)/bin/python -m tools.bench $(BENCH_ARGS)

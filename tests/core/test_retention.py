@@ -138,6 +138,11 @@ def test_time_counts_back_from_the_newest() -> None:
     assert ["a", "b", "c", "d"] == kept(tags, Within(days=1))
 
 
+def test_times_add_up() -> None:
+    """Days, hours and minutes, in seconds."""
+    assert 24 * 3600 + 2 * 3600 + 3 * 60 == Within(days=1, hours=2, minutes=3).seconds
+
+
 def test_every_reason_is_told() -> None:
     """By rule; pinned tags are, and the newest where nothing else keeps it."""
     found = decide(listing("1", "2", "3"), [Every(2), Best("x")], {"2": {"x": 1.0}}, {"1", "2", "other"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,16 @@ def test_a_leader_that_differs_is_noticed_too() -> None:
         judge(ballots, TOPOLOGY)
 
 
+def test_ranks_of_a_mesh_job_are_compared_with_their_own_leader() -> None:
+    """Those that share the writing must hold the same; what others hold is no matter."""
+    ballots = [Vote(rank, plan=PLAN, replica="one" if rank in (0, 3) else "other") for rank in range(4)]
+    leader_of = {0: 0, 3: 0, 1: 1, 2: 1}
+    judge(ballots, Topology(dp=4), leader_of)
+    ballots[3] = replace(ballots[3], replica="other")
+    with pytest.raises(RanksDisagree, match="ranks 0 and 3 held the same tensors on the same meshes at the first save"):
+        judge(ballots, Topology(dp=4), leader_of)
+
+
 def test_replicated_tensors_that_differ_over_tp() -> None:
     """tp ranks of one dp rank whose replicated tensors have other content are found, and only they."""
     same = [replace(vote, replicated=7) for vote in votes()]
@@ -86,13 +98,26 @@ def test_a_vote_is_read_back(vote: Vote) -> None:
     assert vote == load_vote(dump(vote), "vote")
 
 
-@pytest.mark.parametrize("verdict", [Verdict(), Verdict(("SaveFailed", "rank 3 failed"), 3)])
+@pytest.mark.parametrize("verdict", [Verdict(), Verdict(("SaveFailed", "rank 3 failed"), 3, "step_3")])
 def test_a_verdict_is_read_back(verdict: Verdict) -> None:
     """As it was given."""
     assert verdict == load_verdict(dump(verdict), "verdict")
 
 
+def test_an_empty_verdict_is_a_visible_tag() -> None:
+    """Without an error the tag is visible; rank 0 decided, unless another is named."""
+    assert Verdict() == load_verdict(b"{}", "verdict")
+
+
 DAMAGED = [b"", b"{", b"[]", b"3", b'{"error":["x"]}', b'{"error":{"a":1}}', b'{"error":5}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("field", [{"rank": "1"}, {"rank": -1}, {"nbytes": 1.5}, {"nbytes": True}])
+def test_the_numbers_of_a_vote_are_numbers(field: dict[str, Any]) -> None:
+    """Counts, and nothing that looks like one."""
+    fields = {**json.loads(dump(Vote(3, plan=PLAN))), **field}
+    with pytest.raises(MalformedFile, match=r"^vote: not a vote of this version"):
+        load_vote(json.dumps(fields).encode(), "vote")
 
 
 @pytest.mark.parametrize("data", [*DAMAGED, b'{"rank":0,"index":[1]}', b'{"rank":0,"colour":1}', b"{}"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
-    inputs, seconds, found = Counter[str](), Counter[str](), Counter[str]()
+    inputs, found = Counter[str](), Counter[str]()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for part in parts(given.readers or [*TARGETS], given.first, given.count, given.processes):
         inputs[part.name] += part.inputs
         seconds[part.name] += part.cpu_seconds
@@ -64,7 +65,7 @@ def main() -> None:
             found[part.name] += 1
             print(f"{part.name}, input {seed}, kept as {path}\n{what}", flush=True)
     rows = [[name, f"{inputs[name]:,}", found[name], f"{inputs[name] / seconds[name]:,.0f}"] for name in inputs]
-    total = ["all", f"{inputs.total():,}", found.total(), f"{inputs.total() / seconds.total():,.0f}"]
+    total = ["all", f"{inputs.total():,}", found.total(), f"{inputs.total() / sum(seconds.values()):,.0f}"]
     text = table([*sorted(rows), total], ["reader", "inputs", "troubles", "inputs a second and core"])
     print(text)
     if given.write:

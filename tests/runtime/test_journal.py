@@ -15,7 +15,7 @@ from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, recording
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -244,3 +244,123 @@ def test_a_tag_is_removed_by_one_rename(tmp_path: Path) -> None:
     assert 1 == len(storage.list(TRASH))
     journal.discard_trash(storage)
     assert [] == storage.list(TRASH)
+
+
+CHANGING = ("write", "make_dir", "rename", "remove", "sync_dir")
+OLD, NEW = f"{TRASH}/", staging_dir(ATTEMPT)
+"""The beginning of the name that the old tag is given, and where the new one lies."""
+DURABLE = [("sync_dir", ""), ("sync_dir", STAGING), ("sync_dir", TRASH)]
+SETTLED = [*DURABLE, ("remove", JOURNAL), ("sync_dir", HIDDEN)]
+
+
+def changes(log: list[Operation]) -> list[tuple[str, str]]:
+    """What was done, in order, without the name that the old tag is given."""
+    return [(done.name, done.key.partition(OLD)[0] or done.key) for done in log if done.name in CHANGING]
+
+
+def test_a_new_tag_appears_by_one_rename_that_is_made_durable(tmp_path: Path) -> None:
+    """Nothing is announced where nothing is replaced."""
+    assert [("rename", f"{NEW} -> {TAG}"), *DURABLE[:2]] == changes(operations(tmp_path, old=False))
+
+
+@WITH_TWO_RENAMES
+def test_each_step_of_a_swap_is_durable_before_the_next(tmp_path: Path) -> None:
+    """The journal before the first rename, both renames before the journal goes, and that before the old tag goes."""
+    log = changes(operations(tmp_path, old=True))
+    announced = [("make_dir", TRASH), ("write", JOURNAL), ("sync_dir", HIDDEN)]
+    renamed = [("rename", f"{TAG} -> "), ("rename", f"{NEW} -> {TAG}")]
+    assert [*announced, *renamed, *SETTLED] == log[:10]
+    assert {"remove"} == {name for name, _ in log[10:]}
+
+
+@WITH_TWO_RENAMES
+def test_what_is_undone_is_undone_durably(tmp_path: Path) -> None:
+    """The old tag is back in its place, for good, before the journal goes."""
+    log: list[Operation] = []
+
+    def hook(operation: Operation) -> None:
+        if operation == Operation("rename", f"{NEW} -> {TAG}"):
+            log.clear()
+            fail()
+        log.append(operation)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.publish(HookedStorage(prepare(tmp_path, old=True), hook), ATTEMPT, TAG)
+    assert ["rename", *(name for name, _ in SETTLED)] == [name for name, _ in changes(log)]
+    assert SETTLED == changes(log)[1:]
+
+
+@WITH_TWO_RENAMES
+def test_a_recovery_is_durable_before_the_journal_goes(tmp_path: Path) -> None:
+    """Else a crash could lose the rename and keep the journal's removal."""
+    storage, log = prepare(tmp_path, old=True), list[Operation]()
+    assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
+    journal.recover(HookedStorage(storage, recording(log)))
+    assert [("rename", f"{NEW} -> {TAG}"), *SETTLED] == changes(log)
+
+
+@WITH_TWO_RENAMES
+def test_an_earlier_swap_is_finished_first(tmp_path: Path) -> None:
+    """Before the next attempt is published, under the same tag or another."""
+    storage = prepare(tmp_path, old=True)
+    assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
+    storage.write(f"{staging_dir('run-2')}/done", b"newer")
+    journal.publish(storage, "run-2", "other")
+    assert {b"new"} == content(storage)
+    assert not journal.is_open(storage)
+
+
+def test_an_undo_that_fails_is_left_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The save has failed with its own error; the journal stays, and whoever comes next settles it."""
+    storage, broken = prepare(tmp_path, old=True), False
+
+    def hook(operation: Operation) -> None:
+        nonlocal broken
+        broken = broken or operation.name in ("rename", "swap")
+        if broken and operation.name in (*CHANGING, "swap"):
+            raise OSError(errno.EROFS, f"{operation.name} failed")
+
+    with pytest.raises(OSError, match=r"(rename|swap) failed"):
+        journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
+    assert "a failed save of 'tag' could not be undone yet" in caplog.text
+    assert journal.is_open(storage)
+    journal.recover(storage)
+    assert {b"old"} == content(storage)
+
+
+@pytest.mark.parametrize("content", [None, "file", "directory"])
+def test_a_journal_is_open_whatever_it_holds(tmp_path: Path, content: str | None) -> None:
+    """Also if something else is in its place."""
+    storage = prepare(tmp_path, old=True)
+    if content == "file":
+        storage.write(JOURNAL, b"damaged")
+    elif content == "directory":
+        storage.make_dir(JOURNAL)
+    assert (content is not None) is journal.is_open(storage)
+
+
+def test_trash_that_is_empty_is_not_set_aside(tmp_path: Path) -> None:
+    """With a damaged journal only a trash that holds something is kept."""
+    storage = prepare(tmp_path, old=True)
+    storage.write(JOURNAL, b"damaged")
+    storage.make_dir(TRASH)
+    journal.recover(storage)
+    assert storage.is_dir(TRASH)
+
+
+def test_a_removal_is_durable(tmp_path: Path) -> None:
+    """Once it is through, a crash does not bring the tag back."""
+    log: list[Operation] = []
+    journal.remove_tag(HookedStorage(prepare(tmp_path, old=True), recording(log)), TAG, ATTEMPT)
+    assert [("make_dir", TRASH), ("rename", f"{TAG} -> "), ("sync_dir", "")] == changes(log)
+
+
+def test_what_cannot_be_deleted_does_not_keep_the_rest(tmp_path: Path) -> None:
+    """Nothing visible depends on it: the next time is soon enough."""
+    storage = prepare(tmp_path, old=False)
+    for name in ("a", "b", "c"):
+        storage.write(f"{TRASH}/{name}/x", b"1")
+    journal.discard_trash(HookedStorage(storage, failing("remove", f"{TRASH}/b", OSError(errno.EIO, "no"))))
+    assert ["b"] == [entry.name for entry in storage.list(TRASH)]
+    journal.discard_trash(HookedStorage(storage, failing("list", TRASH, OSError(errno.EIO, "no"))))
+    assert ["b"] == [entry.name for entry in storage.list(TRASH)]
