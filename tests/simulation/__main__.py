@@ -12,9 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
 from tests.simulation.saves import SAVES
@@ -74,11 +76,11 @@ def run_all(first: int, count: int, processes: int) -> Count:
     return total
 
 
-def look_at_all(works: Sequence[Work], processes: int) -> list[CrashCount]:
-    """Look at every state that a loss of power leaves during each of these, and print how many there were."""
-    counts = []
+def look_at_all(interleavings: int, processes: int) -> list[CrashCount]:
+    """Look at every state that a loss of power leaves, and print how many there were."""
+    counts, works = [], (*SAVES, *CONVERSIONS)
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        for count in pool.imap(_quietly_enumerated, works, chunksize=1):
+        for count in pool.imap(partial(_quietly_enumerated, interleavings=interleavings), works, chunksize=1):
             counts.append(count)
             for failure in count.failures:
                 print(failure, flush=True)
@@ -86,9 +88,9 @@ def look_at_all(works: Sequence[Work], processes: int) -> list[CrashCount]:
     return counts
 
 
-def _quietly_enumerated(work: Work) -> CrashCount:
+def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
     logging.disable(logging.CRITICAL)
-    return enumerated(work)
+    return enumerated(work, interleavings)
 
 
 def write(total: Count, first: int) -> None:
@@ -104,11 +106,11 @@ def write(total: Count, first: int) -> None:
     _put("counts", ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def write_crashes(counts: Sequence[CrashCount]) -> None:
+def write_crashes(counts: Sequence[CrashCount], interleavings: int) -> None:
     """The same for :func:`look_at_all`."""
     rows = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
     rows["all"] = list(map(sum, zip(*rows.values(), strict=True)))
-    lines = [f"On {datetime.now(timezone.utc):%Y-%m-%d}, commit {_commit()}:", ""]
+    lines = [f"On {datetime.now(timezone.utc):%Y-%m-%d}, commit {_commit()}, in {interleavings} interleavings:", ""]
     lines += ["| power is lost while | at moments | states | that differ | broken promises |", "|---|---|---|---|---|"]
     lines += [f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |" for name, numbers in rows.items()]
     _put("crash states", lines)
@@ -131,13 +133,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed; with --count 1 it is replayed")
     parser.add_argument("--count", type=int, default=1000, help="how many schedules")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
-    parser.add_argument("--crashes", action="store_true", help="every state that a loss of power leaves, instead")
+    parser.add_argument("--crashes", type=int, metavar="N", help="every crash state in N interleavings, instead")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
     if given.crashes:
-        counts = look_at_all(SAVES, given.processes)
+        counts = look_at_all(given.crashes, given.processes)
         if given.write:
-            write_crashes(counts)
+            write_crashes(counts, given.crashes)
         raise SystemExit(1 if any(count.failures for count in counts) else 0)
     total = run_all(given.first, given.count, given.processes)
     if given.write:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from nxd_ckpt.runtime.paths import PROBES, RUNS, VOTES
@@ -103,23 +104,25 @@ class Count:
     failures: list[str] = field(default_factory=list)
 
 
-def enumerated(work: Work, seed: int = 0, every: int = 1) -> Count:
-    """Look at all states of each ``every``-th moment."""
-    recording, count = Recording(work, seed, every), Count(work.name)
-    recording.go()
-    seen = defaultdict[str, Seen](Seen)
-    for number, moment in enumerate(recording.moments):
-        count.moments += 1
-        for remains in crash_states(moment.disk, seen[moment.told], NOTES):
-            count.states += 1
-            if remains is None:
-                continue
-            count.looked_at += 1
-            try:
-                _look_at(work, remains, moment.jobs)
-            except Exception as error:
-                failed = f"{work.name}, moment {number * every} (before {moment.call}), state {count.states}"
-                count.failures.append(f"{failed}: {type(error).__name__}: {error}")
+def enumerated(work: Work, interleavings: int = 1, every: int = 1, most: int | None = None) -> Count:
+    """Look at all states (at ``most`` so many) of each ``every``-th moment of the work, which is done in so many
+    interleavings."""
+    count, seen = Count(work.name), defaultdict[str, Seen](Seen)
+    for seed in range(interleavings):
+        recording = Recording(work, seed, every)
+        recording.go()
+        for number, moment in enumerate(recording.moments):
+            count.moments += 1
+            for remains in islice(crash_states(moment.disk, seen[moment.told], NOTES), most):
+                count.states += 1
+                if remains is None:
+                    continue
+                count.looked_at += 1
+                try:
+                    _look_at(work, remains, moment.jobs)
+                except Exception as error:
+                    where = f"interleaving {seed}, moment {number * every} (before {moment.call})"
+                    count.failures.append(f"{work.name}, {where}: {type(error).__name__}: {error}")
     return count
 
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
+from io import BytesIO
+
+import torch
 
 from nxd_ckpt.storage.base import Storage
 
 
 def visible(storage: Storage) -> dict[str, int]:
-    """The number of the save that each visible tag holds.
+    """The number of the save that each visible tag holds, and each directory with an unsharded model.
 
     Raises AssertionError for a tag that claims more than is there: a file that is missing, short or damaged, or parts
     of several saves.
     """
-    tags = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
-    return {tag: _value(storage, tag) for tag in tags if storage.is_file(f"{tag}/done")}
+    folders = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
+    tags = {folder: _value(storage, folder) for folder in folders if storage.is_file(f"{folder}/done")}
+    return tags | {folder: _unsharded(storage, folder) for folder in folders if storage.is_file(f"{folder}/model.pt")}
 
 
 def _value(storage: Storage, tag: str) -> int:
     listed = {entry.name for entry in storage.list(tag)}
     assert {"checkpoint", "manifest.json", "index", "model", "user_content.pt"} <= listed, f"{tag} has only {listed}"
     manifest = json.loads(storage.read(f"{tag}/manifest.json"))
-    assert manifest["tag"] == tag
-    values = set()
+    values = set[int]()
     for rank, (nbytes, digest) in enumerate(manifest["ranks"]):
         document = storage.read(f"{tag}/index/dp_rank_00_tp_rank_{rank:02}_pp_rank_00.json")
         assert (nbytes, digest) == (len(document), zlib.crc32(document)), f"{tag}: index of rank {rank}"
@@ -34,8 +37,17 @@ def _value(storage: Storage, tag: str) -> int:
             assert (size, crc) == (len(data), zlib.crc32(data)), f"{tag}/{name} is not what its index says"
         (weight,) = (tensor for tensor in index["tensors"] if tensor["name"] == "model/weight")
         data = storage.read(f"{tag}/{weight['file']}")
-        (number,) = set(array("f", data[weight["offset"] : weight["offset"] + weight["nbytes"]]))
-        assert number % 10 == rank, f"{tag}: the part of rank {rank} is that of rank {number % 10:.0f}"
-        values.add(int(number) // 10)
+        numbers = set(array("f", data[weight["offset"] : weight["offset"] + weight["nbytes"]]))
+        parts = {rank} if len(manifest["ranks"]) == 2 else {0, 1}  # of one rank: it holds both parts
+        assert {number % 10 for number in numbers} == parts, f"{tag}: rank {rank} has {numbers}, expected {parts}"
+        values.update(int(number) // 10 for number in numbers)
     assert len(values) == 1, f"{tag} mixes the saves {values}"
     return values.pop()
+
+
+def _unsharded(storage: Storage, folder: str) -> int:
+    weight = torch.load(BytesIO(storage.read(f"{folder}/model.pt")), weights_only=True)["weight"]
+    numbers = weight.tolist()
+    value = int(numbers[0]) // 10
+    assert numbers == [10.0 * value] * 3 + [10.0 * value + 1] * 3, f"{folder} holds {numbers}"
+    return value

@@ -7,13 +7,14 @@ import time
 import pytest
 
 from nxd_ckpt.testing.simulation import Disk, DiskStorage, Seen, crash_states
+from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Work, enumerated
 from tests.simulation.saves import SAVES
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-EVERY = 61
-"""`make test` looks at one in so many moments, `make soak` at all."""
+EVERY, MOST = 61, 12
+"""`make test` looks at one in so many moments, and at most at so many states of it; `make soak` at all."""
 
 
 def disk_with_changes() -> Disk:
@@ -67,15 +68,23 @@ def test_a_state_that_equals_an_earlier_one_is_not_looked_at_again() -> None:
 
 @pytest.mark.parametrize("work", SAVES, ids=lambda work: work.name)
 def test_the_promises_hold_in_states_that_a_crash_leaves(work: Work) -> None:
-    """At some of the moments at which power may be lost."""
-    count = enumerated(work, every=EVERY)
+    """At some of the moments at which power may be lost during a save."""
+    count = enumerated(work, every=EVERY, most=MOST)
+    assert [] == count.failures
+    assert 1 < count.looked_at
+
+
+@pytest.mark.parametrize("work", CONVERSIONS, ids=lambda work: work.name)
+def test_an_output_is_the_old_or_the_new_one_in_states_that_a_crash_leaves(work: Work) -> None:
+    """At some of the moments at which power may be lost during a conversion; and it can be made once more."""
+    count = enumerated(work, every=EVERY, most=MOST)
     assert [] == count.failures
     assert 1 < count.looked_at
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("work", SAVES, ids=lambda work: work.name)
+@pytest.mark.parametrize("work", [*SAVES, *CONVERSIONS], ids=lambda work: work.name)
 def test_the_promises_hold_in_every_state_that_a_crash_leaves(work: Work) -> None:
-    """At every moment."""
-    assert [] == enumerated(work).failures
+    """At every moment, in several interleavings."""
+    assert [] == enumerated(work, interleavings=10).failures

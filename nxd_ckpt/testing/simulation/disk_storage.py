@@ -106,6 +106,10 @@ class DiskStorage:
     def sync_dir(self, key: str) -> None:
         self._call("fsync", key, lambda: self.disk.sync(self.disk.folder(self._path(key))))
 
+    def sync_file(self, key: str) -> None:
+        """Make a file's bytes durable, whoever wrote them."""
+        self._call("fsync", key, self._file(key).sync)
+
     def rename(self, source: str, target: str) -> None:
         old, new = self._path(source), self._path(target)
 

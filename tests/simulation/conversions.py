@@ -1,0 +1,153 @@
+"""Conversions during which power is lost at every system call: each replaces an output that an earlier one made.
+
+They run in one process, and do one file after the other: their threads do not interleave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nxd_ckpt import Partition
+from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint, worker_pool
+from nxd_ckpt.convert.locations import location_of, settle
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.testing.simulation import DiskStorage
+from tests.simulation.crashes import Recording
+from tests.simulation.job import TIMEOUT, Job, Outcome, Save, run_to_end
+from tests.simulation.stage import Stage
+
+OUTPUT = "out"
+_INPUTS = (Save("a", 1), Save("b", 2), Save("c", 3))
+"""Of the conversion before, of the one during which power is lost, and of the one after."""
+
+_CUT = {name: Partition(0, num_partitions=2) for name in ("weight", "bias")}
+
+
+def _reshard(source: str, output: str) -> None:
+    reshard(source, output, tp=1, partitions=_CUT, overwrite=True, timeout=TIMEOUT)
+
+
+def _unshard(source: str, output: str) -> None:
+    unshard_checkpoint(source, output, partitions=_CUT, overwrite=True)
+
+
+def _copy(source: str, output: str) -> None:
+    copy_checkpoint(source, output, overwrite=True, timeout=TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``convert`` makes the second of the outputs from its input. With ``killed_before`` a first try ends before the
+    system call whose name and path begin so."""
+
+    name: str
+    convert: Callable[[str, str], None]
+    swaps: bool = True
+    killed_before: str | None = None
+
+    def prepare(self, recording: Recording) -> None:
+        run_to_end(recording.world, recording.launch("first", ("one", "one"), list(_INPUTS)))
+        self._make(recording, _INPUTS[0], "one")
+        recording.disk.sync_all()
+        if self.killed_before is not None:
+            recording.killed_before = self.killed_before
+            self._make(recording, _INPUTS[1], "one")
+            assert recording.killed_before is None, f"there was no {self.killed_before}"
+
+    def run(self, recording: Recording) -> None:
+        self._make(recording, _INPUTS[1], "one")
+
+    def look_at(self, stage: Stage) -> None:
+        """A process opens the output, and then it is made once more."""
+        stage.look()
+        opener = stage.world.start_process("rebooted")
+        place = location_of(_url(OUTPUT), "output", None)
+        run_to_end(stage.world, [stage.world.spawn(opener, partial(settle, place, stage.storage(opener)))])
+        stage.hold()
+        self._make(stage, _INPUTS[2], "rebooted")
+        stage.hold()
+        stage.next_saves_work()
+
+    def _make(self, stage: Stage, source: Save, machine: str) -> None:
+        """Convert; what comes of it counts as that of a save under the output's name."""
+        process = stage.world.start_process(machine)
+        job = Job(stage.world, "conversion", [process], has_group=False)
+        stage.jobs.append(job)
+        save = Save(OUTPUT, source.value)
+
+        def run() -> None:
+            began, problem = stage.world.now, None
+            job.begun.append((0, save))
+            try:
+                self.convert(_url(source.tag), _url(OUTPUT))
+            except CheckpointError as error:
+                problem = error
+            word = "failed" if problem else "saved"
+            job.outcomes.append(Outcome(0, save, word, began, stage.world.now, problem))
+
+        with _tools_on(stage):
+            run_to_end(stage.world, [stage.world.spawn(process, run)])
+
+
+CONVERSIONS = (
+    Conversion("cp", _copy),
+    Conversion("cp, by two renames", _copy, swaps=False),
+    Conversion("cp that goes on", _copy, killed_before=f"fsync .nxd_ckpt/copies/{OUTPUT}/model"),
+    Conversion("reshard", _reshard),
+    Conversion("reshard, by two renames", _reshard, swaps=False),
+    Conversion("unshard", _unshard),
+    Conversion("unshard, by two renames", _unshard, swaps=False),
+)
+
+
+def _url(name: str) -> str:
+    return f"simulated://disk/{name}"
+
+
+@contextmanager
+def _tools_on(stage: Stage) -> Iterator[None]:
+    """Within, one conversion reads and writes the stage's disk, as the process whose task is running."""
+
+    def open_storage(*_: Any) -> DiskStorage:
+        assert stage.world.current is not None
+        return stage.storage(stage.world.current.process)
+
+    def sync(storage: DiskStorage, key: str) -> None:
+        storage.sync_file(key)
+
+    name = SimpleNamespace(hex=f"{len(stage.jobs):012x}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_ckpt.convert.locations.open_storage", open_storage)
+        patch.setattr("nxd_ckpt.convert.cp_files.sync", sync)
+        patch.setattr("nxd_ckpt.convert.conversion.versions", dict)
+        patch.setattr("nxd_ckpt.runtime.save.session.uuid", SimpleNamespace(uuid4=lambda: name))
+        patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once
+        patch.setattr(worker_pool, "_own", worker_pool._Own())
+        for module in ("cp", "image_writer", "prefetch", "worker_pool"):
+            patch.setattr(f"nxd_ckpt.convert.{module}.ThreadPoolExecutor", _AtOnce)
+        yield
+
+
+class _AtOnce(Executor):
+    """Does what is submitted before it returns."""
+
+    def __init__(self, workers: int, name: str, initializer: Any = None, arguments: tuple[Any, ...] = ()) -> None:
+        if initializer is not None:
+            initializer(*arguments)
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
