@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from nxd_ckpt.adapters.dcp_results import collected, read_value
 from nxd_ckpt.convert.locations import location_of
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart
-from nxd_ckpt.core.retention import rules_of
+from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
@@ -62,6 +63,9 @@ class StorageWriter(TorchStorageWriter):
         tag: the tag's name.
         model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
         num_kept_ckpts: complete tags to keep; None or -1 keeps all.
+        retain: rules for which complete tags to keep, as of ``save_checkpoint``; ``num_kept_ckpts`` is one rule more.
+        metrics: numbers by name that the tag keeps for the rule ``Best``; set ``metrics`` before each further save of
+            the same writer. Rank 0's count.
         overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
             successor is complete; not on object stores.
         durable: fsync everything before the tag becomes visible.
@@ -78,6 +82,8 @@ class StorageWriter(TorchStorageWriter):
         model_key: str = "model",
         optim_key: str = "optim",
         num_kept_ckpts: int | None = None,
+        retain: Sequence[Rule] | None = None,
+        metrics: Mapping[str, float] | None = None,
         overwrite: bool | None = None,
         durable: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
@@ -88,7 +94,8 @@ class StorageWriter(TorchStorageWriter):
         super().__init__()
         self._directory, self._tag = directory, tag
         self._names = DcpNames(model_key, optim_key)
-        self._rules = rules_of(num_kept_ckpts)
+        self._rules = rules_of(num_kept_ckpts, retain)
+        self.metrics = metrics
         self._overwrite, self._timeout, self._trust = overwrite, timeout, trust_pickle
         self._durable, self._options, self._storage = durable, storage_options, storage
         self._is_coordinator, self._world_size = True, 1
@@ -141,13 +148,14 @@ class StorageWriter(TorchStorageWriter):
             PeerTimeout: another rank is gone.
         """
         require_locks("saving")
+        metrics = recorded_metrics(self.metrics)
         topology, agreement = self._meet()
         storage = self._storage or open_storage(self._required_directory(), self._durable, self._options)
         if topology.rank == 0:
             _end_left(storage.url)
         tag = validate_tag(self._tag)
         session = open_session(storage, topology, agreement, None, self._timeout)
-        save = CollectedSave(session, tag, self._overwrite, self._rules)
+        save = CollectedSave(session, tag, self._overwrite, self._rules, metrics)
         try:
             decided_by_rank0(agreement, save.begin)
             results = on_all(agreement, lambda: self._write(save, plan, planner))

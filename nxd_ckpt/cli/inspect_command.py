@@ -90,10 +90,16 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     seconds = {name: value for name, value in document["timings"].items() if name.endswith("_seconds")}
     if seconds:
         yield "took", ", ".join(f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in seconds.items())
+    if document["metrics"]:
+        yield "metrics", ", ".join(f"{name} {_number(value)}" for name, value in document["metrics"].items())
     sizes = document["sizes"]
     total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
     for part, held in {**sizes, "total": total}.items():
         yield part.replace("_", " "), f"{size(held['nbytes'])} in {text.count(held['files'], 'file')}"
+
+
+def _number(metric: float | None) -> str:
+    return "not finite" if metric is None else f"{metric:g}"
 
 
 def _mesh(mesh: dict[str, Any]) -> str:

@@ -127,6 +127,7 @@ def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
         "written_by": "nxd_ckpt" if opened.manifest is not None else "neuronx_distributed",
         "topology": _sizes(opened),
         "parts": asdict(opened.parts),
+        "metrics": {} if opened.manifest is None else dict(opened.manifest.metrics),
     }
 
 
@@ -160,7 +161,6 @@ def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str
                 opened = open_complete_tag(storage, info.tag)
                 manifest = opened.manifest
                 document |= summary(opened, info)
-                document["metrics"] = {} if manifest is None else dict(manifest.metrics)
             document["nbytes"] = _nbytes(storage, info.tag, manifest)
         except TagReplaced:
             raise

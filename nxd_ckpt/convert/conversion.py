@@ -190,7 +190,7 @@ class _Attempt:
             return session.is_gone(rank % session.topology.world_size)  # the process that writes it
 
         votes = voting.collect(self._storage, self._attempt, job.topology.world_size, session.timeout, gone=gone)
-        request = Commit(self._publication, job.parts, versions=versions())
+        request = Commit(self._publication, job.parts, versions=versions(), metrics=job.metrics)
         try:
             commit(session, job.topology, votes, request)
         except OSError as error:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.runtime.views.imported_model import ImportTarget
 from nxd_ckpt.runtime.views.target import Target
@@ -55,6 +57,7 @@ class Job:
         durable: fsync everything before the result becomes visible.
         overwrite: replace a checkpoint that is there, even one that was completed since the target was looked at.
         save: of a tag, which save it is that is converted: workers open it anew (see runtime.tag.identity).
+        metrics: of a tag, what its save was told of the training, which the result keeps.
     """
 
     source: Location
@@ -65,7 +68,13 @@ class Job:
     durable: bool = True
     overwrite: bool = False
     save: str | None = None
+    metrics: Metrics = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
         return self.what.topology
+
+
+def metrics_of(opened: OpenTag) -> Metrics:
+    """What the save of the tag was told of the training."""
+    return {} if opened.manifest is None else opened.manifest.metrics

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.conversion import convert
 from nxd_ckpt.convert.export import export_checkpoint
 from nxd_ckpt.convert.head_copies import are_converted
-from nxd_ckpt.convert.job import HuggingFaceTarget, Job
+from nxd_ckpt.convert.job import HuggingFaceTarget, Job, metrics_of
 from nxd_ckpt.convert.locations import locate_apart, locate_output
 from nxd_ckpt.convert.model_files import config_in, read_config
 from nxd_ckpt.convert.origin import Origin, find_origin
@@ -254,6 +254,7 @@ def _as_tag(
         durable=chosen.durable,
         overwrite=chosen.overwrite,
         save=origin.opened.save,
+        metrics=metrics_of(origin.opened),
     )
     execution = ExecutionOptions(dry_run=chosen.dry_run, progress=chosen.progress)
     done = convert(lambda process, processes: job, execution)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing_extensions import Unpack
 
 from nxd_ckpt.convert.conversion import convert
-from nxd_ckpt.convert.job import Converted, Job
+from nxd_ckpt.convert.job import Converted, Job, metrics_of
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
@@ -73,6 +73,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
             durable=chosen.durable,
             overwrite=chosen.overwrite,
             save=opened.save,
+            metrics=metrics_of(opened),
         )
 
     return convert(prepare, chosen)

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.convert.conversion import convert
-from nxd_ckpt.convert.job import Converted, Job
+from nxd_ckpt.convert.job import Converted, Job, metrics_of
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
@@ -70,6 +70,7 @@ def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zer
             durable=chosen.durable,
             overwrite=chosen.overwrite,
             save=opened.save,
+            metrics=metrics_of(opened),
         )
         return _job(opened, job, chosen.optim_only)
 

@@ -61,6 +61,14 @@ def test_what_is_no_rule_is_a_wrong_command_line(four: Path, run: Run, rules: li
     assert 4 == len(visible_tags(four))
 
 
+def test_metrics_are_shown_and_kept(four: Path, run: Run) -> None:
+    """``inspect`` shows what the save was told; so it does of a tag on other sizes, which is made of this one."""
+    assert 0 == run("reshard", four / "step_3", four / "wider" / "step_3", "--dp", "2").code
+    shown = [run("inspect", path, "step_3") for path in (four, four / "wider")]
+    assert [True, True] == ["  metrics  loss not finite\n" in inspected.out for inspected in shown]
+    assert {"loss": 2.0} == run("inspect", four, "--json").document["metrics"]
+
+
 def test_only_a_tag_that_is_there_is_pinned(four: Path, run: Run) -> None:
     """The error says what there is."""
     outcome = run("pin", four, "step_9")

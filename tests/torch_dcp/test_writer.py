@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import errors, has_checkpoint, load_checkpoint, open_checkpoint
+from nxd_ckpt import Best, errors, has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.adapters.dcp import StorageReader, StorageWriter
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import reshard, to_dcp
@@ -138,6 +138,19 @@ def test_only_so_many_tags_are_kept(tmp_path: Path) -> None:
         save(plain_state(number), checkpoint_id=tmp_path / f"step_{number}", storage_writer=writer)
         assert str(tmp_path / f"step_{number}") == writer.checkpoint_id
     assert ["step_2", "step_3"] == tags(tmp_path)
+
+
+def test_rules_say_which_tags_are_kept(tmp_path: Path) -> None:
+    """``retain`` and ``metrics``, as of any save; what is no rule, or no number, is refused."""
+    writer = StorageWriter(num_kept_ckpts=1, retain=[Best("loss")])
+    for number, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
+        writer.metrics = {"loss": loss}
+        save(plain_state(number), checkpoint_id=tmp_path / f"step_{number}", storage_writer=writer)
+    assert ["step_1", "step_3"] == tags(tmp_path)
+    with pytest.raises(errors.InvalidArgument, match="a list without rules would keep none"):
+        StorageWriter(tmp_path, "step", retain=[])
+    with pytest.raises(CheckpointException, match="metrics: 'loss' is 'low'"):
+        save(plain_state(4), storage_writer=StorageWriter(tmp_path, "step", metrics={"loss": "low"}))  # type: ignore[dict-item]
 
 
 def test_an_existing_tag_is_replaced_or_refused(tmp_path: Path) -> None:

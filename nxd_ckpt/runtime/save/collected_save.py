@@ -18,7 +18,7 @@ from nxd_ckpt.core.manifest import ParameterSpec, Parts, RankIndex, RankLine
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Piece
-from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import Assembly, itemsize
@@ -83,9 +83,16 @@ class CollectedSave:
     """One attempt, as each rank makes it: :meth:`begin` on rank 0, :meth:`write` on all, then on rank 0
     :meth:`complete` or :meth:`discard`. It is over with :meth:`close`, which gives the directory back."""
 
-    def __init__(self, session: Session, tag: str, overwrite: bool | None, rules: Sequence[Rule] | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        tag: str,
+        overwrite: bool | None,
+        rules: Sequence[Rule] | None,
+        metrics: Metrics,
+    ) -> None:
         session.counter += 1
-        self._session, self._rules = session, rules
+        self._session, self._rules, self._metrics = session, rules, metrics
         self._publication = publication_of(session, session.counter, tag, overwrite)
         self._index = RankIndex(session.topology.coordinates, {}, ())
         self._started = host.monotonic()
@@ -145,6 +152,7 @@ class CollectedSave:
             versions(),
             contents.parameters,
             [MeshGroup(tuple(range(session.topology.world_size)))],
+            self._metrics,
         )
         commit(session, session.topology, votes, request)
         clean_up(session, session.counter)
