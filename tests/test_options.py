@@ -129,7 +129,7 @@ def test_a_misspelt_keyword_is_refused(tmp_path: Path) -> None:
 def test_options_of_a_class_come_before_those_of_its_bases() -> None:
     """What is special about a tool is what its help begins with."""
     names = names_of(CopyOptions)
-    assert ["hard_links", "num_workers", "timeout", "overwrite"] == names[:4]
+    assert ["hard_links", "num_workers", "max_bytes_per_second", "timeout", "overwrite"] == names[:5]
 
 
 def test_type_checkers_know_the_keywords(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.throttle import Throttle
+from nxd_ckpt.convert.weight_files import bytes_of
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
@@ -74,6 +76,8 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     """
     chosen = CopyOptions(**options)
     chosen.validate()
+    limit = chosen.max_bytes_per_second
+    rate = None if limit is None else bytes_of(limit, "max_bytes_per_second")
     started = time.monotonic()
     source = locate_input(src, chosen.storage_options)
     target = locate_output(dst, source, chosen.overwrite, chosen.written_with)
@@ -90,7 +94,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
             saved = None if opened.manifest is None else opened.manifest.attempt
             publication = copy_publication(session, target.name, chosen.overwrite, saved)
             with opened.kept(verified=True):
-                brought = _copy(opened, files, publication, session, chosen, counter.add)
+                brought = _copy(opened, files, publication, session, chosen, rate, counter.add)
     done = Copy(
         planned.source,
         planned.target,
@@ -111,18 +115,20 @@ def _copy(
     publication: Publication,
     session: Session,
     chosen: CopyOptions,
+    rate: int | None,
     progress: Callable[[int], None],
 ) -> list[Brought]:
     """Bring all files, and make the tag visible."""
     order_time = _order_time(opened, files)
     publication.begin(session)
     folder = publication.folder
-    stop = threading.Event()
+    stop, throttle = threading.Event(), Throttle(rate)
 
     def go_on(nbytes: int) -> None:
         if stop.is_set():
             raise CheckpointError("stopped: another file could not be copied")
         progress(nbytes)
+        stop.wait(throttle.delay(nbytes))
 
     bringing = Bringing(opened, session.storage, folder, hard_links=chosen.hard_links, progress=go_on)
     for name in bringing.surplus(files):

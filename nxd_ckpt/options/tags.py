@@ -108,11 +108,14 @@ class CopyOptions(OutputOptions):
         hard_links: link files rather than copy them where that works: within one file system, and for tags of nxd_ckpt
             only, whose files nobody modifies.
         num_workers: files that are copied at once.
+        max_bytes_per_second: how fast at most, as a number or such as "20MB", where others need the disk or the network
+            too; by default as fast as it goes. Files that are there and are verified count as well.
         timeout: seconds after which a job that holds the target's directory, and is gone, counts as dead.
     """
 
     hard_links: bool = False
     num_workers: int = 4
+    max_bytes_per_second: int | str | None = None
     timeout: float = DEFAULT_TIMEOUT
 
     def validate(self) -> None:
@@ -123,6 +126,7 @@ class CopyOptions(OutputOptions):
 class CopyKeywords(OutputKeywords, total=False):
     hard_links: bool
     num_workers: int
+    max_bytes_per_second: int | str | None
     timeout: float
 
 

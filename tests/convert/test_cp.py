@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def flip_middle(path: Path) -> None:
 
 def shard(tag: Path, rank: int) -> Path:
     return tag / f"optim/dp_rank_{rank:02d}_tp_rank_00_pp_rank_00.pt"
+
+
+def test_a_copy_goes_as_fast_as_it_may(tmp_path: Path) -> None:
+    """``max_bytes_per_second`` is the rate of all files together; what is no rate is refused."""
+    source = save_example(tmp_path / "input", 2)
+    planned = copy_checkpoint(source, tmp_path / "output" / "slow", dry_run=True)
+    started = time.monotonic()
+    copied = copy_checkpoint(source, tmp_path / "output" / "slow", max_bytes_per_second=4 * planned.nbytes)
+    assert time.monotonic() - started >= 0.25
+    assert copied.nbytes == copied.copied_nbytes
+    with pytest.raises(InvalidArgument, match="max_bytes_per_second must be bytes, or such as 5GB or 512MiB, found 0"):
+        copy_checkpoint(source, tmp_path / "output" / "fast", max_bytes_per_second=0)
 
 
 @pytest.mark.parametrize("use_xser", [False, True])
