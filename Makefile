@@ -25,7 +25,7 @@ PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
 BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 
 # TorchTitan and what its checkpoint manager imports, 8 MB; it depends on far more, which the manager does not use.
-TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro torchdata docstring_parser typeguard
+TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro docstring_parser typeguard
 
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1

@@ -17,6 +17,9 @@
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
 ``capture_random_state``      random state as plain data, for ``rank_content=``; ``restore_random_state``
+``capture_data_position``     where a data loader is, the same way; ``restore_data_position``
+``ElasticSampler``            data that are read on by any number of ranks: samples in one order, or streams
+``DataStreams``
 ``errors``                    every exception, as one tree; ``__version__``: "0.1.0"
 ============================  =========================================================================
 """
@@ -28,6 +31,9 @@ from nxd_ckpt import errors
 from nxd_ckpt.version import __version__
 
 if TYPE_CHECKING:
+    from nxd_ckpt.adapters.data_position import capture_data_position, restore_data_position
+    from nxd_ckpt.adapters.data_streams import DataStreams
+    from nxd_ckpt.adapters.elastic_sampler import ElasticSampler
     from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
     from nxd_ckpt.api import (
         close_checkpointers,
@@ -52,6 +58,8 @@ __all__ = [
     "Best",
     "Checkpoint",
     "Checkpointer",
+    "DataStreams",
+    "ElasticSampler",
     "Every",
     "GlobalTensor",
     "Last",
@@ -61,6 +69,7 @@ __all__ = [
     "Topology",
     "Within",
     "__version__",
+    "capture_data_position",
     "capture_random_state",
     "checkpoint_statistics",
     "close_checkpointers",
@@ -73,6 +82,7 @@ __all__ = [
     "load_checkpoint",
     "load_keys",
     "open_checkpoint",
+    "restore_data_position",
     "restore_random_state",
     "save_checkpoint",
 ]
@@ -82,6 +92,8 @@ _MODULE_OF = {
     "Best": "core.retention",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
+    "DataStreams": "adapters.data_streams",
+    "ElasticSampler": "adapters.elastic_sampler",
     "Every": "core.retention",
     "GlobalTensor": "runtime.views.whole_tag",
     "Last": "core.retention",
@@ -90,6 +102,7 @@ _MODULE_OF = {
     "Section": "core.section",
     "Topology": "core.topology",
     "Within": "core.retention",
+    "capture_data_position": "adapters.data_position",
     "capture_random_state": "adapters.random_state",
     "checkpoint_statistics": "statistics",
     "close_checkpointers": "api",
@@ -101,6 +114,7 @@ _MODULE_OF = {
     "load_checkpoint": "api",
     "load_keys": "checkpoint",
     "open_checkpoint": "checkpoint",
+    "restore_data_position": "adapters.data_position",
     "restore_random_state": "adapters.random_state",
     "save_checkpoint": "api",
 }

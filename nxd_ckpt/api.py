@@ -103,7 +103,8 @@ def save_checkpoint(
         user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of them.
         async_save: return once the state is copied, and write in the background.
         path: another name for ``checkpoint_dir_str``.
-        rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank.
+        rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
+            positions in it (:func:`capture_data_position`) are re-split for other sizes.
         tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
         save_overwrite: another name for ``overwrite``, OLMo-core's.
 

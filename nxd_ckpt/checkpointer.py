@@ -116,7 +116,8 @@ class Checkpointer:
             scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
             user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of
                 them.
-            rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank.
+            rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
+                positions in it (:func:`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
             tag_values: what fills a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does; without them
                 braces are characters like others.

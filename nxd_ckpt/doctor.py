@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,8 @@ class _Examined:
         self._apart: dict[str, str] = {}
         self._was = None if before is None else self._progress(before)
         self._is = self._progress(after)
+        if before is not None and self._was is not None and before.topology.sizes != after.topology.sizes:
+            self._was = replace(self._was, of_ranks={})  # no rank of then is one of now
         options = [{} if tag is None else _options(tag) for tag in (before, after)]
         grown = {} if self._was is None else counters.growth(self._was, self._is)
         self._known = Known(options[0], options[1], grown, counts=bool(self._is.steps))

@@ -201,7 +201,10 @@ def _positions(
 
 
 def is_position(name: str) -> bool:
-    """Whether a value's name is that of a place in the data, or of a count of steps."""
+    """Whether a value's name is that of a place in the data, or of a count of steps. Streams that take turns move by
+    fits and starts."""
+    if "/shared/states/" in name:
+        return False
     last = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
     words = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()))
     return bool(words & _POSITION) and not words & _NO_POSITION

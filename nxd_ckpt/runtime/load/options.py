@@ -33,8 +33,8 @@ class LoadOptions:
             sizes that do not say it (neuronx_distributed's).
         partitions: how live parameters are cut over tensor-parallel ranks, by name; needed where their attributes were
             lost.
-        rank_content: an empty dict, filled with what this rank saved as ``rank_content``. On other sizes it stays
-            empty.
+        rank_content: an empty dict, filled with what this rank saved as ``rank_content``. On other sizes it is filled
+            with the data positions in it only, re-split.
         verify: when digests are compared. True: on all ranks before anything changes on any, which reads everything
             twice. "reading": as the bytes arrive, in one pass; an error is raised on all ranks, but may leave live
             state partly overwritten. False: never; structure, sizes and indexes are checked all the same. None:

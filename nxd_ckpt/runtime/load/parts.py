@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.adapters.random_state import is_random_state
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import IncompatibleState, PartNotFound
+from nxd_ckpt.core.data_position import Position, is_complete, is_data_position, put_together
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.runtime.ignoring import RANDOM_STATE
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -51,24 +52,40 @@ def part_names(
     if parts.rank_content:
         yield "rank_content"
         known = rank_content and not covers("rank_content")
-        own = own_content(opened, topology) if known else {}
+        own = _own_or_positions(opened, topology) if known else {}
         yield from (f"rank_content/{key}" for key in own)
         if not own or any(map(is_random_state, own.values())):
             yield RANDOM_STATE  # that of a rank whose content is not read may be there
 
 
-def own_content(opened: OpenTag, topology: Topology) -> dict[Any, Any]:
-    """What this rank saved for itself; nothing on other sizes. Raises IncompatibleState for what is no dict."""
-    saved, rank = opened.topology, topology.rank
-    if saved.sizes != topology.sizes and opened.parts.rank_content:
-        logger.warning(
-            "%s was saved on %s: rank_content= stays empty on %s, where no rank is one of those. "
-            "open_checkpoint(...).rank_content(rank) gives what each saved",
-            opened.where,
-            saved.describe(),
-            topology.describe(),
-        )
-        return {}
+def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[Any, Any]:
+    """What this rank saved for itself; on other sizes the data positions of all ranks, put together.
+
+    Raises IncompatibleState for what is no dict, and for positions that cannot be re-split and are not left out.
+    """
+    if _same_ranks(opened, topology):
+        return _own(opened, topology.rank)
+    logger.warning(
+        "%s was saved on %s: on %s, where no rank is one of those, only data positions are loaded into rank_content=. "
+        "open_checkpoint(...).rank_content(rank) gives what each saved",
+        opened.where,
+        opened.topology.describe(),
+        topology.describe(),
+    )
+    wanted = {key: of for key, of in _positions(opened).items() if not filtered.covers(f"rank_content/{key}")}
+    return {key: put_together(of, f"{opened.where}: rank_content[{key!r}]") for key, of in wanted.items()}
+
+
+def _own_or_positions(opened: OpenTag, topology: Topology) -> dict[Any, Any]:
+    """What :func:`own_content` gives, but for the positions, which are not yet put together."""
+    return _own(opened, topology.rank) if _same_ranks(opened, topology) else _positions(opened)
+
+
+def _same_ranks(opened: OpenTag, topology: Topology) -> bool:
+    return opened.topology.sizes == topology.sizes or not opened.parts.rank_content
+
+
+def _own(opened: OpenTag, rank: int) -> dict[Any, Any]:
     content = opened.rank_content(rank)
     if not isinstance(content, dict):
         raise IncompatibleState(
@@ -76,3 +93,23 @@ def own_content(opened: OpenTag, topology: Topology) -> dict[Any, Any]:
             f"read it with open_checkpoint(...).rank_content({rank})"
         )
     return content
+
+
+def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
+    """The data positions that ranks saved, by their key and data-parallel rank. Reads no more ranks than needed."""
+    found: dict[Any, dict[int | None, Position]] = {}
+    sizes = opened.topology
+    first = (sizes.rank_of(Coordinates(dp_rank=dp_rank)) for dp_rank in range(sizes.dp))
+    for rank in dict.fromkeys([*first, *range(sizes.world_size)]):
+        try:
+            content = opened.rank_content(rank)
+        except PartLost:
+            raise
+        except PartNotFound:
+            continue  # this rank saved nothing
+        for key, value in content.items() if isinstance(content, dict) else ():
+            if is_data_position(value):
+                found.setdefault(key, {}).setdefault(value["dp_rank"], value)
+        if all(map(is_complete, found.values())):
+            break
+    return found

@@ -121,7 +121,7 @@ class PreparedLoad:
         content = None if self.filtered.covers("user_content") else opened.user_content()
         self.user_content = self.filtered.pruned("user_content", content)
         wants_own = options.rank_content is not None and not self.filtered.covers("rank_content")
-        self._rank_content = own_content(opened, self._topology) if wants_own else None
+        self._rank_content = own_content(opened, self._topology, self.filtered) if wants_own else None
         self.reader = opened.reader()
         self._delivery = Delivery(self.reader, self._read_into)
         self._shares: ReplicaShares | None = None

@@ -1,0 +1,205 @@
+"""The place in the data over changes of dp: every sample is read once in each epoch, or the load is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from nxd_ckpt import (
+    DataStreams,
+    ElasticSampler,
+    Topology,
+    capture_data_position,
+    examine_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    restore_data_position,
+)
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SAMPLES, BATCH = 96, 2
+CHANGES = [(4, 5), (3, 4), (8, 7), (8, 7)]
+"""dp, and the steps until the next change: 288 samples in all, each of 96 three times; epochs end with a step."""
+
+Make = Callable[[int, int], Any]
+
+
+class Numbers(Dataset[int]):
+    """Each sample is its own number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counting:
+    """An iterable with a state, that is nobody's loader: numbers from ``begin`` on, each ``step``-th."""
+
+    def __init__(self, begin: int, step: int, end: int) -> None:
+        self.next, self.step, self.end = begin, step, end
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.next < self.end:
+            self.next += self.step
+            yield [self.next - self.step]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def elastic(workers: int = 0, every: int = 1) -> Make:
+    """torchdata's loader, over one order of samples."""
+
+    def make(dp: int, dp_rank: int) -> Any:
+        sampler = ElasticSampler(SAMPLES, dp=dp, dp_rank=dp_rank, seed=3)
+        return StatefulDataLoader(
+            Numbers(), BATCH, sampler=sampler, num_workers=workers, snapshot_every_n_steps=every
+        )
+
+    return make
+
+
+def streams(count: int = 24, end: int = 10**6) -> Make:
+    """As many streams, each of any object with a state."""
+    return lambda dp, dp_rank: DataStreams(lambda n: Counting(n, count, end), count, dp=dp, dp_rank=dp_rank)
+
+
+def _save(directory: Path, tag: str, loaders: list[Any], step: int = 0) -> None:
+    sizes = Topology(dp=len(loaders))
+    content = [{"data": capture_data_position(one), "own": rank} for rank, one in enumerate(loaders)]
+    ranks = [sizes.at(rank) for rank in range(sizes.dp)]
+    state = {"scheduler": {"last_epoch": step}}
+    save_as_every_rank(directory, tag, ranks, lambda rank: {**state, "rank_content": content[rank]}, durable=False)
+
+
+def _loaded(directory: Path, topology: Topology, **options: Any) -> dict[Any, Any]:
+    content: dict[Any, Any] = {}
+    load_checkpoint(directory, rank_content=content, topology=topology, **options)
+    return content
+
+
+def _run(directory: Path, make: Make, changes: list[tuple[int, int]] = CHANGES) -> list[int]:
+    """The samples that all ranks read, in a run that is ended, and resumed on another dp, time and again."""
+    read: list[int] = []
+    for number, (dp, steps) in enumerate(changes):
+        loaders = [make(dp, rank) for rank in range(dp)]
+        if number:
+            for rank, loader in enumerate(loaders):
+                restore_data_position(loader, _loaded(directory, Topology(dp=dp, rank=rank))["data"])
+        batches = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            read += [int(sample) for one in batches for sample in next(one)]
+        _save(directory, f"step_{number}", loaders, sum(steps for _, steps in changes[: number + 1]))
+    return read
+
+
+def _doctor_is_silent(directory: Path) -> None:
+    """A run that changed dp, or whose streams take turns, is none whose data position is off."""
+    tags = [open_checkpoint(directory, f"step_{number}") for number in range(len(CHANGES))]
+    assert [()] * 3 == [examine_checkpoint(after, before).findings for before, after in pairwise(tags)]
+
+
+def test_no_sample_is_lost_or_repeated(tmp_path: Path) -> None:
+    """4 -> 3 -> 8 -> 8 ranks of a StatefulDataLoader: each sample is read once in each of three epochs, the first of
+    which ends on 8 ranks."""
+    read = _run(tmp_path, elastic())
+    epochs = [read[begin : begin + SAMPLES] for begin in range(0, len(read), SAMPLES)]
+    assert [list(range(SAMPLES))] * 3 == list(map(sorted, epochs))
+    assert epochs[0] != epochs[1]
+    _doctor_is_silent(tmp_path)
+
+
+def test_what_workers_read_ahead_is_not_lost(tmp_path: Path) -> None:
+    """Nor repeated, where a worker reads ahead, and tells its state after every fourth batch only: 2 -> 3 ranks."""
+    read = _run(tmp_path, elastic(workers=1, every=4), [(2, 9), (3, 10)])
+    assert list(range(SAMPLES)) == sorted(read)
+
+
+def test_streams_of_anything_go_to_the_rank_that_reads_them_next(tmp_path: Path) -> None:
+    """4 -> 3 -> 8 -> 8 ranks of objects whose state nobody but they understand: no number is lost or repeated."""
+    read = _run(tmp_path, streams())
+    assert len(read) == len(set(read)) == sum(dp * steps for dp, steps in CHANGES)
+    for stream in range(24):
+        own = sorted(number for number in read if number % 24 == stream)
+        assert list(range(stream, stream + 24 * len(own), 24)) == own
+    _doctor_is_silent(tmp_path)
+
+
+def test_streams_that_ended_stay_ended(tmp_path: Path) -> None:
+    """Uneven ones too: all is read once, over two changes of dp."""
+    read: list[int] = []
+    make = streams(count=5, end=23)
+    for dp in (2, 5, 1):
+        loaders = [make(dp, rank) for rank in range(dp)]
+        for rank, loader in enumerate(loaders):
+            if dp != 2:
+                restore_data_position(loader, _loaded(tmp_path, Topology(dp=dp, rank=rank))["data"])
+        taken = [iter(loader) for loader in loaders]
+        read += [number for one in taken for batch in islice(one, None if dp == 1 else 4) for number in batch]
+        _save(tmp_path, f"on_{dp}", loaders)
+    assert list(range(23)) == sorted(read)
+
+
+def test_on_the_same_ranks_any_loader_goes_on(tmp_path: Path) -> None:
+    """Also one whose state cannot be re-split; on other sizes that is refused, by name, or left out on demand."""
+    loaders = [Counting(rank, 2, 100) for rank in range(2)]
+    for loader in loaders:
+        next(iter(loader))
+    _save(tmp_path, "t", loaders)
+
+    live = Counting(0, 2, 100)
+    restore_data_position(live, _loaded(tmp_path, Topology(dp=2, rank=1))["data"])
+    assert [3] == next(iter(live))
+
+    with pytest.raises(IncompatibleState, match=r"rank_content\['data'\].* belongs to the rank that saved it"):
+        _loaded(tmp_path, Topology(dp=3))
+    assert {} == _loaded(tmp_path, Topology(dp=3), ignore_keys=["rank_content/data"])
+    with pytest.raises(IncompatibleState, match="cannot go on from this data position"):
+        restore_data_position(streams()(1, 0), open_checkpoint(tmp_path).rank_content(0)["data"])
+
+
+def test_ranks_at_different_places_are_refused(tmp_path: Path) -> None:
+    """A rank that was a batch ahead at the save: its samples would be lost, or read twice."""
+    make = elastic()
+    loaders = [make(2, rank) for rank in range(2)]
+    batches = [iter(loader) for loader in loaders]
+    for one in (*batches, batches[1]):
+        next(one)
+    _save(tmp_path, "t", loaders)
+    with pytest.raises(IncompatibleState, match=r"rank 0 is at consumed=4, .* rank 1 at consumed=8"):
+        _loaded(tmp_path, Topology(dp=3))
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    """Another length or seed is another order; too few streams leave a rank without; what has no state has no place."""
+    saved = capture_data_position(ElasticSampler(10, dp=2))
+    with pytest.raises(IncompatibleState, match="another order"):
+        restore_data_position(ElasticSampler(11, dp=3), saved)
+    with pytest.raises(InvalidArgument, match="5 streams are too few for dp=6"):
+        streams(count=5)(6, 0)
+    with pytest.raises(InvalidArgument, match="no state_dict"):
+        capture_data_position([1, 2])
+    with pytest.raises(InvalidArgument, match="capture_data_position"):
+        restore_data_position(ElasticSampler(10), {})
+
+
+def test_a_second_iterator_is_refused() -> None:
+    """Of a sampler: what the first one had taken ahead would be lost."""
+    sampler = ElasticSampler(10)
+    next(iter(sampler))
+    with pytest.raises(InvalidArgument, match="iterated once"):
+        next(iter(sampler))
