@@ -13,6 +13,7 @@
 ``Last``, ``Every``           rules for which tags to keep, for ``retain=``
 ``Best``, ``Within``
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
+``ResumeProbe``               whether a run that was just loaded is what was saved
 ``checkpoint_statistics``     every tensor of a tag in a few numbers: norm, mean, zeros, NaN
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
     from nxd_ckpt.doctor import examine_checkpoint
+    from nxd_ckpt.resume_probe import ResumeProbe
     from nxd_ckpt.runtime.save.pending import PendingSave
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
     from nxd_ckpt.statistics import checkpoint_statistics
@@ -65,6 +67,7 @@ __all__ = [
     "Last",
     "Partition",
     "PendingSave",
+    "ResumeProbe",
     "Section",
     "Topology",
     "Within",
@@ -99,6 +102,7 @@ _MODULE_OF = {
     "Last": "core.retention",
     "Partition": "core.partition",
     "PendingSave": "runtime.save.pending",
+    "ResumeProbe": "resume_probe",
     "Section": "core.section",
     "Topology": "core.topology",
     "Within": "core.retention",

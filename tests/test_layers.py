@@ -17,7 +17,10 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 # From top to bottom; a module imports its own level and those below. "" is nxd_ckpt/__init__.py itself.
 LEVELS = (
     ("", "cli", "api", "integrations", "__main__"),
-    ("convert", "verify", "diff", "retention", "doctor", "statistics", "checkpointer", "checkpoint", "options"),
+    (
+        *("convert", "verify", "diff", "retention", "doctor", "resume_probe", "statistics"),
+        *("checkpointer", "checkpoint", "options"),
+    ),
     ("runtime",),
     ("adapters",),
     ("layout",),

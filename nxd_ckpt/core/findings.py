@@ -12,7 +12,7 @@ class Finding:
 
     Attributes:
         kind: a word for programs: "values", "steps", "weights", "moments", "shards", "rounding", "ties", "groups",
-            "scheduler", "position", "random", "parts", "files", "buffers".
+            "scheduler", "position", "random", "parts", "files", "buffers", "loss".
         severity: "problem", which no correct run explains; "doubt", for which there may be a good reason.
         what: the tensor, value or part that it is about.
         message: what was expected and what was found.

@@ -17,7 +17,8 @@ from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
-from nxd_ckpt.formats.tensors import allocated
+from nxd_ckpt.formats.tensors import allocated, iter_leaves
+from nxd_ckpt.runtime.compare.plain_values import ABSENT
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.load.downloading import download
@@ -34,6 +35,7 @@ from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, ReplicaShares, a
 from nxd_ckpt.runtime.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.runtime.load.strangers import refuse_strangers
 from nxd_ckpt.runtime.progress import is_watched, watched
+from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.tag.opening import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf
 from nxd_ckpt.storage.cached import CachedStorage
@@ -189,6 +191,14 @@ class PreparedLoad:
                 raise
             self._cache.discard()
             raise type(error)(f"{error}. The local copies were removed: load again to download them anew") from error
+
+    def beside(self, live: SaveState) -> Iterator[tuple[str, str, Any, Any]]:
+        """What will be loaded beside what is live; see LoadTrees."""
+        model, optimizer = (None if state is None else state.tree for state in (live.model, live.optimizer))
+        yield from self._trees.beside(model or {}, optimizer or {})
+        now = dict(iter_leaves(live.scheduler))
+        for path, value in iter_leaves(self._scheduler_state) if self._scheduler is not None else ():
+            yield "scheduler", "/".join(map(str, ("scheduler", *path))), value, now.get(path, ABSENT)
 
     @property
     def where(self) -> str:

@@ -15,7 +15,8 @@ from nxd_ckpt.adapters.optimizer_state import Keeps, keeps_nothing
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.errors import OptimizerMismatch
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_leaves, iter_tensors
+from nxd_ckpt.runtime.compare.plain_values import ABSENT
 from nxd_ckpt.runtime.tag.reading import Leaf
 
 
@@ -87,9 +88,23 @@ class LoadTrees:
         """The global name of each leaf, by its id."""
         return {id(leaf): name for name, leaf in self.leaves()}
 
+    def beside(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+        """Everything that will be loaded, tensor or not, beside what live state trees have in its place, or ABSENT.
+
+        With the kind of finding (core.findings) that a difference is, and its global name.
+        """
+        live = dict(iter_leaves(model))
+        for name in self.names:
+            for path, leaf in iter_leaves(self.model_tree[name]):
+                yield "weights", "/".join(map(str, ("model", name, *path))), leaf, live.get((name, *path), ABSENT)
+        live = dict(iter_leaves(optimizer))
+        for path, leaf in iter_leaves(self.optimizer_tree) if self.optimizer_tree else ():
+            kind = "groups" if path[0] == "param_groups" else "weights" if path[0] == MASTERS else "moments"
+            yield kind, self._optimizer_name(path), leaf, live.get(path, ABSENT)
+
     def _optimizer_name(self, path: Path) -> str:
         names = None if self.optimizer is None else self.optimizer.parameter_names
-        owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)
+        owned = len(path) > 1 and path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)
         # With experts apart, their indices count from an offset of their own.
         if names is None or not owned or EXPERT_KEYS[0] in self.optimizer_tree or path[1] >= len(names):
             return "optim/" + ".".join(map(str, path))
