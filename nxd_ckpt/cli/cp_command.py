@@ -13,6 +13,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.options.tags import CopyOptions
 
 NAME = "cp"
+EXAMPLE = "nxd-ckpt cp run1/step_300 s3://bucket/run1/step_300"
 SUMMARY = "copy a checkpoint between any two places"
 DESCRIPTION = (
     "Make an exact copy of one tag, of nxd_ckpt's or neuronx-distributed's, in another directory or store. Every file "

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
 
 NAME = "diff"
+EXAMPLE = "nxd-ckpt diff run1/step_200 run1/step_300"
 SUMMARY = "what two checkpoints differ in, and by how much"
 DESCRIPTION = (
     "Compare two tags, of nxd_ckpt or neuronx-distributed, whatever sizes they were saved on: tensors of model and "

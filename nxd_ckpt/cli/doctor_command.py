@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.doctor import Examination
 
 NAME = "doctor"
+EXAMPLE = "nxd-ckpt doctor run1"
 SUMMARY = "whether a checkpoint can be resumed from, and was resumed right"
 DESCRIPTION = (
     "Examine a tag, and whether it continues the one before it: steps, moments and weights moved, and by what their "

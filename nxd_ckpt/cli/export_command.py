@@ -13,6 +13,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.options.hugging_face import ExportOptions
 
 NAME = "export"
+EXAMPLE = "nxd-ckpt export run1/step_300 llama-hf --config config.json"
 SUMMARY = "write a checkpoint's model as a Hugging Face directory"
 DESCRIPTION = (
     "Make a directory that transformers' from_pretrained loads, of a checkpoint of nxd_ckpt's or neuronx-distributed's "

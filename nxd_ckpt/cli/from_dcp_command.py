@@ -10,6 +10,7 @@ from nxd_ckpt.cli.output import show_converted
 from nxd_ckpt.options.torch_forms import FromDcpOptions
 
 NAME = "from-dcp"
+EXAMPLE = "nxd-ckpt from-dcp dcp/step_300 run1/step_300 --dp 2"
 SUMMARY = "make a checkpoint of a torch DCP directory"
 DESCRIPTION = (
     "Make a tag of what torch.distributed.checkpoint.save or OLMo-core's save_model_and_optim_state wrote, as a job of "

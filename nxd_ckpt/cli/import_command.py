@@ -12,6 +12,7 @@ from nxd_ckpt.cli.output import hindrances, show_done
 from nxd_ckpt.options.hugging_face import ImportOptions
 
 NAME = "import"
+EXAMPLE = "nxd-ckpt import llama-hf run1/step_0 --tp 8 --qkv-linear"
 SUMMARY = "make a checkpoint of a Hugging Face directory"
 DESCRIPTION = (
     "Make a tag that holds the model of a Hugging Face directory as a job of the given sizes would have saved it; "

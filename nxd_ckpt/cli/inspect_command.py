@@ -13,6 +13,7 @@ from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size
 
 NAME = "inspect"
+EXAMPLE = "nxd-ckpt inspect run1/step_300 --tensors 'optim/*'"
 SUMMARY = "what one checkpoint holds"
 DESCRIPTION = (
     "Show one complete tag: sizes, versions, parameters and how they are cut, the optimizer's groups and state, the "

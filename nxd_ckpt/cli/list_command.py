@@ -12,6 +12,7 @@ from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 
 NAME = "list"
+EXAMPLE = "nxd-ckpt list run1"
 SUMMARY = "the checkpoints in a directory"
 DESCRIPTION = (
     "List the tags in a checkpoint directory, oldest first, in the order in which they became visible. "

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from nxd_ckpt.cli import (
     convert_zero1,
@@ -35,6 +35,7 @@ from nxd_ckpt.cli import (
     unpin_command,
     unshard_command,
     verify_command,
+    watch_command,
 )
 from nxd_ckpt.cli.wording import flags_of, in_flags, message_of
 from nxd_ckpt.errors import CheckpointError
@@ -42,9 +43,11 @@ from nxd_ckpt.version import __version__
 
 
 class Command(Protocol):
-    """What each module of :data:`COMMANDS` offers. ``SUMMARY`` is a phrase, ``DESCRIPTION`` whole sentences."""
+    """What each module of :data:`COMMANDS` offers. ``EXAMPLE`` is a command line, ``SUMMARY`` a phrase, ``DESCRIPTION``
+    whole sentences."""
 
     NAME: str
+    EXAMPLE: str
     SUMMARY: str
     DESCRIPTION: str
 
@@ -56,6 +59,7 @@ class Command(Protocol):
 
 COMMANDS: tuple[Command, ...] = (
     list_command,
+    watch_command,
     inspect_command,
     verify_command,
     diff_command,
@@ -76,6 +80,17 @@ COMMANDS: tuple[Command, ...] = (
     pack_command,
 )
 
+class _Parser(argparse.ArgumentParser):
+    """One whose help begins with an example."""
+
+    def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._example = example
+
+    def format_help(self) -> str:
+        return f"example: {self._example}\n\n{super().format_help()}"
+
+
 _PIPE_CLOSED = 128 + 13
 _INTERRUPTED = 128 + 2
 """As shells report a process that a signal (SIGPIPE, SIGINT) ended."""
@@ -83,8 +98,9 @@ _INTERRUPTED = 128 + 2
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of the whole command line, and that of each command by name."""
-    whole = argparse.ArgumentParser(
+    whole = _Parser(
         prog="nxd-ckpt",
+        example=list_command.EXAMPLE,
         description="Look at checkpoints of nxd_ckpt and neuronx-distributed, copy them, and write them anew on other "
         "sizes. Needs no accelerator and no torch-xla.",
         epilog="Exit code: 0 if all is well, 1 for an error or a problem found, 2 for a wrong command line; of diff, "
@@ -93,10 +109,14 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     whole.add_argument("--version", action="version", version=f"nxd-ckpt {__version__}")
     chosen = whole.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    single = {}
+    single: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
         parser = chosen.add_parser(
-            command.NAME, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
+            command.NAME,
+            example=command.EXAMPLE,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            allow_abbrev=False,
         )
         parser.set_defaults(run=command.run, code_of_error=1)
         command.add_arguments(parser)

@@ -13,6 +13,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.options.migration import MigrateOptions
 
 NAME = "migrate"
+EXAMPLE = "nxd-ckpt migrate run1/step_300 plain/step_300 --to tag"
 SUMMARY = "continue a run of Neuron's trainers on plain torch"
 DESCRIPTION = (
     "Recognise a checkpoint by its files, of neuronx-distributed, neuronx-distributed-training (NAME.ckpt), "

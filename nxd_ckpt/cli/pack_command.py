@@ -13,6 +13,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.options.tags import PackOptions
 
 NAME = "pack"
+EXAMPLE = "nxd-ckpt pack run1/step_300 step_300.tar"
 SUMMARY = "pack a checkpoint into one tar file"
 DESCRIPTION = (
     "Make a tar file of one tag, of nxd_ckpt's or neuronx-distributed's, exactly as it is. Every file is verified by "

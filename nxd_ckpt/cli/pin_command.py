@@ -8,6 +8,7 @@ from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
 
 NAME = "pin"
+EXAMPLE = "nxd-ckpt pin run1 step_300"
 SUMMARY = "keep a checkpoint whatever retention says"
 DESCRIPTION = (
     "Pin a complete tag: neither a job's retention nor prune removes it, until it is unpinned. That goes by its name, "

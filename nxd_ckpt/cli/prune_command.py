@@ -14,6 +14,7 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import PruneOptions
 
 NAME = "prune"
+EXAMPLE = "nxd-ckpt prune run1 --last 3 --every 1000 --dry-run"
 SUMMARY = "remove the checkpoints that no rule keeps"
 DESCRIPTION = (
     "Remove the complete tags in a directory that none of the given rules keeps. Pinned tags and the newest one stay "

@@ -9,6 +9,7 @@ from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 
 NAME = "report"
+EXAMPLE = "nxd-ckpt report run1 -o report.html"
 SUMMARY = "a page that shows the checkpoints in a directory"
 DESCRIPTION = (
     "Write one HTML file that shows a directory of checkpoints, or a tag: problems first, sizes and durations of the "

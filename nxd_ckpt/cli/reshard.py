@@ -10,6 +10,7 @@ from nxd_ckpt.cli.output import show_converted
 from nxd_ckpt.options.tags import ReshardOptions
 
 NAME = "reshard"
+EXAMPLE = "nxd-ckpt reshard run1/step_300 run2/step_300 --dp 2 --tp 8"
 SUMMARY = "cut a whole checkpoint for other parallel sizes"
 DESCRIPTION = (
     "Make a tag as a job of other sizes would have saved it: model and optimizer are cut anew, bit for bit, scheduler "

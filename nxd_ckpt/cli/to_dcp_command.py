@@ -10,6 +10,7 @@ from nxd_ckpt.cli.output import show_converted
 from nxd_ckpt.options.torch_forms import ToDcpOptions
 
 NAME = "to-dcp"
+EXAMPLE = "nxd-ckpt to-dcp run1/step_300 dcp/step_300"
 SUMMARY = "make a torch DCP directory of a checkpoint"
 DESCRIPTION = (
     "Make a directory that torch.distributed.checkpoint.load and OLMo-core's load_model_and_optim_state read, of a tag "

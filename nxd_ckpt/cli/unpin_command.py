@@ -7,6 +7,7 @@ import argparse
 from nxd_ckpt.cli import pin_command, text
 
 NAME = "unpin"
+EXAMPLE = "nxd-ckpt unpin run1 step_300"
 SUMMARY = "leave a pinned checkpoint to retention again"
 DESCRIPTION = "Undo what pin did. The tag itself may be gone; one that is not pinned stays as it is."
 

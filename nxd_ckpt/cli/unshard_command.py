@@ -12,6 +12,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.options.torch_forms import UnshardOptions
 
 NAME = "unshard"
+EXAMPLE = "nxd-ckpt unshard run1/step_300 whole"
 SUMMARY = "write model and optimizer as plain files of whole tensors"
 DESCRIPTION = (
     "Make model.pt and optim.pt of a tag of any sizes, for torch.load and for what knows nothing of ranks; or "

@@ -12,6 +12,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CorruptCheckpoint
 
 NAME = "verify"
+EXAMPLE = "nxd-ckpt verify run1"
 SUMMARY = "verify that a checkpoint is what was written"
 DESCRIPTION = (
     "Read every file of a complete tag and compare it with the digests that were recorded. For a tag of nxd_ckpt they "

@@ -1,0 +1,93 @@
+"""``nxd-ckpt watch``: what a running job does in its directory, as it happens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from time import sleep, strftime
+from typing import Any
+
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core.units import size
+
+NAME = "watch"
+EXAMPLE = "nxd-ckpt watch /fsx/run7"
+SUMMARY = "the saves of a running job, as they happen"
+DESCRIPTION = (
+    "Show which saves are in flight in a directory, how many ranks have written their part, and how much is written; "
+    "then, until it is interrupted, a line for every change: saves that begin, go on, become visible or fail, and tags "
+    "that are removed. It changes nothing, and the job does not notice it."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL")
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=2.0, help="between two looks (default: 2)"
+    )
+    add_storage_option(parser)
+    text.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.interval >= 0:
+        raise argparse.ArgumentTypeError(f"--interval must be 0 or more seconds, found {args.interval}")
+    before: dict[str, Any] | None = None
+    while True:
+        now = _look(args.directory, args.storage_options)
+        if args.json and now != before:
+            print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
+        elif not args.json:
+            for line in _first_lines(now) if before is None else _changes(before, now):
+                print(text.printable(line), flush=True)
+        if args.once:
+            return 0
+        before = now
+        sleep(args.interval)
+
+
+def _look(directory: str, options: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from nxd_ckpt.cli.tags import directory_document
+    from nxd_ckpt.runtime.save.in_flight import saves_in_flight
+    from nxd_ckpt.storage.urls import open_storage
+
+    saves = [asdict(one) for one in saves_in_flight(open_storage(directory, storage_options=options))]
+    listed = directory_document(directory, options)
+    complete = (tag for tag in listed["tags"] if tag["complete"])
+    tags = {tag["tag"]: {"nbytes": tag["nbytes"], "topology": tag["topology"]} for tag in complete}
+    return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves}
+
+
+def _first_lines(now: dict[str, Any]) -> Iterator[str]:
+    tags = now["tags"]
+    latest = f", the latest is {now['latest']}" if tags else ""
+    yield f"{now['directory']}: {text.count(len(tags), 'complete tag')}{latest}"
+    for save in now["saves"]:
+        yield _told(save)
+    if not now["saves"]:
+        yield "no save is in flight"
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """A line for each, with the time of day."""
+    clock = strftime("%H:%M:%S")
+    were = {save["attempt"]: save for save in before["saves"]}
+    yield from (f"{clock}  {_told(save)}" for save in now["saves"] if were.get(save["attempt"]) != save)
+    ended = {save["tag"] for save in before["saves"]} - {None, *(save["tag"] for save in now["saves"])}
+    for tag, about in now["tags"].items():
+        if tag not in before["tags"] or tag in ended:
+            yield f"{clock}  {tag}: complete, {size(about['nbytes'])} of {text.short_topology(about['topology'])}"
+    yield from (f"{clock}  {tag}: its save ended without a tag" for tag in sorted(ended - now["tags"].keys()))
+    yield from (f"{clock}  {tag}: removed" for tag in before["tags"] if tag not in now["tags"])
+
+
+def _told(save: dict[str, Any]) -> str:
+    written = "" if save["nbytes"] is None else f", {size(save['nbytes'])} written"
+    state = "was being saved by a process that is gone" if save["is_dead"] else "is being saved"
+    what = save["tag"] or f"attempt {save['attempt']}"
+    return f"{what}: {state}: {text.count(save['ranks_done'], 'rank')} done{written}"
