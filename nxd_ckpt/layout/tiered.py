@@ -1,5 +1,5 @@
-"""SageMaker's tiered storage: torch DCP's save with a directory of each rank, ``rank_R/step_N`` or, by Ray,
-``step_N/rank_R``. Finds saves by their names."""
+"""SageMaker's tiered storage: torch DCP's save with a directory of each rank, ``rank_R/step_N`` or ``step_N/rank_R``.
+Finds saves by their names."""
 
 from __future__ import annotations
 
