@@ -3,7 +3,9 @@ a mesh share the verifying."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from nxd_ckpt import Checkpointer, Partition, Topology
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.runtime import progress
+from nxd_ckpt.runtime.load.options import Verify
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
 from tests.damage import flip
 from tests.interop.saving import save_as_every_rank
 from tests.mesh import jobs
 from tests.rigs.rank_pool import RankPool
+from tests.rigs.terminal import Terminal
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -33,6 +38,8 @@ SHAPES = {"rows": (1536, 1024), "columns": (1024, 1536)}
 """6 MiB each, with two moments: one and a half blocks of digests."""
 
 CUTS = {"rows": Partition(0, num_partitions=2), "columns": Partition(1, num_partitions=2)}
+
+HOW: dict[str, Verify] = {"not verified": False, "verified while reading": "reading", "verified before": True}
 
 PLACEMENTS: dict[str, Sequence[Placement]] = {
     "rows": (Shard(0), Shard(0)),
@@ -60,15 +67,19 @@ def job(place: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return module, optimizer
 
 
+def hooked(directory: Path, hook: Hook) -> Checkpointer:
+    return Checkpointer(directory, storage=HookedStorage(LocalStorage(directory), hook))
+
+
 def read(log: Sequence[Operation]) -> int:
     return sum(operation.nbytes for operation in log if operation.name.startswith("read"))
 
 
-def load(directory: Path, place: str, verify: bool, *, model_only: bool = False) -> tuple[int, int]:
+def load(directory: Path, place: str, verify: Verify, *, model_only: bool = False) -> tuple[int, int]:
     """Bytes read, and bytes held."""
     module, optimizer = job(place)
     log: list[Operation] = []
-    with Checkpointer(directory, storage=HookedStorage(LocalStorage(directory), recording(log))) as checkpointer:
+    with hooked(directory, recording(log)) as checkpointer:
         checkpointer.load(None, module, None if model_only else optimizer, verify=verify)
     held = [*module.parameters()]
     if not model_only:
@@ -82,17 +93,18 @@ def loads(rank: int, directory: Path) -> dict[str, tuple[int, int]]:
         with Checkpointer(directory / place, durable=False) as checkpointer:
             checkpointer.save("step_1", *job(place))
     found = {
-        f"{source} to {place}, {'verified' if verify else 'not verified'}": load(directory / source, place, verify)
+        f"{source} to {place}, {how}": load(directory / source, place, verify)
         for source, place in (("rows", "columns"), ("both", "replicated rows"))
-        for verify in (False, True)
+        for how, verify in HOW.items()
     }
     found["nxd to both"] = load(directory / "nxd", "both", False, model_only=True)
     return found
 
 
 def test_loads_read_what_ranks_hold(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Without verifying, each rank its own bytes; where everything is verified before, each byte is read once for that,
-    by any of the ranks, however the tensors were cut."""
+    """Without verifying, each rank its own bytes; where everything is verified, each byte is read once for that, by any
+    of the ranks, however the tensors were cut. That is a second time where it is done before; while reading it is so
+    only for who wants a part of a block."""
     whole = {name: torch.rand(shape) for name, shape in SHAPES.items()}
 
     def what(rank: int) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def test_loads_read_what_ranks_hold(gloo_ranks: RankPool, tmp_path: Path) -> Non
     saved = 3 * sum(tensor.nbytes for tensor in whole.values())
     for name in by_rank[0]:
         found = [one[name] for one in by_rank]
-        if name.endswith(", verified"):
+        if name.endswith("verified before") or name == "rows to columns, verified while reading":
             total = sum(held for _, held in found) + saved
             assert sum(nbytes for nbytes, _ in found) <= AT_MOST * total, name
         else:
@@ -117,6 +129,31 @@ def test_loads_read_what_ranks_hold(gloo_ranks: RankPool, tmp_path: Path) -> Non
         model: dict[str, torch.Tensor] = {}
         checkpointer.load(None, model, verify=False, partitions=CUTS)
     assert read(log) <= AT_MOST * sum(tensor.nbytes for tensor in model.values())
+
+
+def last_of_bar(rank: int, directory: Path) -> str:
+    """What rank 0's bar of the verification shows in the end."""
+    with Checkpointer(directory, durable=False) as checkpointer:
+        checkpointer.save("step_1", *job("rows"))
+    terminal = Terminal()
+
+    def wait_for_bar(operation: Operation) -> None:
+        deadline = time.monotonic() + 600
+        watched = rank == 0 and operation.name == "read_ranges" and "shard_rank" in operation.key
+        while watched and "verify" not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patches, hooked(directory, wait_for_bar) as checkpointer:
+        patches.setattr(progress, "_PATIENCE", 0.0)
+        patches.setattr("sys.stderr", terminal)
+        checkpointer.load(None, *job("columns"))
+    return terminal.getvalue()
+
+
+def test_the_bar_of_a_shared_verification_ends_full(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """It counts the bytes that its own rank verifies."""
+    shown = gloo_ranks.run(last_of_bar, tmp_path)[0]
+    assert "verify: 100%" == re.findall(r"verify: +\d+%", shown)[-1]
 
 
 def refused(rank: int, directory: Path) -> list[str]:

@@ -19,18 +19,12 @@ from nxd_ckpt.runtime.progress import Counter, watched
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, chained, delaying
 from tests.interop.saving import save_as_every_rank
+from tests.rigs.terminal import Terminal
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 SLOWLY = (delaying("write_at", "*/model/*", 0.2), delaying("read_ranges", "*/model/*", 0.2))
-
-
-class Terminal(io.StringIO):
-    """Standard error, as if somebody watched."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

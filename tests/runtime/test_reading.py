@@ -20,7 +20,7 @@ from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.runtime.tag import reading
+from nxd_ckpt.runtime.tag import reading, wanted_blocks
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.tag.verification import Entries
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -36,7 +36,7 @@ Case = tuple[Files, Assembly, torch.Tensor, int]
 @contextmanager
 def blocks_of_32_bytes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (assembly, reading):
+        for module in (assembly, reading, wanted_blocks):
             patch.setattr(module, "CRC_BLOCK", BLOCK)
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from nxd_ckpt.runtime.load.strangers import refuse_strangers
 from nxd_ckpt.runtime.progress import is_watched, watched
 from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.tag.opening import OpenTag
-from nxd_ckpt.runtime.tag.reading import Leaf
+from nxd_ckpt.runtime.tag.reading import Leaf, Takes
 from nxd_ckpt.storage.cached import CachedStorage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -180,11 +180,11 @@ class PreparedLoad:
             return
         leaves = self._trees.leaves()
         mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
+        total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
         try:
-            with self._watched("verify", (leaf for _, leaf in mine)), garbage_left():
+            with self._watched("verify", total), garbage_left():
                 for name, leaf in mine:
-                    takes = None if self._mesh_shares is None else self._mesh_shares.takes(leaf)
-                    self.reader.verify(leaf, name, takes)
+                    self.reader.verify(leaf, name, self._takes(leaf))
                 self.reader.finish()
         except CorruptCheckpoint as error:
             if self._cache is None:
@@ -229,13 +229,17 @@ class PreparedLoad:
         """Bytes of all tensors that this rank loads."""
         return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
 
-    def _watched(self, what: str, leaves: Iterable[Leaf]) -> AbstractContextManager[None]:
-        """A bar of these leaves, on the rank that tells."""
+    def _takes(self, leaf: Leaf) -> Takes | None:
+        """Which blocks of the leaf this rank verifies, where the ranks of a mesh share that."""
+        return None if self._mesh_shares is None else self._mesh_shares.takes(leaf)
+
+    def _watched(self, what: str, total: Callable[[], int]) -> AbstractContextManager[None]:
+        """A bar of ``total()`` bytes that are read, on the rank that tells."""
         if not (self.reports_progress and self._options.progress and is_watched()):
             return nullcontext()  # without adding up all leaves
         done = self.reader.done
         before = done.nbytes
-        return watched(what, sum(map(nbytes_of, leaves)), lambda: done.nbytes - before, True)
+        return watched(what, total(), lambda: done.nbytes - before, True)
 
     def join(self, agreement: Agreement, timeout: float) -> None:
         """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
@@ -266,7 +270,7 @@ class PreparedLoad:
             self._broadcast or nullcontext(),
             overwriting(self.where),
             self._opened.kept(verified=self._options.verifies_first or self._is_verified),
-            self._watched("load", (leaf for _, leaf in self._trees.leaves())),
+            self._watched("load", lambda: self.nbytes),
         ):
             self._fill()
 
@@ -311,7 +315,8 @@ class PreparedLoad:
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
         compare, verified = self._options.verify is not False, self._options.verifies_first
-        self.reader.read_into(leaf, out, self._trees.name_by_leaf[id(leaf)], compare=compare, verified=verified)
+        name, takes = self._trees.name_by_leaf[id(leaf)], self._takes(leaf)
+        self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
 
 
 @contextmanager

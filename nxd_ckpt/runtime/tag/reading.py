@@ -10,7 +10,7 @@ is read once for all that ask for it in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,20 +25,20 @@ from nxd_ckpt.formats.assembly import (
     as_stored,
     blocks_of,
     clear_padding,
-    cut_out,
     direct_run,
     fragments_in,
     read_part,
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, byte_view, itemsize
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.open_files import OpenFiles
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.tag.read_pool import PIECE, ReadPool
 from nxd_ckpt.runtime.tag.verification import Digest, mismatch, naming
 from nxd_ckpt.runtime.tag.verified_records import Expected, VerifiedRecords
+from nxd_ckpt.runtime.tag.wanted_blocks import Want, WantedBlock, span_of
 
 Leaf = TensorStub | Assembly
 
@@ -63,7 +63,7 @@ class LeafReader(Closing):
         self._files, self._records = files, VerifiedRecords(entries)
         self.done = Counter()
         self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
-        self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], _Block](), 0
+        self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], WantedBlock](), 0
         self._file, self._ranges, self._nbytes = "", list[_Range](), 0
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
@@ -78,12 +78,21 @@ class LeafReader(Closing):
             for stub, blocks in _sources(leaf, takes):
                 self._verify(stub, blocks, name)
 
-    def read_into(self, leaf: Leaf, out: torch.Tensor, name: str, *, compare: bool, verified: bool = True) -> None:
+    def read_into(
+        self,
+        leaf: Leaf,
+        out: torch.Tensor,
+        name: str,
+        *,
+        compare: bool,
+        verified: bool = True,
+        takes: Takes | None = None,
+    ) -> None:
         """Fill a contiguous CPU tensor of the leaf's dtype and shape.
 
         With ``compare`` the digests of what is read as a whole, tensor or block, are compared. Unless all of it was
-        ``verified``, the rest is then as well, and for that the blocks are read that parts lie in; else nothing but the
-        leaf's own bytes.
+        ``verified``, the rest is then as well, but for blocks that ``takes``, if it is given, does not say, and for
+        that the blocks are read that parts lie in; else nothing but the leaf's own bytes.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -95,7 +104,7 @@ class LeafReader(Closing):
             clear_padding(leaf, out)
             for fragment in leaf.fragments:
                 if fragment.source.numel:
-                    self._read_part(fragment, out, name, compare, verified)
+                    self._read_part(fragment, out, name, compare, None if verified else takes or _takes_all)
 
     @property
     def asked(self) -> int:
@@ -124,6 +133,19 @@ class LeafReader(Closing):
         """Stop reading and close the files. Returns when no thread reads any more."""
         self._pool.close()
         self._open.close()
+
+    def nbytes_to_verify(self, leaves: Iterable[tuple[Leaf, Takes | None]]) -> int:
+        """Bytes that :meth:`verify` reads of all of these together."""
+        records: dict[tuple[str, int], int] = {}
+        blocks: dict[tuple[str, int, int], int] = {}
+        for leaf, takes in leaves:
+            for stub, own in _sources(leaf, takes):
+                record = stub.file, stub.storage.offset
+                if own is None or self._records.entry(stub) is None:
+                    records[record] = stub.storage.nbytes
+                else:
+                    blocks |= {(*record, block): span_of(stub, block)[1] for block in own}
+        return sum(records.values()) + sum(nbytes for (*of, _), nbytes in blocks.items() if tuple(of) not in records)
 
     def _verify(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
         """Verify these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
@@ -166,13 +188,17 @@ class LeafReader(Closing):
         for number, (offset, nbytes, target) in enumerate(segments):
             self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
 
-    def _read_part(self, fragment: Fragment, out: torch.Tensor, name: str, compare: bool, verified: bool) -> None:
+    def _read_part(
+        self, fragment: Fragment, out: torch.Tensor, name: str, compare: bool, takes: Takes | None
+    ) -> None:
+        """Read a part; None as ``takes`` if it was verified before."""
         fragment, out = as_stored(fragment, out)
         run = direct_run(fragment, out)
-        if compare and not verified:
+        if compare and takes is not None:
             if fragment.stub.is_contiguous:
                 for block in blocks_of(fragment):
-                    self._block(fragment.stub, block, name).wants.append(_Want(fragment, out, run))
+                    one = self._block(fragment.stub, block, name, takes(fragment, block))
+                    one.wants.append(Want(fragment, out, run))
             else:
                 self._verify(fragment.stub, blocks_of(fragment), name)
                 self._read_slabs(fragment, out, name)
@@ -187,21 +213,23 @@ class LeafReader(Closing):
         """Read a part that is a run; whole blocks of it are compared where they arrive."""
         offset, memory = run
         for block in blocks_of(fragment):
-            begin, nbytes = _span(fragment.stub, block)
+            begin, nbytes = span_of(fragment.stub, block)
             first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
             expected = entry.crc32[block] if last - first == nbytes else None
             self._add(entry.file, _Range(first, last - first, memory[first - offset : last - offset], name, expected))
 
-    def _block(self, stub: TensorStub, block: int, name: str) -> _Block:
+    def _block(self, stub: TensorStub, number: int, name: str, is_verified_here: bool = True) -> WantedBlock:
         """The block among those that are to be read next, now at the latest."""
-        place = stub.file, stub.storage.offset, block
-        if place not in self._blocks:
-            nbytes = _span(stub, block)[1]
+        place = stub.file, stub.storage.offset, number
+        block = self._blocks.get(place)
+        if block is None:
+            nbytes = span_of(stub, number)[1]
             if self._blocks_nbytes + nbytes > _PENDING:
                 self._read_blocks()
-            self._blocks[place] = _Block(stub, block, name, [])
+            block = self._blocks[place] = WantedBlock(stub, number, name)
             self._blocks_nbytes += nbytes
-        return self._blocks[place]
+        block.is_verified_here |= is_verified_here
+        return block
 
     def _read_blocks(self) -> None:
         """Ask for the blocks that are wanted, neighbours one after the other."""
@@ -210,24 +238,26 @@ class LeafReader(Closing):
             with naming(one.name):
                 self._read_block(one)
 
-    def _read_block(self, one: _Block) -> None:
+    def _read_block(self, one: WantedBlock) -> None:
         """Read all of a block where it is to be compared, or where several want it; else what is wanted of it."""
-        stub, (offset, nbytes) = one.stub, _span(one.stub, one.number)
+        stub, (offset, nbytes) = one.stub, one.span
         where = f"{self._files.where(stub.file)}, record {stub.storage.record!r}"
         count = -(-stub.storage.nbytes // CRC_BLOCK)
-        expected = self._records.claim(stub, one.number, count, one.name, where)
+        expected = None
+        if one.is_verified_here or one.is_wanted_whole:
+            expected = self._records.claim(stub, one.number, count, one.name, where)
         if expected is None and (len(one.wants) < 2 or one.wanted_nbytes < nbytes // 2):
             for want in one.wants:
                 self._read_want(want, one)
             return
-        target, others = one.shared_out(offset, nbytes)
-        deliver = partial(_deliver, others, one.number) if others else None
+        target, others = one.shared_out()
+        deliver = partial(one.deliver, others) if others else None
         self._add(stub.file, _Range(offset, nbytes, target, one.name, *(expected or Expected()), deliver))
 
-    def _read_want(self, want: _Want, one: _Block) -> None:
+    def _read_want(self, want: Want, one: WantedBlock) -> None:
         """Read what is wanted of a block, and nothing else."""
         if want.run is not None:
-            begin, memory = want.clipped(*_span(one.stub, one.number))
+            begin, memory = want.clipped(*one.span)
             self._read_plain(one.stub.file, begin, memory, one.name)
             return
         for piece in fragments_in(want.fragment, *run_of_block(one.stub, one.number)):
@@ -296,48 +326,6 @@ class LeafReader(Closing):
                 raise mismatch(where, one.expected or 0, found)
 
 
-class _Want(NamedTuple):
-    """A part that is to be read; ``run`` is where its bytes go as they are, if they do."""
-
-    fragment: Fragment
-    out: torch.Tensor
-    run: DirectRun | None
-
-    def clipped(self, offset: int, nbytes: int) -> DirectRun:
-        """What the run has of these bytes of the file."""
-        assert self.run is not None
-        begin, memory = self.run
-        first, last = max(begin, offset), min(begin + len(memory), offset + nbytes)
-        return first, memory[first - begin : last - begin]
-
-
-class _Block(NamedTuple):
-    """A block of the stub's record, for those who want something of it; nobody, if it is only to be verified."""
-
-    stub: TensorStub
-    number: int
-    name: str
-    wants: list[_Want]
-
-    @property
-    def wanted_nbytes(self) -> int:
-        run = run_of_block(self.stub, self.number)
-        wanted = sum(piece.source.numel for want in self.wants for piece in fragments_in(want.fragment, *run))
-        return wanted * itemsize(self.stub.dtype)
-
-    def shared_out(self, offset: int, nbytes: int) -> tuple[memoryview | None, list[_Want]]:
-        """The memory that the whole block is read into, one's own if it wants all of it, and those who want a copy."""
-        for number, want in enumerate(self.wants):
-            if want.run is not None and len(memory := want.clipped(offset, nbytes)[1]) == nbytes:
-                return memory, self.wants[:number] + self.wants[number + 1 :]
-        return None, self.wants
-
-
-def _deliver(wants: Sequence[_Want], block: int, memory: memoryview) -> None:
-    for want in wants:
-        cut_out(want.fragment, want.out, block, memory)
-
-
 class _Range(NamedTuple):
     """Bytes to be read into ``memory``, or nowhere.
 
@@ -355,6 +343,10 @@ class _Range(NamedTuple):
     deliver: Callable[[memoryview], None] | None = None
 
 
+def _takes_all(fragment: Fragment, block: int) -> bool:
+    return True
+
+
 def _aligned(nbytes: int) -> int:
     """Where in scratch memory the next range may begin: as any dtype wants it."""
     return -(-nbytes // 16) * 16
@@ -368,12 +360,6 @@ def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iter
     for fragment in leaf.fragments:
         blocks = blocks_of(fragment)
         yield fragment.stub, blocks if takes is None else filter(partial(takes, fragment), blocks)
-
-
-def _span(stub: TensorStub, block: int) -> tuple[int, int]:
-    """Where the block of the stub's record begins in its file, and its bytes."""
-    begin = block * CRC_BLOCK
-    return stub.storage.offset + begin, min(CRC_BLOCK, stub.storage.nbytes - begin)
 
 
 def _segments(
