@@ -27,7 +27,7 @@ from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.hugging_face import CONFIG, INDEX, HuggingFaceDirectory
 from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
-from nxd_ckpt.layout.torch_dcp import read_metadata
+from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.coordination import intents, journal, lease
 from nxd_ckpt.runtime.paths import JOURNAL, LEASE, staging_dir
 from nxd_ckpt.storage.archive.members import find_members
@@ -182,7 +182,7 @@ def _archive(data: bytes) -> None:
 
 
 def _metadata(data: bytes) -> None:
-    read_metadata(TagFiles(_holding({".metadata": data, "__0_0.distcp": bytes(8)}), ""), "")
+    read_metadata(TagFiles(_holding({".metadata": data, "__0_0.distcp": bytes(8)}), ""), DcpFiles(""))
 
 
 def _pickles_of(files: Sequence[bytes]) -> list[bytes]:
