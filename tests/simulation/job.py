@@ -59,6 +59,8 @@ class Job:
     run_id: str
     processes: list[Process]
     has_group: bool
+    is_rival: bool = False
+    """Whether it runs while another does, in the same directory."""
     outcomes: list[Outcome] = field(default_factory=list)
     begun: list[tuple[int, Save]] = field(default_factory=list)
     store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
@@ -95,10 +97,12 @@ def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointe
     )
 
 
-def saving(job: Job, rank: int, storage: Storage, saves: list[Save]) -> None:
+def saving(job: Job, rank: int, storage: Storage, saves: list[Save], late: float = 0.0) -> None:
     """What a rank of the job does: one save after the other, and what came of each. Asynchronous ones are waited for
     before the next but one."""
     world = job.world
+    if late:
+        world.pause(late)
     saver = checkpointer(storage, rank, job.run_id)
     under_way: list[tuple[float, Save, Any]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.simulation import World
@@ -21,20 +22,22 @@ class Promises:
         tags = oracle.visible(storage)  # complete or invisible
         saves = [save for job in jobs for _, save in job.begun]
         outcomes = [outcome for job in jobs for outcome in job.outcomes]
-        self.nothing_good_is_lost(tags, saves, outcomes)
+        self.nothing_good_is_lost(tags, jobs)
         self.every_rank_tells_the_same(tags, outcomes)
         self.no_wait_is_longer(outcomes)
         if reader is not None:
             self.readers_see_whole_tags(reader, saves, outcomes)
 
-    def nothing_good_is_lost(self, tags: dict[str, int], saves: Sequence[Save], outcomes: Sequence[Outcome]) -> None:
+    def nothing_good_is_lost(self, tags: dict[str, int], jobs: Sequence[Job]) -> None:
         """What any rank was told is saved is there: as it was saved, or as a later save under the same tag, unless
         retention has removed it for later ones."""
-        for outcome in outcomes:
-            if outcome.word != "saved":
-                continue
-            save = outcome.save
-            later = [other for other in saves if other.value > save.value]
+        for job, save in ((one, told.save) for one in jobs for told in one.outcomes if told.word == "saved"):
+            later = [
+                other
+                for another in jobs
+                for _, other in another.begun
+                if other.value > save.value or (another is not job and (another.is_rival or job.is_rival))
+            ]
             found = tags.get(save.tag)
             same = {save.value, *(other.value for other in later if other.tag == save.tag)}
             if found in same:
@@ -42,10 +45,18 @@ class Promises:
             kept = min((other.num_kept for other in later if other.num_kept is not None), default=None)
             assert found is None, f"save {save.value} of {save.tag!r} became save {found}"
             assert kept is not None, f"save {save.value} of {save.tag!r} is lost: {tags}"
-            newer = [value for value in tags.values() if value > save.value]
+            newer = {other.value for other in later} & set(tags.values())
             assert len(newer) >= kept, f"retention removed save {save.value} of {save.tag!r} for {newer}"
-        numbers = {save.value for save in saves}
-        assert set(tags.values()) <= numbers
+        assert set(tags.values()) <= {save.value for job in jobs for _, save in job.begun}
+
+    def jobs_keep_apart(self, jobs: Sequence[Job]) -> None:
+        """Of those that come to one directory one saves, if nothing else happens, and no other disturbs it."""
+        for job in jobs:
+            outcomes = sorted(job.outcomes, key=lambda outcome: outcome.save.value)
+            told = [outcome.word for outcome in outcomes]
+            assert ("saved", "failed") not in pairwise(told), [outcome.error for outcome in outcomes]
+        words = [{outcome.word for outcome in job.outcomes} for job in jobs]
+        assert {"saved"} in words, [[outcome.error for outcome in job.outcomes] for job in jobs]
 
     def every_rank_tells_the_same(self, tags: dict[str, int], outcomes: Sequence[Outcome]) -> None:
         """No rank says "saved" where another says "failed", and what failed is not there."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.testing.simulation import EPOCH, Disk, Killed, Process, World, inhabited
 from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, run_to_end
 from tests.simulation.stage import Stage
@@ -17,12 +18,17 @@ from tests.simulation.stage import Stage
 EFFECTS = 130
 """About as many system calls of a rank change something in two saves."""
 
+_CHECKPOINTS = {"staging", "trash"}
+"""What lies below these is no message."""
+
 
 @dataclass(frozen=True)
 class Schedule:
     """``saves`` of the first launch, and what goes wrong ``at`` which effect of which rank: "nothing", "kill",
     "power" (of everything), "error" (one system call fails), "full" (all that write do, for a while), "sync" (a sync
-    fails, and drops pages), "stall" (the rank stands still), "clock" (its wall clock jumps)."""
+    fails, and drops pages), "stall" (the rank stands still), "clock" (its wall clock jumps), "damage" (a file by which
+    ranks or jobs tell each other something loses its content). ``rival`` are the saves of another job in the same
+    directory, which comes ``late`` by so many seconds."""
 
     seed: int
     saves: tuple[Save, ...]
@@ -31,9 +37,11 @@ class Schedule:
     at: int
     swaps: bool = True
     has_group: bool = False
-    machines: tuple[str, ...] = ("one", "two", "three")
-    """Of the two ranks of the first launch, and of those of the next."""
+    machines: tuple[str, ...] = ("one", "two", "three", "four")
+    """Of the two ranks of the first launch, of those of the next, and of those of the rival."""
     reads: bool = False
+    rival: tuple[Save, ...] = ()
+    late: float = 0.0
 
     @staticmethod
     def of(seed: int) -> Schedule:
@@ -43,7 +51,7 @@ class Schedule:
         kept = random.choice((1, 1, 2)) if kind in ("retention", "mixed") else None
         fault = random.choice(("nothing", "kill", "kill", "power", "power", "error", "full", "sync", "stall", "clock"))
         refused = random.choice((None,) * 9 + (0,))
-        return Schedule(
+        schedule = Schedule(
             seed=seed,
             saves=tuple(
                 Save(tag, value, random.random() < 0.6, kept, fails_on=refused if value == 2 else None)
@@ -57,6 +65,16 @@ class Schedule:
             machines=random.choice((("one", "one", "one"), ("one", "two", "three"))),
             reads=random.random() < 0.3,
         )
+        if random.random() < 0.12:
+            schedule = replace(schedule, fault="damage")
+        if random.random() < 0.12:
+            tags = random.choice((("x", "y"), ("x", "a")))
+            rival = tuple(Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=5))
+            late = random.choice((0.0, 0.5, 20.0)) * random.random()
+            fault = random.choice(("nothing", "stall", schedule.fault))
+            machines = (*schedule.machines, random.choice(("one", "four")))
+            schedule = replace(schedule, fault=fault, machines=machines, rival=rival, late=late)
+        return schedule
 
 
 class Run(Stage):
@@ -76,15 +94,21 @@ class Run(Stage):
         with inhabited(self.world), among(self.jobs, self.world):
             schedule = self.schedule
             first = self.launch("first", schedule.machines[:2], list(schedule.saves))
+            if schedule.rival:
+                first += self.launch("rival", schedule.machines[3:] * 2, list(schedule.rival), late=schedule.late)
             reader = self.reader()
             reading = [self.world.spawn(reader.process, reader.run)] if schedule.reads else []
             run_to_end(self.world, first)
             self.look()
             self.hold(reader)
-            if any(not process.alive for process in self.jobs[0].processes):
-                self._end(self.jobs[0])
+            refused = any(save.fails_on is not None for save in schedule.saves)
+            if schedule.rival and schedule.fault == "nothing" and not refused:
+                self.promises.jobs_keep_apart(self.jobs)
+            for job in self.jobs:
+                if any(not process.alive for process in job.processes):
+                    self._end(job)
             self.is_out = True
-            self.finish("second", schedule.machines[2:] * 2)
+            self.finish("second", schedule.machines[2:3] * 2)
             reader.is_over = True
             run_to_end(self.world, reading)
             self.hold(reader)
@@ -113,8 +137,8 @@ class Run(Stage):
             self.world.kill(process)
             raise Killed
         if fault == "power":
-            for other in self.jobs[0].processes:
-                self.world.kill(other)
+            for job in self.jobs:
+                self._end(job)
             self.disk.crash_at_random(self.world.random)
             raise Killed
         if fault == "error":
@@ -124,8 +148,19 @@ class Run(Stage):
             self.promises.stalled += seconds
             process.stalled_until = self.world.now + seconds
             self.world.pause(0.0)
+        if fault == "damage":
+            self._damage()
         if fault == "clock":
             process.skew = self.world.random.choice((-1e6, -3600.0, 3600.0, 1e6))
+
+    def _damage(self) -> None:
+        """Of one of the files by which ranks and jobs tell each other something, nothing is left, a half, or zeros."""
+        files = sorted(path for path in self.disk.files(HIDDEN) if path.split("/")[1] not in _CHECKPOINTS)
+        if files:
+            file = self.disk.file(self.world.random.choice(files))
+            half = len(file.data) // 2
+            file.data = self.world.random.choice((bytearray(), file.data[:half], bytearray(len(file.data))))
+            file.sync()
 
 
 def run(schedule: Schedule) -> Run:

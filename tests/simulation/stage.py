@@ -26,12 +26,13 @@ class Stage:
         self.trace: list[tuple[float, int, str, str]] = []
         """The time, process, name and path of every system call."""
 
-    def launch(self, run_id: str, machines: tuple[str, ...], saves: list[Save]) -> list[Task]:
-        """Start a job's ranks, one on each machine."""
+    def launch(self, run_id: str, machines: tuple[str, ...], saves: list[Save], late: float = 0.0) -> list[Task]:
+        """Start a job's ranks, one on each machine; they come ``late`` by so many seconds."""
         processes = [self.world.start_process(machine) for machine in machines]
-        job = Job(self.world, run_id, processes, self.has_group)
+        job = Job(self.world, run_id, processes, self.has_group, is_rival=run_id == "rival")
         self.jobs.append(job)
-        ranks = [partial(saving, job, rank, self.storage(process), saves) for rank, process in enumerate(processes)]
+        storages = [self.storage(process) for process in processes]
+        ranks = [partial(saving, job, rank, storage, saves, late) for rank, storage in enumerate(storages)]
         return [self.world.spawn(process, rank) for process, rank in zip(processes, ranks, strict=True)]
 
     def reader(self) -> Reader:

@@ -103,6 +103,14 @@ class Disk:
             raise _error(errno.ENOENT, path)
         raise MalformedFile(f"{path} is a directory, expected a file")
 
+    def files(self, path: str) -> list[str]:
+        """The paths of all files below a folder; none where it is not there."""
+        found = []
+        for name, node in getattr(self.find(path), "names", {}).items():
+            below = f"{path}/{name}".lstrip("/")
+            found += [below] if isinstance(node, File) else self.files(below)
+        return found
+
     def create(self, path: str) -> File:
         file = File(self.clock())
         self.link(file, path)
