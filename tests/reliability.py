@@ -25,7 +25,7 @@ def table(rows: Iterable[Iterable[object]], header: Iterable[str] = ("", "")) ->
     """Rows as a table of the page."""
     head = list(header)
     lines = [head, ["---"] * len(head), *(list(map(str, row)) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |".replace("  ", " ") for cells in lines)
 
 
 def date_and_commit() -> list[tuple[str, str]]:

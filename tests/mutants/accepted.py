@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTED: Mapping[str, Mapping[str, str]] = {
+    "runtime/save/publication": {
+        "InPlace.begin: storage.make_dir(self.tag) -> (removed)": "the marker, written next, makes it as well",
+        "_empty: storage.make_dir(tag) -> (removed)": "the marker, written next, makes it as well",
+    },
+    "runtime/save/commit": {
+        "_clean_up: int(number) < counter -> int(number) <= counter": "on that attempt all have voted, which is enough",
+    },
     "core/retention": {
         "Best.chosen: 1 -> 2": "only the sign matters: a factor changes no order",
     },

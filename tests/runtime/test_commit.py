@@ -136,6 +136,17 @@ def test_parameters_come_from_every_stage_and_expert_group() -> None:
     assert [0, 1] == replace(request, groups=groups).leaders(Topology(dp=4))
 
 
+def test_a_mesh_job_is_judged_by_its_groups(disk: LocalStorage) -> None:
+    """Ranks of one group hold the same, and the manifest names the first of each."""
+    mesh, groups = Topology(dp=4), [MeshGroup((0, 2)), MeshGroup((1, 3))]
+    prepared(disk, mesh)
+    ballots = [replace(vote, replica="ab"[vote.rank % 2]) for vote in votes(mesh)]
+    assert (0, 1) == committed(disk, mesh, ballots, groups=groups).leaders
+    prepared(disk, mesh)
+    with pytest.raises(RanksDisagree, match="ranks 0 and 2 held the same tensors"):
+        committed(disk, mesh, [*ballots[:2], replace(ballots[2], replica="b"), ballots[3]], groups=groups)
+
+
 def test_rank_0_does_not_read_its_own_index(disk: LocalStorage) -> None:
     """It has just written it. Of another leader's it must."""
     pipeline = Topology(pp=2)

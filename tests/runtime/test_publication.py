@@ -244,18 +244,19 @@ def test_remains_of_an_earlier_save_are_removed_once_nobody_writes(
 ) -> None:
     """Of this run's attempts the votes are waited for; another run's writers are gone. Then their intents go."""
     waited: list[str] = []
+    told: list[tuple[str, int]] = []
 
     def await_votes(storage: Storage, attempt: str, *about: Any) -> bool:
         waited.append(attempt)
         return True
 
-    monkeypatch.setattr(voting, "report_progress", lambda *_: None)
+    monkeypatch.setattr(voting, "report_progress", lambda _, attempt, nbytes, __: told.append((attempt, nbytes)))
     monkeypatch.setattr(voting, "await_votes", await_votes)
     for attempt in ("run-1", "other-7"):
         intents.declare(store, staging_dir(attempt), TAG)
     store.write(f"{TAG}/strange", b"remains")
     InPlace(ATTEMPT, TAG).begin(session(store))
-    assert ["run-1"] == waited
+    assert (["run-1"], [(ATTEMPT, 0)]) == (waited, told)
     assert [ATTEMPT] == intents.saves_of(store, TAG)
     assert not store.is_file(f"{TAG}/strange")
 
@@ -316,6 +317,10 @@ def test_a_lost_reply_is_looked_up(store: MemoryStorage) -> None:
     assert not store.is_file(f"{TAG}/{DONE}")
     store.write(f"{TAG}/{DONE}", b"1700000000 run-2")
     one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME)
+
+    store.write(f"{TAG}/{DONE}", b"1700000000 other-1")
+    with pytest.raises(SaveFailed, match="another job"):
+        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME)
 
     def hook(operation: Operation) -> None:
         if operation.name in ("link_new", "is_file"):
