@@ -27,6 +27,7 @@ from nxd_ckpt.core.entries import (
 )
 from nxd_ckpt.core.keys import checked_key, checked_name, checked_text
 from nxd_ckpt.core.mesh_record import MeshRecord
+from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
 from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -55,9 +56,11 @@ MESH_VERSION = 2
 """The version of the documents of a mesh job that have a key more."""
 METRICS_VERSION = 3
 """That of a manifest with metrics, of a mesh job or not."""
+PHASES_VERSION = 4
+"""That of a manifest that tells how each rank took part, with metrics or not, of a mesh job or not."""
 
 _VERSIONS = {
-    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION),
+    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION),
     "rank_index": (FORMAT_VERSION, MESH_VERSION),
 }
 _HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in _VERSIONS["manifest"])
@@ -115,7 +118,8 @@ class Manifest:
     """One complete tag. ``order_time`` in seconds since the epoch; ``ranks`` by global rank, in order.
 
     ``leaders`` are the first ranks of a mesh job's groups: their indexes say what the tensors are. None otherwise.
-    ``metrics`` are what the save was told of the training; None for what was not finite.
+    ``metrics`` are what the save was told of the training; None for what was not finite. ``phases`` are by global rank,
+    and empty where they were not recorded.
     """
 
     tag: str
@@ -129,6 +133,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     leaders: tuple[int, ...] | None = None
     metrics: Metrics = field(default_factory=dict)
+    phases: tuple[RankPhases, ...] = ()
 
     @property
     def is_converted(self) -> bool:
@@ -182,9 +187,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
     places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
     leaders = {} if manifest.leaders is None else {"leaders": document.integers(manifest.leaders)}
     metrics = {"metrics": document.plain(dict(manifest.metrics))} if manifest.metrics else {}
+    phases = phases_text(manifest.phases) if manifest.phases else {}
+    version = METRICS_VERSION if metrics else MESH_VERSION if leaders else FORMAT_VERSION
     text = document.members(
         {
-            "format_version": str(METRICS_VERSION if metrics else MESH_VERSION if leaders else FORMAT_VERSION),
+            "format_version": str(PHASES_VERSION if phases else version),
             "kind": '"manifest"',
             "tag": document.plain(manifest.tag),
             "attempt": document.plain(manifest.attempt),
@@ -197,6 +204,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "timings": document.plain(dict(manifest.timings)),
             "versions": document.plain(dict(manifest.versions)),
             **metrics,
+            **phases,
         }
     )
     # It verifies the indexes, and nothing else verifies it: so it carries a digest of the bytes before this field.
@@ -212,6 +220,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
         if fields.get("crc32") != found:
             raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {found}: its bytes changed")
         topology = _topology(fields["topology"])
+        version = fields["format_version"]
         ranks = tuple(RankLine(*integers(line, 2)) for line in fields["ranks"])
         if len(ranks) != topology.world_size:
             raise ValueError(f"{len(ranks)} ranks, expected the {topology.world_size} of {topology.describe()}")
@@ -226,7 +235,8 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
             leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
-            metrics=_metrics(fields["metrics"]) if fields["format_version"] == METRICS_VERSION else {},
+            metrics=_metrics(fields["metrics"]) if version == METRICS_VERSION or "metrics" in fields else {},
+            phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION else (),
         )
 
 
@@ -313,7 +323,7 @@ def _check_kind(fields: Any, kind: str) -> None:
 
 
 def _has_leaders(fields: Mapping[str, Any]) -> bool:
-    return _is_of_mesh(fields) or (fields["format_version"] == METRICS_VERSION and "leaders" in fields)
+    return _is_of_mesh(fields) or (fields["format_version"] > MESH_VERSION and "leaders" in fields)
 
 
 def _is_of_mesh(fields: Mapping[str, Any]) -> bool:

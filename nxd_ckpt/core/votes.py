@@ -28,7 +28,8 @@ class Vote:
     ranks. ``replica`` is a digest of the names, shapes and dtypes of its model state: ranks that share the writing of
     one replica each write their share of *the same* list, so equal digests mean that every tensor was written exactly
     once. ``replicated`` is a digest of the content of its tensors that are believed equal on all tp ranks, None if it
-    wrote none of them. ``chunks`` is what rank 0 needs to know of its files of a torch DCP directory.
+    wrote none of them. ``seconds`` it wrote, and ``stage_seconds`` its caller waited. ``chunks`` is what
+    rank 0 needs to know of its files of a torch DCP directory.
     """
 
     rank: int
@@ -39,6 +40,8 @@ class Vote:
     replicated: int | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    stage_seconds: float = 0.0
+    host: str = ""
     chunks: tuple[DcpChunk, ...] = ()
 
 
@@ -72,6 +75,8 @@ def load_vote(data: bytes, where: str) -> Vote:
             replicated=None if replicated is None else integers([replicated])[0],
             nbytes=fields["nbytes"],
             seconds=float(fields["seconds"]),
+            stage_seconds=float(fields["stage_seconds"]),
+            host=checked_text(fields["host"]),
             chunks=tuple(map(DcpChunk.from_json, fields["chunks"])),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as problem:

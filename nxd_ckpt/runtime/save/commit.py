@@ -24,6 +24,7 @@ from nxd_ckpt.core.manifest import (
     load_parameters,
 )
 from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -103,11 +104,19 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         versions=request.versions,
         leaders=None if request.groups is None else tuple(leaders),
         metrics=request.metrics,
+        phases=_phases(votes),
     )
     publication.put(storage, names.MANIFEST, dump_manifest(manifest))
     publication.publish(session, order_time)
     if request.rules is not None:
         _retain(storage, publication, request.rules)
+
+
+def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
+    """How each of several ranks took part; empty where nothing live was saved. Of a single one the timings say it."""
+    if len(votes) < 2 or not all(vote.host for vote in votes):
+        return ()
+    return tuple(RankPhases(vote.stage_seconds, vote.seconds, vote.nbytes, vote.host) for vote in votes)
 
 
 def clean_up(session: Session, counter: int) -> None:

@@ -258,6 +258,8 @@ class Saving:
             replicated=self._writer.replicated_digest(),
             nbytes=self.nbytes,
             seconds=round(self.timings.get("write_seconds", 0.0), 6),
+            stage_seconds=round(self.timings.get("stage_seconds", 0.0), 6),
+            host=host.processes().partition("/")[0],
             chunks=self._writer.chunks() if rank > 0 else (),
         )
 
