@@ -75,7 +75,7 @@ def diff_checkpoints(
 
     Raises:
         InvalidArgument: neither tag has such a name; a tolerance below 0.
-        CorruptCheckpoint: bytes of a tag are not those that were written.
+        CorruptCheckpoint, PartLost: a tag is not what was written, or lost a file.
         TagReplaced: a tag was removed, or saved again, since it was opened.
     """
     if tolerance is not None and not tolerance >= 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.errors import IncompatibleState, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
 from nxd_ckpt.runtime.compare.statistics_cache import keeps_statistics, read_statistics, write_statistics
 from nxd_ckpt.runtime.compare.summary import Summary, TensorStatistics
@@ -46,7 +46,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         progress: show a bar on a terminal.
 
     Raises:
-        CorruptCheckpoint: bytes of the tag are not those that were written.
+        CorruptCheckpoint, PartLost: the tag is not what was written, or lost a file.
         TagReplaced: it was removed, or saved again, since it was opened.
     """
     opened = checkpoint.opened
@@ -69,6 +69,8 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
     for name in whole.tensors:
         try:
             leaves = list(_leaves(whole, name))
+        except PartLost:
+            raise
         except (IncompatibleState, PartNotFound) as error:
             problems[name] = str(error)
             continue
@@ -89,5 +91,7 @@ def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
     """The tensor; where its cut is not known, what each rank held that holds another part of it."""
     try:
         yield whole.leaf(name)
+    except PartLost:
+        raise
     except (IncompatibleState, PartNotFound):
         yield from dict.fromkeys(whole.leaves_by_rank(name))

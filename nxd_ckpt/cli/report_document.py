@@ -69,7 +69,8 @@ def report_document(
 def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Of a directory of Hugging Face's: which tensors it holds. None for anything else, tags above all."""
     storage = open_storage(path, storage_options=options)
-    if list_tags(storage) or not any(entry.name.endswith(".safetensors") for entry in storage.list()):
+    is_tags = list_tags(storage) or locate(path, None, options)[1] is not None
+    if is_tags or not any(entry.name.endswith(".safetensors") for entry in storage.list()):
         return None
     found = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}
@@ -132,22 +133,16 @@ def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
     """Who wrote how much of the latest tag."""
     if tag.manifest is None or tag.topology.world_size > _RANKS:
         return []
-    found = []
-    for rank in range(tag.topology.world_size):
-        at = tag.topology.coordinates_of(rank)
-        with tag.opened.kept(verified=True):
-            files = tag.opened.index(at).files
-        found.append(
-            {
-                "rank": rank,
-                "pp": at.pp_rank,
-                "dp": at.dp_rank,
-                "tp": at.tp_rank,
-                "files": len(files),
-                "nbytes": sum(entry.nbytes for entry in files.values()),
-            }
-        )
-    return found
+    with tag.opened.kept(verified=True):
+        return [_rank(tag, rank) for rank in range(tag.topology.world_size)]
+
+
+def _rank(tag: Checkpoint, rank: int) -> dict[str, Any]:
+    at = tag.topology.coordinates_of(rank)
+    files = tag.opened.index(at).files
+    nbytes = sum(entry.nbytes for entry in files.values())
+    place = {"pp": at.pp_rank, "dp": at.dp_rank, "tp": at.tp_rank}
+    return {"rank": rank, **place, "files": len(files), "nbytes": nbytes}
 
 
 def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:

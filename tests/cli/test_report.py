@@ -136,6 +136,19 @@ def test_a_tag_that_retention_removes_is_no_damage(
     assert (["step_1"], []) == ([tag["tag"] for tag in document["tags"]], document["problems"])
 
 
+def test_a_tag_with_a_file_of_hugging_faces_is_a_tag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is named itself, and somebody has put a safetensors file into it."""
+    from safetensors.torch import save_file
+
+    save_checkpoint(tmp_path, "t", {"w": torch.ones(4)})
+    save_file({"w": torch.ones(4)}, tmp_path / "t" / "model.safetensors")
+    assert 0 == main(["report", str(tmp_path / "t"), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert ("tags", ["t"]) == (document["kind"], [tag["tag"] for tag in document["tags"]])
+
+
 def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:
     """As far as its files tell: bytes by module. Beside tags, such a file hides none of them."""
     from safetensors.torch import save_file

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import examine_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    checkpoint_statistics,
+    diff_checkpoints,
+    examine_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.core.findings import Finding
+from nxd_ckpt.errors import PartLost
 from tests.doctor.runs import Rank, Run, ranks_of, save_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -193,6 +200,22 @@ def test_a_lost_file_is_a_problem(saved: Saved) -> None:
         aside.rename(path)
         told = [(one.severity, one.kind, path.name in one.message) for one in found.findings]
         assert [("problem", "files", True)] == told, path
+
+
+def test_a_lost_tensor_file_is_a_problem(tmp_path: Path) -> None:
+    """Of xser's, one for each tensor, of weights and of the optimizer: for the doctor, a comparison and statistics."""
+    run = Run().train(1)
+    save_checkpoint(tmp_path, "t", run.model, run.optimizer, use_xser=True)
+    for folder in ("model", "optim"):
+        path = next((tmp_path / "t" / folder).glob("*.tensors/tensor_1.pt"))
+        aside = path.rename(tmp_path / "aside")
+        tag = open_checkpoint(tmp_path)
+        told = [(one.severity, one.kind, path.name in one.message) for one in examine_checkpoint(tag).findings]
+        assert [("problem", "files", True)] == told
+        for call in (checkpoint_statistics, lambda tag: diff_checkpoints(tag, tag)):
+            with pytest.raises(PartLost, match=path.name):
+                call(open_checkpoint(tmp_path))
+        aside.rename(path)
 
 
 def test_every_tensor_is_examined(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from nxd_ckpt.errors import IncompatibleState, PartNotFound
+from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
 from nxd_ckpt.runtime.compare.tally import Tally
@@ -113,6 +113,8 @@ class TensorComparison:
         """What is to be read to compare the tensors of that name."""
         try:
             leaves = self._leaves(name)
+        except PartLost:
+            raise
         except (IncompatibleState, PartNotFound) as error:
             found.problem = str(error)
             return []
@@ -127,6 +129,8 @@ class TensorComparison:
         """The tensor of both tags; where one does not know its cut, what each rank of the same sizes held."""
         try:
             return [(self._a.leaf(name), self._b.leaf(name))]
+        except PartLost:
+            raise
         except (IncompatibleState, PartNotFound):
             sizes, other = self._a.opened.topology, self._b.opened.topology
             if (sizes.tp, sizes.ep) != (other.tp, other.ep):

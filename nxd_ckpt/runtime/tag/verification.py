@@ -13,7 +13,7 @@ from typing import Any
 
 from nxd_ckpt import host
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
@@ -172,9 +172,10 @@ def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
 
 
 def refuse_missing(where: str, tree: Any) -> None:
-    """Raise PartNotFound, naming tensor and file, if a leaf of ``tree`` is in no file."""
+    """Raise PartLost, naming tensor and file, if a leaf of ``tree``, of which nothing is ever left out, is in no
+    file."""
     for path, leaf in iter_tensors(tree, MissingTensor):
-        raise PartNotFound(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
+        raise PartLost(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
 
 
 def _saved(tree: Any) -> Iterator[tuple[Path, TensorStub | MissingTensor]]:

@@ -11,7 +11,7 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.errors import PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.tag.opening import OpenTag
@@ -54,12 +54,16 @@ class ReshardedState:
         return leaf if live is None else self.master_weight(name, replace(live, dtype=leaf.dtype)) or leaf
 
     def required_weight(self, name: str, leaf: Any) -> Any:
-        """The same for a rank of which nothing live is known. Raises PartNotFound where there is none."""
+        """The same for a rank of which nothing live is known.
+
+        Raises PartNotFound where there is none, and PartLost where no master weights could have stood for it.
+        """
         found = self.weight(name, leaf)
         if isinstance(found, MissingTensor):
             unnamed = any(map(is_number, self.optimizer.slots))
             hint = ", as far as the tag tells: pass saved_param_names=" if unnamed else ""
-            raise PartNotFound(
+            kind = PartNotFound if self.context.opened.parts.master_weights else PartLost
+            raise kind(
                 f"{self.context.opened.where}: no file holds model/{name} ({found.file} is missing), nor its master "
                 f"weights{hint}"
             )
