@@ -18,11 +18,12 @@ import torch
 from typing_extensions import Unpack
 
 from nxd_ckpt.core.box import Box, box_of
+from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
@@ -64,6 +65,14 @@ class Checkpoint:
             return f"<Checkpoint {self._opened.where}, by neuronx_distributed>"
         sizes = " ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         return f"<Checkpoint {self._opened.where}, {sizes}>"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: its tensors, as far as they can be told."""
+        try:
+            tensors = [(one.name, one.dtype, one.shape, one.nbytes) for one in self.metadata.values()]
+        except CheckpointError as error:
+            return html_table(f"{self!r}: {error}", (), ())
+        return html_table(repr(self), ("tensor", "dtype", "shape", "bytes"), tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_again, (self._given, self.tag, self._opened.save)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.runtime.compare.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.runtime.compare.tensors import TensorComparison, TensorDifference
@@ -47,6 +48,15 @@ class Difference:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.values or self.problems)
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        rows: list[tuple[Any, ...]] = []
+        rows += [(one.name, one.kind, one.differing, one.max_difference, one.relative_norm) for one in self.tensors]
+        rows += [(one.name, "value", f"{one.a!r:.80}", f"{one.b!r:.80}", None) for one in self.values]
+        head = ("name", "what differs", "elements, or a", "max |a - b|, or b", "||a - b|| / ||a||")
+        differ = f"{len(self.tensors)} tensors and {len(self.values)} values differ"
+        return html_table(f"{differ}, {self.same_tensors} tensors are the same", head, rows)
 
 
 @as_checkpoint_errors()

@@ -12,6 +12,7 @@ from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core import counters, laws
 from nxd_ckpt.core.counters import Progress
 from nxd_ckpt.core.findings import Finding, doubt, problem
+from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CorruptCheckpoint, PartLost, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import itemsize, torch_dtype
@@ -52,6 +53,12 @@ class Examination:
 
     def __bool__(self) -> bool:
         return not any(one.severity == "problem" for one in self.findings)
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        rows = [(one.severity, one.kind, one.what, one.message) for one in self.findings]
+        after = "" if self.before is None else f" after {self.before}"
+        return html_table(f"{self.tag}{after}: {'ok' if self else 'not ok'}", ("", "kind", "what", "message"), rows)
 
 
 @as_checkpoint_errors()

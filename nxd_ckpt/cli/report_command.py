@@ -13,7 +13,8 @@ EXAMPLE = "nxd-ckpt report run1 -o report.html"
 SUMMARY = "a page that shows the checkpoints in a directory"
 DESCRIPTION = (
     "Write one HTML file that shows a directory of checkpoints, or a tag: problems first, sizes and durations of the "
-    "saves, who wrote what, bytes by module, and the health of the tensors: norms over tags, means, NaN, zeros. It "
+    "saves, who wrote what and how long it took, bytes by module, and the health of the tensors: norms over tags, "
+    "means, NaN, zeros. It "
     "needs no network, and runs no script. The numbers are kept beside the tags, so that the next report reads new "
     "tags only. Of a directory of Hugging Face's it shows the tensors' sizes."
 )
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         help="read the tensors of the N latest tags, of which nothing is kept yet (default: 2)",
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
     )
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag after the one before, and say so")
     add_storage_option(parser)
@@ -52,7 +56,12 @@ def run(args: argparse.Namespace) -> int:
     document = of_latest(
         True,
         lambda: report_document(
-            args.directory, args.storage_options, count=args.count, doctor=args.doctor, progress=not args.quiet
+            args.directory,
+            args.storage_options,
+            count=args.count,
+            doctor=args.doctor,
+            diff=args.diff,
+            progress=not args.quiet,
         ),
     )
     lines = []

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+from nxd_ckpt.cli.report_saves import differences, stragglers, timeline
 from nxd_ckpt.cli.tags import directory_document, locate
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.doctor import examine_checkpoint
@@ -30,12 +31,12 @@ Statistics = Mapping[str, TensorStatistics]
 
 
 def report_document(
-    path: str, options: Mapping[str, Any] | None, *, count: int, doctor: bool, progress: bool
+    path: str, options: Mapping[str, Any] | None, *, count: int, doctor: bool, diff: bool, progress: bool
 ) -> dict[str, Any]:
     """The tags of a directory, the latest one in detail, and the health of their tensors.
 
     Tensors are read of the ``count`` latest tags at most; of the others what is kept beside them is shown. With
-    ``doctor`` the latest tag is examined after the one before it.
+    ``doctor`` the latest tag is examined after the one before it, with ``diff`` compared with it.
 
     Raises:
         CheckpointNotFound: there is nothing of which a report could be made.
@@ -55,14 +56,20 @@ def report_document(
     for tag in tags:
         manifest = opened[tag["tag"]].manifest if tag["tag"] in opened else None
         tag["timings"] = {} if manifest is None else dict(manifest.timings)
-    document |= {"ranks": [], "modules": [], "health": _health(statistics), "findings": []}
+    document |= {"ranks": [], "modules": [], "health": _health(statistics), "findings": [], "differences": None}
+    document["timeline"] = timeline(newest)
     with _telling_damage(newest.tag, document["problems"]):
         document["ranks"] = _ranks(newest)
     with _telling_damage(newest.tag, document["problems"]):
         document["modules"] = _modules({name: told.nbytes for name, told in newest.metadata.items()})
     with _telling_damage(newest.tag, document["problems"]):
         document["findings"] = _examined(list(opened.values())[-2:], progress) if doctor else []
+    with _telling_damage(newest.tag, document["problems"]):
+        if diff and len(opened) > 1:
+            before, after = list(opened.values())[-2:]
+            document["differences"] = differences(before, after, progress)
     document["problems"] += [*_of_listing(tags), *_of_values(statistics), *_unchanged(statistics)]
+    document["problems"] += [_problem(*late) for late in stragglers(list(opened.values()))]
     return document
 
 
@@ -75,7 +82,8 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
     found = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}
     document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "modules": _modules(sizes)}
-    return document | {"tags": [], "ranks": [], "health": {"tags": [], "tensors": []}, "findings": [], "problems": []}
+    document |= {name: [] for name in ("tags", "ranks", "timeline", "findings", "problems")}
+    return document | {"differences": None, "health": {"tags": [], "tensors": []}}
 
 
 def _nbytes(stub: TensorStub) -> int:

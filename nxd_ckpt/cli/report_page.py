@@ -9,9 +9,9 @@ from typing import Any
 from jinja2 import Environment
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.cli.report_figures import PARTS, heatmap, timeline, treemap
 from nxd_ckpt.core.units import size
 
-_PARTS = (("weights", "one"), ("master weights", "two"), ("moments", "three"))
 _WIDTH, _HEIGHT = 900, 90
 _LINE = 40
 """Points of a line, at most."""
@@ -36,7 +36,10 @@ def page_of(document: Mapping[str, Any]) -> str:
     shown = {
         **document,
         "plots": _plots(tags),
-        "parts": _PARTS,
+        "parts": PARTS,
+        "treemap": treemap(modules) if modules else None,
+        "timeline": timeline(document["timeline"]) if document["timeline"] else None,
+        "heatmap": None if document["differences"] is None else heatmap(document["differences"]),
         "modules": [_module(row, modules[0]) for row in modules[:_MODULES]],
         "modules_left_out": max(0, len(modules) - _MODULES),
         "health": {**health, "tensors": [{**row, "line": _line(row["norms"])} for row in health["tensors"]]},
@@ -90,13 +93,13 @@ def _bars(tags: Sequence[Mapping[str, Any]], stacks: Sequence[Sequence[tuple[str
 
 def _module(row: Mapping[str, Any], largest: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table, with its bars; the largest module's fill the width."""
-    most, at, bars = sum(largest[part] for part, _ in _PARTS) or 1, 0.0, []
-    for part, colour in _PARTS:
+    most, at, bars = sum(largest[part] for part, _ in PARTS) or 1, 0.0, []
+    for part, colour in PARTS:
         width = 300 * row[part] / most
         title = f"{part} {size(row[part])}"
         bars.append({"x": round(at, 2), "width": round(width, 2), "colour": colour, "title": title})
         at += width
-    return {"module": row["module"], "total": sum(row[part] for part, _ in _PARTS), "bars": bars}
+    return {"module": row["module"], "total": sum(row[part] for part, _ in PARTS), "bars": bars}
 
 
 def _line(values: Sequence[float | None]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import save_checkpoint
+from nxd_ckpt import Topology, save_checkpoint
 from nxd_ckpt.cli import report_document
 from nxd_ckpt.cli.main import main
+from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
+from tests.interop.saving import save_as_every_rank
+from tests.rigs.browser import screenshot
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
+STATE = {"layers.0.weight": torch.ones(4, 4)}
 EVIL = "<script>alert(1)</script><img src=x onerror='a'>\"\u202e&"
 
 
@@ -84,6 +89,52 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert not {"script", "img", "link", "iframe", "src=", "href=", "onerror="} & found[1].found
     assert "\u202e" not in pages[1]
     assert not re.search("https?:|url\\(", pages[1])
+
+
+def test_a_straggler_is_marked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three saves of four ranks, each of which waited for rank 2: with its host and bytes, and on the timeline."""
+    for step in range(3):
+        save_as_every_rank(
+            tmp_path, f"step_{step}", [Topology(dp=4, rank=rank) for rank in range(4)], lambda rank: {"model": STATE}
+        )
+        _slowed(tmp_path / f"step_{step}", rank=2)
+    assert 0 == main(["report", str(tmp_path), "--json", "-o", str(tmp_path / "page.html"), "--count", "0"])
+    document = json.loads(capsys.readouterr().out)
+    (problem,) = document["problems"]
+    assert ("the last 3 saves", True) == (problem["where"], "always waited for rank 2 on " in problem["what"])
+    assert [False, False, True, False] == [row["straggler"] for row in document["timeline"]]
+    page = (tmp_path / "page.html").read_text()
+    assert page.index("always waited for rank 2") < page.index("<h2>Tags</h2>")
+    assert 1 == page.count('<rect class="late" x=')
+
+
+def _slowed(tag: Path, rank: int) -> None:
+    """The tag, as if that rank had taken a minute to write."""
+    manifest = load_manifest((tag / "manifest.json").read_bytes(), "manifest.json")
+    phases = list(manifest.phases)
+    phases[rank] = replace(phases[rank], write_seconds=60.0)
+    (tag / "manifest.json").write_bytes(dump_manifest(replace(manifest, phases=tuple(phases))))
+
+
+def test_how_far_weights_moved_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By layer and module, of the latest two tags: what moved, what stayed, and what is in no layer."""
+    for step in range(2):
+        state = {"embed.weight": torch.ones(4), "layers.0.up.weight": torch.full((4,), 1.0 + step)}
+        save_checkpoint(tmp_path, f"step_{step}", {**state, "layers.1.up.weight": torch.ones(4)})
+    assert 0 == main(["report", str(tmp_path), "--diff", "--json", "-o", str(tmp_path / "page.html")])
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert (["other", "layers.0", "layers.1"], ["embed.weight", "up.weight"]) == (found["layers"], found["modules"])
+    assert [[0.0, None], [None, 1.0], [None, 0.0]] == found["cells"]
+    assert 'class="shade6" title="layers.0 up.weight: 100 %"' in (tmp_path / "page.html").read_text()
+
+
+def test_a_browser_shows_the_page(run: Path, tmp_path: Path) -> None:
+    """A real one, at the width of a phone, light and dark: more than a blank page, and not the same."""
+    page = tmp_path / "page.html"
+    assert 0 == main(["report", str(run), "-o", str(page), "--quiet", "--diff"])
+    light, dark = (screenshot(page, tmp_path / f"{dark}.png", 390, 2400, dark=dark) for dark in (False, True))
+    assert light != dark
+    assert min(len(light), len(dark)) > 20_000
 
 
 def test_the_page_is_written_beside_tags_alone(

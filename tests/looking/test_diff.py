@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt import Topology, diff_checkpoints, open_checkpoint
+from nxd_ckpt import Topology, diff_checkpoints, examine_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.convert import copy_checkpoint, reshard
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
 from nxd_ckpt.runtime.compare import side_by_side
@@ -215,3 +215,16 @@ def test_values_in_any_container_are_compared(tmp_path: Path) -> None:
     assert ["user_content/plain/weights", "user_content/endless/0"] == [
         value.name for value in diff_checkpoints(a, b).values
     ]
+
+
+def test_a_notebook_shows_names_as_text(tmp_path: Path) -> None:
+    """A checkpoint, a difference and an examination as tables, whatever the names are; what is cut is counted."""
+    state = {f"w{number}": torch.ones(1) for number in range(60)}
+    for tag, value in (("a", 1.0), ("b", float("nan"))):
+        save_checkpoint(tmp_path, tag, {"<script>\u202e": torch.full((2,), value), **state})
+    a, b = (open_checkpoint(tmp_path, tag) for tag in "ab")
+    for shown in (a, diff_checkpoints(a, b), examine_checkpoint(b, a)):
+        html = shown._repr_html_()
+        assert "model/&lt;script&gt;\\u202e" in html
+        assert "<script" not in html
+    assert "and 11 more" in a._repr_html_()
