@@ -92,15 +92,17 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 
 def test_a_rank_that_is_gone_is_an_error() -> None:
     """On all others, naming it: no save would be complete without it."""
-    ends = connected(3)
+    ends, left = connected(3), threading.Event()
     spoke = ends[2]
     assert isinstance(spoke, Spoke)
 
     def train(agreement: Agreement) -> None:
-        stopping = Stopping(agreement, lambda: "SIGTERM" if agreement.rank == 1 else None, LONG)
+        stopping = Stopping(agreement, lambda: "SIGTERM" if agreement.rank == 1 and left.is_set() else None, LONG)
         if agreement.rank == 2:
             spoke.leave()
+            left.set()
             return
+        left.wait(LONG)
         while not stopping.step(1):
             pass
 
