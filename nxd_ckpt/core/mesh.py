@@ -36,7 +36,7 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    @property
+    @cached_property  # asked of each tensor
     def is_ascending(self) -> bool:
         """Whether ranks ascend along each dimension."""
         stride = len(self.ranks)

@@ -109,6 +109,11 @@ class Fragment:
         """The same with the dimensions ``order`` of both tensors."""
         return Fragment(self.stub.permuted(order), self.source.permuted(order), self.target.permuted(order))
 
+    def is_whole(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor put together, of ``dtype`` and ``shape``, is simply the saved one."""
+        stub, whole = self.stub, Box.whole(shape)
+        return (stub.dtype, stub.shape) == (dtype, shape) and self.source == self.target == whole
+
     def moved(self, offset: tuple[int, ...]) -> Fragment:
         """The same, so much further on in the tensor put together."""
         return Fragment(self.stub, self.source, self.target.moved(offset))

@@ -95,7 +95,7 @@ def test_what_one_rank_alone_wants_is_its_own() -> None:
         assert shares.is_verified_here(shard)
 
 
-def relied_on(shares: Sequence[ReplicaShares], terms: Sequence[Any] = (None,)) -> list[bool]:
+def relied_on(shares: Sequence[ReplicaShares | None], terms: Sequence[Any] = (None,)) -> list[bool]:
     """What each of the ranks learns."""
 
     def agree(agreement: Agreement) -> bool:
@@ -113,6 +113,7 @@ def test_all_rely_on_each_other_or_none() -> None:
     for odd in (leaves[:1], leaves[::-1], leaves_of([5, 3])):
         assert [False] * 4 == relied_on([*same[:3], ReplicaShares(topology.at(3), odd)])
     assert [False] * 4 == relied_on([*same[:3], ReplicaShares(Topology(dp=4, rank=3), leaves)])
+    assert [False] * 4 == relied_on([*same[:3], None])
 
 
 TENSORS = [

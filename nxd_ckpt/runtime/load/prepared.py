@@ -151,7 +151,10 @@ class PreparedLoad:
     def share(self, agreement: Agreement) -> None:
         """Find out what the data-parallel replicas, or the ranks of a mesh, have in common; all ranks at once."""
         if agreement.world_size > 1:
-            shares = ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
+            placed = list(self._trees.placed_leaves())
+            # Shards differ between what count as replicas: then what all want need not even be told.
+            is_cut = any(place.is_cut for _, _, place in placed)
+            shares = None if is_cut else ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
             # What decides which leaves are verified, in which order they are read, and of which copy of the tag.
             adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
             terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
@@ -159,7 +162,7 @@ class PreparedLoad:
             # Copies on a local disk are this host's own: nobody else has verified or can read them.
             self._shares = shares if agreed and self._cache is None else None
             if not agreed and self._opened.mesh is not None:
-                blocks = MeshShares(list(self._trees.placed_leaves()))
+                blocks = MeshShares(placed)
                 agreed = agree_on_blocks(agreement, blocks, terms)
                 self._mesh_shares = blocks if agreed and self._cache is None else None
 

@@ -61,14 +61,18 @@ class ReplicaShares:
         return self.owner(leaf) in (None, self.place)
 
 
-def agree_on_shares(agreement: Agreement, shares: ReplicaShares, terms: Any = None) -> bool:
+def agree_on_shares(agreement: Agreement, shares: ReplicaShares | None, terms: Any = None) -> bool:
     """Whether the members of every group of replicas want the same leaves, so that none is left out.
 
-    ``terms`` (JSON) are what else must be the same on all members for one to rely on another.
+    ``terms`` (JSON) are what else must be the same on all members for one to rely on another. Nobody shares where a
+    rank is known to want others than its replicas: ``shares`` None.
     """
-    words = agreement.gather([shares.ranks[0], [len(shares.ranks), shares.digest, terms]])
+    own = None if shares is None else [shares.ranks[0], [len(shares.ranks), shares.digest, terms]]
+    words = agreement.gather(own) or []
+    if None in words:
+        return bool(agreement.broadcast(False))
     groups: dict[int, list[Any]] = {}
-    for leader, word in words or ():
+    for leader, word in words:
         groups.setdefault(leader, []).append(word)
     return bool(agreement.broadcast(all(found == [found[0]] * found[0][0] for found in groups.values())))
 

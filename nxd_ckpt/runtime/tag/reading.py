@@ -69,7 +69,7 @@ class LeafReader(Closing):
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
         """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
 
-        Of an assembly's blocks only those that ``takes`` says, if it is given.
+        Only those blocks that ``takes`` says, if it is given.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -354,10 +354,10 @@ def _aligned(nbytes: int) -> int:
 
 def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
     """What ``leaf`` is read from, with the blocks of it that are to be verified; None for a whole tensor."""
-    if isinstance(leaf, TensorStub):
+    if isinstance(leaf, TensorStub) and takes is None:
         yield leaf, None
         return
-    for fragment in leaf.fragments:
+    for fragment in Assembly.of(leaf).fragments:
         blocks = blocks_of(fragment)
         yield fragment.stub, blocks if takes is None else filter(partial(takes, fragment), blocks)
 
