@@ -12,6 +12,7 @@
 ``diff_checkpoints``          what two tags differ in, and by how much
 ``Last``, ``Every``           rules for which tags to keep, for ``retain=``
 ``Best``, ``Within``
+``remove_checkpoint``         removes one tag, also while this job saves there
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
 ``ResumeProbe``               whether a run that was just loaded is what was saved
 ``checkpoint_statistics``     every tensor of a tag in a few numbers: norm, mean, zeros, NaN
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         finalize_checkpoint,
         has_checkpoint,
         load_checkpoint,
+        remove_checkpoint,
         save_checkpoint,
     )
     from nxd_ckpt.checkpoint import Checkpoint, get_checkpoint_metadata, load_keys, open_checkpoint
@@ -85,6 +87,7 @@ __all__ = [
     "load_checkpoint",
     "load_keys",
     "open_checkpoint",
+    "remove_checkpoint",
     "restore_data_position",
     "restore_random_state",
     "save_checkpoint",
@@ -118,6 +121,7 @@ _MODULE_OF = {
     "load_checkpoint": "api",
     "load_keys": "checkpoint",
     "open_checkpoint": "checkpoint",
+    "remove_checkpoint": "api",
     "restore_data_position": "adapters.data_position",
     "restore_random_state": "adapters.random_state",
     "save_checkpoint": "api",

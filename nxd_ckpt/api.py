@@ -205,6 +205,30 @@ def has_checkpoint(
     return any(info.complete for info in settled_tags(storage))
 
 
+@as_checkpoint_errors()
+@takes(DirectoryOptions)
+def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywords]) -> bool:
+    """Remove one complete tag, once no save into the directory is in flight; every rank calls this.
+
+    Whether this rank, which is rank 0, removed it: it was there, is a checkpoint, and is not pinned. The keywords are
+    the fields of :class:`~nxd_ckpt.runtime.checkpointer_options.DirectoryOptions`.
+
+    Args:
+        path: the directory or URL.
+        tag: the checkpoint's name.
+
+    Raises:
+        DirectoryInUse: another live job saves there.
+    """
+    topology = options["topology"] = options.get("topology") or default_topology()
+    with _lock:
+        writing = _open.get((_resolved(path), topology))
+    if writing is not None and writing.is_open:
+        return writing.remove(tag)
+    with Checkpointer(path, **options) as checkpointer:
+        return checkpointer.remove(tag)
+
+
 def finalize_checkpoint() -> None:
     """Wait for every save in flight in this process; raise what failed and was not raised before."""
     _on_each(Checkpointer.wait)

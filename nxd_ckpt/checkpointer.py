@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from nxd_ckpt import host
 from nxd_ckpt.core.options import options_of, parted, takes
-from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
@@ -25,7 +25,7 @@ from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
 from nxd_ckpt.runtime.progress import watched
 from nxd_ckpt.runtime.save.capture import capture
-from nxd_ckpt.runtime.save.commit import clean_up
+from nxd_ckpt.runtime.save.commit import clean_up, retire
 from nxd_ckpt.runtime.save.failures import Failures
 from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions, understood
 from nxd_ckpt.runtime.save.pending import InFlight, PendingSave, SaveProgress
@@ -274,6 +274,15 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         return self._preemption.step(number, lambda: self._meet("step"))
 
+    @as_checkpoint_errors()
+    def remove(self, tag: Tag) -> bool:
+        """What ``nxd_ckpt.remove_checkpoint`` does, in this directory."""
+        require_own(self._pid, self.storage.url)
+        with self._turns.taken("removal"):
+            self._in_flight.settle()
+            session = self._session or self._claim(self._meet("removal"))
+            return self.topology.rank == 0 and retire(session, validate_tag(tag))
+
     @property
     def failed_in_a_row(self) -> int:
         """How many of the last saves failed: 0 after one that did not."""
@@ -335,17 +344,22 @@ class Checkpointer:
         planned: Planned | None = None
         if agreement is not None:
             planned = self._pipeline.plan_together(agreement, captured, tag)
+        self._claim(agreement)
+        return planned
+
+    def _claim(self, agreement: Agreement | None) -> Session:
+        """Take the directory for this job."""
         self._versions = versions()  # reads files: not on a later save's way
         shared = self._options
         try:
-            self._session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
+            session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
         except BaseException:
             # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.
             self._counter += agreement is None
             raise
-        self._session.counter = self._counter
+        self._session, session.counter = session, self._counter
         close_at_exit(self)
-        return planned
+        return session
 
     def _meet(self, call: str) -> Agreement | None:
         """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, host, load_checkpoint
-from nxd_ckpt.errors import SaveFailed
+from nxd_ckpt import Checkpointer, close_checkpointers, host, load_checkpoint, remove_checkpoint, save_checkpoint
+from nxd_ckpt.errors import DirectoryInUse, SaveFailed
+from nxd_ckpt.retention import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.states import visible_tags
@@ -152,3 +153,19 @@ def test_a_job_leaves_nothing_behind(tmp_path: Path) -> None:
     left = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / ".nxd_ckpt").rglob("*") if path.is_file())
     assert [] == [path for path in left if not path.startswith(".nxd_ckpt/votes/")]
     assert [] == sorted((tmp_path / ".nxd_ckpt" / "staging").iterdir())
+
+
+def test_one_tag_is_removed_also_where_this_job_saves(tmp_path: Path) -> None:
+    """After the save that is under way; pinned ones stay, and what is no checkpoint."""
+    for value, tag in enumerate("abc"):
+        save_checkpoint(tmp_path, tag, {"weight": torch.tensor([value])}, async_save=True)
+    pin_checkpoint(tmp_path, "a")
+    (tmp_path / "other").mkdir()
+    assert [False, False, True, False] == [remove_checkpoint(tmp_path, tag) for tag in ("a", "other", "c", "c")]
+    close_checkpointers()
+    assert remove_checkpoint(tmp_path, "b")  # nobody saves there now
+    assert ["a"] == visible_tags(tmp_path)
+    with Checkpointer(tmp_path) as saver:
+        saver.save("d", {"weight": torch.tensor([3])})
+        with pytest.raises(DirectoryInUse):
+            remove_checkpoint(tmp_path, "a")

@@ -31,11 +31,11 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags
 from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
-from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.publication import Publication, publication_of
 from nxd_ckpt.runtime.save.retention import judged, pinned
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
@@ -117,6 +117,20 @@ def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
     if len(votes) < 2 or not all(vote.host for vote in votes):
         return ()
     return tuple(RankPhases(vote.stage_seconds, vote.seconds, vote.nbytes, vote.host) for vote in votes)
+
+
+def retire(session: Session, tag: str) -> bool:
+    """Remove a tag on request, outside of a save; False for one that is pinned, absent, or no checkpoint.
+
+    Raises DirectoryInUse where another job took the directory over.
+    """
+    storage = session.storage
+    if tag in pinned(storage) or not is_checkpoint_of_ours_or_nxd(storage, tag):
+        return False
+    session.require()
+    publication_of(session, session.counter, tag, None).retire(storage, tag)
+    journal.discard_trash(storage)
+    return True
 
 
 def clean_up(session: Session, counter: int) -> None:

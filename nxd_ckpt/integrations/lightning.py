@@ -1,0 +1,255 @@
+"""Lightning's checkpoints as tags: what its trainer saves is written, read and removed by nxd_ckpt.
+
+Written for Lightning 2.6, installed as ``lightning`` or ``pytorch-lightning``. One line changes::
+
+    trainer = Trainer(plugins=[CheckpointIO(async_save=True)], callbacks=[ModelCheckpoint(...), ExactResume()])
+
+A checkpoint is the tag of the path's last part (``epoch=0-step=500.ckpt``) in the directory before it. The model and
+the optimizer, if there is only one, are its model and optimizer; whatever else Lightning's dict holds is its user
+content. Which checkpoints stay is up to ``ModelCheckpoint``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
+from nxd_ckpt.api import (
+    close_checkpointers,
+    finalize_checkpoint,
+    load_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.convert.locations import Location, location_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, IncompatibleState, InvalidArgument, OptimizerMismatch
+from nxd_ckpt.integrations.same_run import parameter_names, require_same
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
+from nxd_ckpt.runtime.coordination.meeting import meet
+from nxd_ckpt.runtime.save.options import OurSaveKeywords
+from nxd_ckpt.runtime.save.pending import PendingSave
+from nxd_ckpt.storage.urls import StrPath, is_url, local_path, options_for
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def _installed() -> tuple[Any, Any]:
+    """The modules that have Lightning's callbacks and plugins: of the package that is imported, or is there."""
+    packages = {"lightning.pytorch": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
+    found = [name for name in packages if name in sys.modules]
+    found += [name for name in packages if find_spec(name.partition(".")[0])]
+    if not found:
+        raise ModuleNotFoundError("Lightning is not installed: pip install lightning, or pytorch-lightning")
+    return import_module(f"{found[0]}.callbacks"), import_module(packages[found[0]])
+
+
+_callbacks, _plugins = _installed()
+
+_EXTRA = "nxd_ckpt"
+"""The key of Lightning's dict under which :class:`ExactResume` keeps what it needs."""
+
+
+class _Keywords(OurSaveKeywords, CheckpointerKeywords, total=False):
+    pass
+
+
+class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
+    """Takes the place of Lightning's ``TorchCheckpointIO`` and ``AsyncCheckpointIO``: ``Trainer(plugins=[...])``.
+
+    Checkpoints that Lightning wrote load too, and a run goes on with them. A checkpoint that ``ModelCheckpoint`` drops
+    is removed once a later one is complete, and pinned ones stay.
+
+    Args:
+        async_save: return from a save once the state is copied to host memory. A save that fails is logged at once, and
+            raised by the next save, or by the end of ``fit``.
+        options: keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable``, ``trust_pickle``, ``overwrite``
+            (needed where a store holds a checkpoint that is saved again, as ``last.ckpt`` is), ``storage_options`` and
+            ``on_save_failure``.
+    """
+
+    def __init__(self, *, async_save: bool = False, **options: Unpack[_Keywords]) -> None:
+        self._async = async_save
+        # One process writes: strategies call this on rank 0, and every rank reads for itself.
+        self._options: dict[str, Any] = {**options, "topology": Topology()}
+        self._storage_options = options.get("storage_options")
+        self._last: PendingSave | None = None
+        self._dropped: list[Location] = []
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
+        """Save Lightning's dict as the tag that ``path`` names.
+
+        Raises:
+            CheckpointError: as ``nxd_ckpt.save_checkpoint``; or the save before failed in the background.
+        """
+        if storage_options is not None:
+            raise InvalidArgument("storage_options belong to all saves: pass them to CheckpointIO(storage_options=...)")
+        finalize_checkpoint()
+        self._remove_dropped()
+        _make_way(path)
+        place = self._place(path)
+        self._dropped = [dropped for dropped in self._dropped if dropped != place]
+        rest = dict(checkpoint)
+        model, optimizers = rest.pop("state_dict", None), rest.get("optimizer_states") or ()
+        parts: dict[str, Any] = {"model": model, "user_content": rest}
+        if len(optimizers) == 1:
+            (parts["optimizer"],) = rest.pop("optimizer_states")
+            parts["param_names"] = rest.get(_EXTRA, {}).get("param_names")
+        self._last = save_checkpoint(place.directory, place.name, async_save=self._async, **{**parts, **self._options})
+
+    def load_checkpoint(
+        self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Lightning's dict again, with its tensors on the CPU, whose digests were compared.
+
+        Args:
+            path: a tag, or a file of Lightning's, which is read as Lightning does.
+            weights_only: False allows objects of any class, which can run any code.
+
+        Raises:
+            CheckpointError: see :mod:`nxd_ckpt.errors`.
+        """
+        place = self._place(path)
+        storage = place.open()
+        if storage.is_file(place.name) and not storage.is_dir(place.name):
+            found: dict[str, Any] = _plugins.TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            return found
+        finalize_checkpoint()
+        parts = open_checkpoint(place.directory, place.name, storage_options=place.options).parts
+        model: dict[str, Any] | None = {} if parts.model else None
+        optimizer: dict[str, Any] | None = {} if parts.optimizer else None
+        content = load_checkpoint(
+            place.directory,
+            place.name,
+            model,
+            optimizer,
+            verify="reading",  # dicts that nobody has seen yet: one pass is enough
+            trust_pickle=weights_only is False,
+            topology=Topology(),
+            storage_options=place.options,
+        )
+        own = {} if model is None else {"state_dict": model}
+        return {**content, **own, **({} if optimizer is None else {"optimizer_states": [optimizer]})}
+
+    def remove_checkpoint(self, path: StrPath) -> None:
+        """Remove a tag once what was saved last is complete: at the latest at the next save, or at the end."""
+        if not is_url(path) and os.path.islink(local_path(path)):
+            os.unlink(local_path(path))  # as ModelCheckpoint(save_last="link") makes it: what it points to stays
+            return
+        self._dropped.append(self._place(path))
+        if self._last is None or self._last.done():
+            self._remove_dropped()
+
+    def teardown(self) -> None:
+        """Finish what is in flight, and give directories and memory back.
+
+        Raises what failed; where an exception ends the training, that is what is raised, and the failure is logged.
+        """
+        raised = sys.exc_info()[1]
+        try:
+            try:
+                finalize_checkpoint()
+                self._remove_dropped()
+            finally:
+                close_checkpointers()
+        except CheckpointError as error:
+            if raised is None:
+                raise
+            logger.error("a checkpoint was not saved: %s: %s", type(error).__name__, error)
+
+    def _remove_dropped(self) -> None:
+        """Nothing is in flight. What was to be replaced by a save that failed stays until one succeeds."""
+        if self._last is not None and self._last.error is not None:
+            return
+        while self._dropped:
+            place = self._dropped.pop()
+            storage = place.open()
+            if storage.is_file(place.name):  # Lightning's own
+                storage.remove(place.name)
+            if storage.is_dir(place.name):
+                remove_checkpoint(place.directory, place.name, topology=Topology(), storage_options=place.options)
+
+    def _place(self, path: StrPath) -> Location:
+        return location_of(path, "checkpoint", options_for(path, self._storage_options))
+
+
+class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
+    """A callback that makes a resumed run the same run: with the random state of every rank, or a clear refusal.
+
+    A checkpoint also holds the names of the optimizer's parameters, so that all tools of nxd_ckpt work on it. What the
+    data loaders give next is up to them (Lightning keeps the state of those that have one).
+    """
+
+    def __init__(self) -> None:
+        self._random: dict[str, Any] | None = None
+        self._saved: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds what :meth:`on_load_checkpoint` reads; every rank calls it."""
+        checkpoint[_EXTRA] = {
+            "runs_with": {**_setting(trainer), **_optimizers(trainer)},
+            "random": _random_states(trainer),
+            "param_names": parameter_names(pl_module, trainer.optimizers[0]) if trainer.optimizers else None,
+        }
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Raises IncompatibleState where ``fit`` goes on with another world size or precision."""
+        if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
+            return
+        self._saved = checkpoint[_EXTRA]["runs_with"]
+        require_same("the checkpoint", self._saved, _setting(trainer), IncompatibleState)
+        self._random = checkpoint[_EXTRA]["random"][trainer.global_rank]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before the optimizers' states are loaded. Raises OptimizerMismatch where they are of other classes."""
+        if self._random is not None:
+            require_same("the checkpoint", self._saved, _optimizers(trainer), OptimizerMismatch)
+            restore_random_state(self._random)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """In the middle of an epoch the run would not have begun another pass over the data, which draws numbers."""
+        loop = trainer.fit_loop
+        if self._random is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
+            restore_random_state(self._random)
+        self._random = None
+
+
+def _make_way(path: StrPath) -> None:
+    """A link goes. A file of Lightning's is renamed: until the tag is complete, ``ckpt_path="last"`` still finds it."""
+    if is_url(path):
+        return
+    text = local_path(path)
+    if os.path.islink(text):
+        os.unlink(text)
+    elif os.path.isfile(text):
+        stem, ending = os.path.splitext(text)
+        os.replace(text, f"{stem}-replaced{ending}")
+        logger.info("%s, which Lightning wrote, is called %s-replaced%s now", text, stem, ending)
+
+
+def _random_states(trainer: Any) -> list[dict[str, Any]]:
+    """Every rank's random state, by rank; on other ranks than 0 their own alone, which is not saved."""
+    own = capture_random_state()
+    agreement = meet(trainer.global_rank, trainer.world_size, DEFAULT_TIMEOUT, "random state")
+    if agreement is None or trainer.world_size == 1:
+        return [own]
+    words = agreement.gather({**own, "torch": own["torch"].tolist()}) or []
+    return [{**word, "torch": torch.tensor(word["torch"], dtype=torch.uint8)} for word in words] or [own]
+
+
+def _setting(trainer: Any) -> dict[str, Any]:
+    return {"world size": trainer.world_size, "precision": str(trainer.precision)}
+
+
+def _optimizers(trainer: Any) -> dict[str, Any]:
+    return {"optimizers": [type(optimizer).__qualname__ for optimizer in trainer.optimizers]}

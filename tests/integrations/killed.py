@@ -1,0 +1,46 @@
+"""Runs in forked processes, of which one is killed at a change of the file system. They import nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from nxd_ckpt.storage.local import LocalStorage
+
+LASTS = 600.0
+"""Seconds after which a run hangs."""
+
+_CHANGES = ("create", "write", "link_new", "make_dir", "rename", "swap", "remove", "sync_dir", "set_time")
+
+
+def in_a_process(run: Callable[[], Any], kill_at: int | None = None) -> int:
+    """The number of changes that ``run`` makes by storages of ours; killed before the one numbered ``kill_at``, it is
+    the negative number of the signal."""
+    context = multiprocessing.get_context("fork")
+    seen = context.Value("i", 0)
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            with seen.get_lock():
+                number, seen.value = seen.value, seen.value + 1
+            if number == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*args)
+
+        return made
+
+    def child() -> None:
+        for name in _CHANGES:
+            setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
+        run()
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(LASTS)
+    code = process.exitcode
+    assert code is not None, "the run hangs"
+    assert code in (0, -signal.SIGKILL)
+    return int(seen.value) if code == 0 else code

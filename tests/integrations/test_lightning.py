@@ -1,0 +1,256 @@
+"""Lightning's trainer with our CheckpointIO: what it keeps and resumes, and what killed or failed saves leave."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from examples.train_lightning import main
+from nxd_ckpt import finalize_checkpoint, has_checkpoint, open_checkpoint
+from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, InvalidArgument, OptimizerMismatch, SaveFailed
+from nxd_ckpt.integrations.lightning import CheckpointIO
+from nxd_ckpt.retention import pin_checkpoint
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations.killed import in_a_process
+from tests.integrations.lightning_run import BATCHES, Module, ResumableLoader, every_epoch, fit, weights
+
+pytestmark = [
+    pytest.mark.plain,
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric"),
+]
+
+
+def tags(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def in_background() -> CheckpointIO:
+    return CheckpointIO(async_save=True, durable=False)
+
+
+def lightnings() -> Any:
+    return pl.plugins.io.TorchCheckpointIO()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Module:
+    """A run of three epochs that nothing interrupts."""
+    return fit(every_epoch(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run that was stopped after two epochs."""
+    directory = tmp_path_factory.mktemp("saved")
+    fit(every_epoch(directory), epochs=2)
+    return directory
+
+
+def test_a_resumed_run_is_the_same_run(saved: Path, tmp_path: Path, whole: Module) -> None:
+    """Losses, under dropout and shuffling, and weights equal those of a run that was not stopped."""
+    resumed = fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", seed=2, io=in_background())
+    assert whole.losses[2 * BATCHES :] == resumed.losses
+    assert weights(whole) == weights(resumed)
+    verify_checkpoint(tmp_path, "last.ckpt")
+
+
+def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """From data that knows where it was."""
+    expected = fit(every_epoch(tmp_path / "whole", every_n_train_steps=1), loader=ResumableLoader())
+    middle = tmp_path / "whole" / "epoch=1-step=3.ckpt"
+    resumed = fit(every_epoch(tmp_path), loader=ResumableLoader(), ckpt_path=middle, seed=2)
+    assert (expected.losses[3:], weights(expected)) == (resumed.losses, weights(resumed))
+
+
+def test_a_checkpoint_is_a_tag_of_named_tensors(saved: Path) -> None:
+    """The optimizer's state too has the names of the model's parameters; all that is Lightning's is user content."""
+    tag = open_checkpoint(saved, "last.ckpt")
+    assert {"model/net.0.weight", "optim/net.0.weight/exp_avg"} <= tag.metadata.keys()
+    assert 2 * BATCHES == tag.user_content()["global_step"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"save_top_k": 1}, {"save_top_k": 2, "monitor": "loss", "mode": "max"}],
+    ids=["latest", "best"],
+)
+def test_the_same_checkpoints_stay_as_without_it(options: dict[str, Any], tmp_path: Path) -> None:
+    """ModelCheckpoint decides, also where saves are under way when it drops what they replace."""
+    for name, io in [("lightning", lightnings()), ("ours", in_background())]:
+        fit(every_epoch(tmp_path / name, **options), io=io)
+    assert tags(tmp_path / "lightning") == tags(tmp_path / "ours")
+
+
+def test_a_pinned_checkpoint_is_not_dropped(tmp_path: Path) -> None:
+    """Whatever ModelCheckpoint says; the others are."""
+    io = CheckpointIO(durable=False)
+    for name in ("one", "two", "three"):
+        io.save_checkpoint({"state_dict": {"w": torch.ones(1)}}, tmp_path / name)
+    pin_checkpoint(tmp_path, "one")
+    for name in ("one", "two"):
+        io.remove_checkpoint(tmp_path / name)
+    io.teardown()
+    assert ["one", "three"] == tags(tmp_path)
+
+
+def test_a_run_of_lightnings_own_checkpoints_goes_on(tmp_path: Path, whole: Module) -> None:
+    """Its file is read; a tag takes its name, and the file stays under another."""
+    fit(every_epoch(tmp_path), epochs=2, io=lightnings())
+    assert (tmp_path / "last.ckpt").is_file()
+    resumed = fit(every_epoch(tmp_path), ckpt_path="last", seed=2)
+    assert weights(whole) == weights(resumed)
+    assert (tmp_path / "last-replaced.ckpt").is_file()
+    verify_checkpoint(tmp_path, "last.ckpt")
+
+
+def test_a_last_checkpoint_may_be_a_link(tmp_path: Path, whole: Module) -> None:
+    """``save_last="link"``: it loads, and what it points to is not written over."""
+    fit(every_epoch(tmp_path, save_last="link"), epochs=2)
+    assert (tmp_path / "last.ckpt").is_symlink()
+    resumed = fit(every_epoch(tmp_path), ckpt_path=tmp_path / "last.ckpt", seed=2)
+    assert weights(whole) == weights(resumed)
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert 2 * BATCHES == open_checkpoint(tmp_path, "epoch=1-step=4.ckpt").user_content()["global_step"]
+
+
+def test_checkpoints_in_a_store(whole: Module) -> None:
+    """A directory may be a URL."""
+    place = "memory://lightning/run"
+    fit(every_epoch(place, save_last=False, save_top_k=1), epochs=2)
+    resumed = fit(every_epoch(place, save_last=False, save_top_k=1), ckpt_path=f"{place}/epoch=1-step=4.ckpt", seed=2)
+    assert weights(whole) == weights(resumed)
+    assert has_checkpoint(place)
+
+
+class Full(pl.Callback):  # type: ignore[misc]
+    """After an epoch the disk has no space."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            finalize_checkpoint()
+            LocalStorage.create = no_space  # type: ignore[method-assign]
+
+
+def no_space(self: LocalStorage, key: str, nbytes: int) -> Any:
+    raise OSError(errno.ENOSPC, "no space left", key)
+
+
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards there is space again."""
+    monkeypatch.setattr(LocalStorage, "create", LocalStorage.create)
+
+
+@pytest.mark.parametrize("io", [CheckpointIO(), CheckpointIO(async_save=True)], ids=["sync", "async"])
+@pytest.mark.usefixtures("space")
+def test_a_save_that_fails_ends_the_run_and_removes_nothing(io: CheckpointIO, tmp_path: Path) -> None:
+    """The checkpoint that it was to replace stays."""
+    with pytest.raises(SaveFailed, match="no space left"):
+        fit(every_epoch(tmp_path, save_top_k=1, save_last=False), io=io, callbacks=[Full()])
+    assert ["epoch=0-step=2.ckpt"] == tags(tmp_path)
+    verify_checkpoint(tmp_path, "epoch=0-step=2.ckpt")
+
+
+class Interrupt(pl.Callback):  # type: ignore[misc]
+    """Ends the training right after a checkpoint was saved."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("the training's own error")
+
+
+def test_an_error_in_training_finishes_what_is_under_way(tmp_path: Path) -> None:
+    """And is raised as it is."""
+    with pytest.raises(RuntimeError, match="own error"):
+        fit(every_epoch(tmp_path), io=in_background(), callbacks=[Interrupt()])
+    verify_checkpoint(tmp_path, "last.ckpt")
+
+
+@pytest.mark.usefixtures("space")
+def test_an_error_in_training_is_not_hidden_by_a_save_that_fails(tmp_path: Path) -> None:
+    """Which is logged."""
+    checkpoints = every_epoch(tmp_path, every_n_epochs=2, save_last=False)
+    with pytest.raises(RuntimeError, match="own error"):
+        fit(checkpoints, io=in_background(), callbacks=[Full(), Interrupt()])
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [({"precision": "64-true"}, IncompatibleState), ({"optimizer": torch.optim.SGD}, OptimizerMismatch)],
+    ids=["precision", "optimizer"],
+)
+def test_another_run_is_refused(changed: dict[str, Any], kind: type[Exception], saved: Path, tmp_path: Path) -> None:
+    """Rather than one that only looks like the same."""
+    with pytest.raises(kind, match="was saved with"):
+        fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", **changed)
+
+
+def test_another_world_size_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Where the run is to be the same."""
+    io = CheckpointIO(durable=False)
+    checkpoint = io.load_checkpoint(saved / "last.ckpt")
+    checkpoint["nxd_ckpt"]["runs_with"]["world size"] = 2
+    io.save_checkpoint(checkpoint, tmp_path / "of_two.ckpt")
+    with pytest.raises(IncompatibleState, match="world size 2, and this run has 1"):
+        fit(every_epoch(tmp_path), ckpt_path=tmp_path / "of_two.ckpt")
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    """A store's options for one save alone, and a directory that is no checkpoint."""
+    io = CheckpointIO()
+    with pytest.raises(InvalidArgument, match="CheckpointIO"):
+        io.save_checkpoint({}, tmp_path / "t", storage_options={"key": "k"})
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointNotFound, match="'other' \\(not a checkpoint\\)"):
+        io.load_checkpoint(tmp_path / "other")
+
+
+def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """examples/train_lightning.py, twice."""
+    for epochs in ("1", "2"):
+        main(["--directory", str(tmp_path), "--epochs", epochs])
+    assert ["epoch 1", "epoch 2"] == [line[:7] for line in capsys.readouterr().out.splitlines() if line[:5] == "epoch"]
+
+
+def saving(directory: Path) -> Module:
+    """Two epochs, each saved under two names in the background, of which the first drops what was before."""
+    return fit(every_epoch(directory, save_top_k=1), epochs=2, io=in_background())
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """On the storage, in a run that is not killed."""
+    return in_a_process(partial(saving, tmp_path_factory.mktemp("rehearsal")))
+
+
+def goes_on(directory: Path, kill_at: int, whole: Module) -> None:
+    """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
+    assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
+    for tag in tags(directory) if directory.exists() else ():
+        verify_checkpoint(directory, tag)
+    resumed = fit(every_epoch(directory, save_top_k=1), ckpt_path="last")
+    assert weights(whole) == weights(resumed)
+    for tag in ("epoch=2-step=6.ckpt", "last.ckpt"):
+        verify_checkpoint(directory, tag)
+
+
+@pytest.mark.parametrize("moment", [0.6, 0.8])
+def test_a_killed_run_goes_on_as_the_same_run(moment: float, operations: int, tmp_path: Path, whole: Module) -> None:
+    """Wherever in a save that is."""
+    goes_on(tmp_path, int(operations * moment), whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(10))
+def test_ten_kills(part: int, operations: int, tmp_path: Path, whole: Module) -> None:
+    """From the first operation on to the last."""
+    goes_on(tmp_path, operations * (2 * part + 1) // 20, whole)
