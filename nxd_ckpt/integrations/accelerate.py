@@ -1,0 +1,205 @@
+"""Checkpoints of accelerate's save_state: its files, complete or invisible, with models and optimizers as tags.
+
+Written for accelerate 1.x. One line changes::
+
+    from nxd_ckpt.integrations.accelerate import Accelerator  # in place of accelerate.Accelerator
+
+``save_state("checkpoint")`` makes the directory ``checkpoint``, as ever. In it, the first model and its optimizer are
+the tag ``training_state``, which also holds digests of accelerate's own files (schedulers, samplers, random states,
+registered objects); further models are ``training_state_1`` and so on. It is all written out of sight, and renamed when
+it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import accelerate
+from accelerate import DistributedType
+
+from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
+from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, InvalidArgument, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.integrations.same_run import require_same
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
+from nxd_ckpt.runtime.save.pending import PendingSave
+
+STATE = "training_state"
+"""The tag of the first model in a checkpoint's directory."""
+
+_NUMBERED = r"checkpoint_(\d+)"
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Takes the place of ``accelerate.Accelerator``: on one process or with data parallelism (DDP).
+
+    ``total_limit`` of the project's configuration counts once the new checkpoint is complete. Checkpoints that
+    accelerate wrote load too.
+    """
+
+    async_save: ClassVar[bool] = False
+    """Write models and optimizers in the background; the checkpoint appears when that is done."""
+
+    checkpoint_options: ClassVar[Mapping[str, Any]] = {}
+    """Keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
+
+    _saving: SealedDirectory | None = None
+    """What is not known to be visible yet."""
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Save to ``output_dir``, or where the project's configuration says; the directory that it becomes.
+
+        Raises:
+            CheckpointError: nothing is visible but what was before; or the save before failed in the background.
+        """
+        self._settle()
+        self._require_supported()
+        directory = self._directory(output_dir)
+        if self.is_main_process:
+            directory.begin()
+        self.wait_for_everyone()
+        with self._bare() as bare:
+            for hook in bare.save_hooks:  # what they take out of the weights is saved all the same
+                hook(list(bare.models), [None] * len(bare.models), directory.staged)
+            super().save_state(directory.staged, safe_serialization, **options)
+        self.wait_for_everyone()  # until all ranks' files are there
+        directory.publish_after(self._save_models(directory), self.is_main_process)
+        self._saving = directory
+        if not self.async_save:
+            self._settle()
+        return directory.path
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """Load from ``input_dir``, or the latest checkpoint of the project.
+
+        Raises:
+            CheckpointError: it is damaged, or of another world size, precision or optimizer; nothing was changed.
+        """
+        self._settle()
+        place = os.path.expanduser(input_dir) if input_dir is not None else self._latest()
+        if not is_sealed(place, STATE):
+            super().load_state(place, load_kwargs, **options)
+            return
+        self._require_supported()
+        content = open_checkpoint(place, STATE).user_content()
+        require_same(place, content["runs_with"], self._setting(), IncompatibleState)
+        require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
+        verify_files(place, STATE, content["files"])
+        for tag, model, optimizer in self._parts():
+            load_checkpoint(place, tag, model, optimizer)
+        with self._bare() as bare:
+            for hook in bare.load_hooks:
+                hook(list(bare.models), place)
+            super().load_state(place, load_kwargs, **options)
+
+    def end_training(self) -> None:
+        """As accelerate's, once the last checkpoint is complete. Raises what failed in the background."""
+        self._settle()
+        close_checkpointers()
+        super().end_training()
+
+    def _save_models(self, directory: SealedDirectory) -> list[PendingSave]:
+        """Save what is not in accelerate's files, with the digests of these."""
+        files = directory.seal() if self.is_main_process else {}
+        about = {"runs_with": {**self._setting(), **self._classes()}, "files": files}
+        saves = []
+        for tag, model, optimizer in self._parts():
+            content = about if tag == STATE else None
+            more = {"async_save": self.async_save, **self.checkpoint_options}
+            saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
+        return saves
+
+    def _parts(self) -> list[tuple[str, Any, Any]]:
+        """The name of the tag, the model and the optimizer (or None) of each model, without accelerate's wrappers."""
+        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
+        if not self._models or len(optimizers) > len(self._models):
+            raise UnsupportedState(
+                f"{len(self._models)} models and {len(optimizers)} optimizers were prepared: each optimizer is saved "
+                "with the model at its place. Prepare a model for each, or use accelerate.Accelerator"
+            )
+        optimizers += [None] * (len(self._models) - len(optimizers))
+        tags = [STATE if index == 0 else f"{STATE}_{index}" for index in range(len(self._models))]
+        return list(zip(tags, map(self.unwrap_model, self._models), optimizers, strict=True))
+
+    @contextmanager
+    def _bare(self) -> Iterator[_Bare]:
+        """Within, accelerate saves and loads what is neither a model nor an optimizer, to the directory it is given."""
+        bare = _Bare(
+            self._models,
+            self._optimizers,
+            [*self._save_model_state_pre_hook.values()],
+            [*self._load_model_state_pre_hook.values()],
+        )
+        names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
+        kept = {name: getattr(self, name) for name in names}
+        project, automatic = self.project_configuration, self.project_configuration.automatic_checkpoint_naming
+        for name, value in kept.items():
+            setattr(self, name, type(value)())
+        project.automatic_checkpoint_naming = False
+        try:
+            yield bare
+        finally:
+            project.automatic_checkpoint_naming = automatic
+            for name, value in kept.items():
+                setattr(self, name, value)
+
+    def _directory(self, output_dir: str | None) -> SealedDirectory:
+        """The checkpoint to be made. Raises InvalidArgument where the project's next one is there already."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
+            return SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))))
+        # Out of the folder of the checkpoints: accelerate takes all that is in there for one.
+        directory = SealedDirectory(self.project_dir, f"checkpoints/checkpoint_{self.save_iteration}")
+        if os.path.exists(directory.path):
+            raise InvalidArgument(
+                f"{directory.path} exists; set project_configuration.iteration to the number of the next checkpoint"
+            )
+        return directory
+
+    def _latest(self) -> str:
+        """The project's checkpoint of the highest number."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise InvalidArgument("load_state() needs input_dir, or automatic_checkpoint_naming in the project")
+        folder = os.path.join(self.project_dir, "checkpoints")
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        found = [match for name in names if (match := re.fullmatch(_NUMBERED, name))]
+        if not found:
+            raise CheckpointNotFound(f"{folder}: there is no checkpoint yet")
+        return os.path.join(folder, max(found, key=lambda match: int(match[1]))[0])
+
+    def _settle(self) -> None:
+        """Until what is in flight is visible, with what is then too many removed. Raises what failed."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        self.wait_for_everyone()
+        if self.is_main_process and self.project_configuration.automatic_checkpoint_naming:
+            saving.retire(_NUMBERED, self.project_configuration.total_limit)
+
+    def _require_supported(self) -> None:
+        if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise UnsupportedState(
+                f"nxd_ckpt's Accelerator saves with one process or data parallelism, not with {self.distributed_type}; "
+                "for FSDP2 call nxd_ckpt.save_checkpoint() with model and optimizer"
+            )
+
+    def _setting(self) -> dict[str, Any]:
+        return {"world size": self.num_processes, "precision": self.mixed_precision}
+
+    def _classes(self) -> dict[str, Any]:
+        return {"optimizers": [type(optimizer.optimizer).__qualname__ for optimizer in self._optimizers]}
+
+
+class _Bare(NamedTuple):
+    """What an accelerator does without for a while."""
+
+    models: list[Any]
+    optimizers: list[Any]
+    save_hooks: list[Any]
+    load_hooks: list[Any]

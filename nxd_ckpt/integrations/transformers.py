@@ -1,0 +1,159 @@
+"""Checkpoints of transformers' Trainer: Hugging Face's files, complete or invisible, with the optimizer as a tag.
+
+Written for transformers 4.50 to 4.57. One line changes::
+
+    from nxd_ckpt.integrations.transformers import Trainer  # in place of transformers.Trainer
+
+A checkpoint is the directory ``checkpoint-500``, as ever: ``from_pretrained`` reads it, ``resume_from_checkpoint``
+resumes it, ``save_total_limit`` and the best model count. The optimizer and the scheduler are the tag
+``training_state`` in it, which also holds digests of all other files. It is all written out of sight, and renamed when
+it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import transformers
+from transformers.trainer import TRAINER_STATE_NAME
+
+from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
+from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.integrations.same_run import parameter_names, require_same
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
+from nxd_ckpt.runtime.save.pending import PendingSave
+
+STATE = "training_state"
+"""The tag in a checkpoint's directory."""
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """Takes the place of ``transformers.Trainer``. For a trainer that extends it: ``class Mine(Trainer, SFTTrainer)``.
+
+    A run resumes from checkpoints that transformers' own trainer wrote, too. On one process or with data parallelism
+    (DDP); FSDP and DeepSpeed are refused.
+    """
+
+    async_save: ClassVar[bool] = False
+    """Write the optimizer in the background; the checkpoint appears when that is done."""
+
+    checkpoint_options: ClassVar[Mapping[str, Any]] = {}
+    """Keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
+
+    _staging: SealedDirectory | None = None
+    """Where transformers writes now."""
+    _saving: SealedDirectory | None = None
+    """What is not known to be visible yet."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', until the last checkpoint is complete. Raises what failed in the background."""
+        found = super().train(*args, **kwargs)
+        self._settle()
+        close_checkpointers()
+        return found
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise UnsupportedState(
+                "nxd_ckpt's Trainer saves with one process or data parallelism; for FSDP call "
+                "nxd_ckpt.save_checkpoint(), or use transformers.Trainer"
+            )
+        directory = SealedDirectory(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        if self.args.process_index == 0:
+            directory.begin()
+        self.accelerator.wait_for_everyone()
+        self._staging = directory
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        self._keep_best(directory)
+        self.accelerator.wait_for_everyone()  # until all ranks' files are there
+        directory.publish_after([self._save_rest(directory)], self.args.process_index == 0)
+        self._saving = directory
+        if not self.async_save:
+            self._settle()
+
+    def _keep_best(self, directory: SealedDirectory) -> None:
+        """If this checkpoint is the best, that is under its name, not where it is written."""
+        if self.state.best_model_checkpoint == directory.staged:
+            self.state.best_model_checkpoint = directory.path
+            if self.args.should_save:
+                self.state.save_to_json(os.path.join(directory.staged, TRAINER_STATE_NAME))
+
+    def _save_rest(self, directory: SealedDirectory) -> PendingSave:
+        """Save what is not in Hugging Face's files, with the digests of these."""
+        whole = not self.args.save_only_model
+        optimizer = _unwrapped(self.optimizer)
+        files = directory.seal() if self.args.process_index == 0 else {}
+        return save_checkpoint(
+            directory.tags,
+            STATE,
+            optimizer=optimizer if whole else None,
+            scheduler=self.lr_scheduler if whole else None,
+            user_content={"runs_with": {**self._setting(), "optimizer": type(optimizer).__qualname__}, "files": files},
+            param_names=parameter_names(self.model, optimizer) if whole else None,
+            async_save=self.async_save,
+            **self.checkpoint_options,
+        )
+
+    def _settle(self) -> None:
+        """Until what is in flight is visible, with what is then too many removed. Raises what failed."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        self.accelerator.wait_for_everyone()
+        if self.args.process_index == 0:
+            best = self.state.best_model_checkpoint
+            saving.retire(r"checkpoint-(\d+)", self.args.save_total_limit, [os.path.basename(best)] if best else [])
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._staging is None:
+            self._settle()  # whoever asks looks for checkpoints there
+        run: str = super()._get_output_dir(trial=trial)
+        return run if self._staging is None else os.path.dirname(self._staging.staged)
+
+    def _load_best_model(self) -> None:
+        self._settle()
+        super()._load_best_model()
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Nothing: :meth:`_settle` removes what is too many, once the new checkpoint is complete."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Nothing: they are saved last."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if is_sealed(resume_from_checkpoint, STATE):
+            content = open_checkpoint(resume_from_checkpoint, STATE).user_content()
+            require_same(resume_from_checkpoint, content["runs_with"], self._setting(), IncompatibleState)
+            verify_files(resume_from_checkpoint, STATE, content["files"])
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_sealed(checkpoint, STATE):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        tag, optimizer = open_checkpoint(checkpoint, STATE), _unwrapped(self.optimizer)
+        if tag.parts.optimizer is None:  # save_only_model: transformers goes on without, too
+            return
+        own = {"optimizer": type(optimizer).__qualname__}
+        require_same(checkpoint, tag.user_content()["runs_with"], own, OptimizerMismatch)
+        names = parameter_names(self.model, optimizer)
+        load_checkpoint(checkpoint, STATE, None, optimizer, self.lr_scheduler, param_names=names)
+
+    def _setting(self) -> dict[str, Any]:
+        dtypes = sorted({str(parameter.dtype) for parameter in self.model.parameters()})
+        return {
+            "world size": self.args.world_size,
+            "precision": f"{self.accelerator.mixed_precision}, parameters of {', '.join(dtypes)}",
+        }
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """What accelerate's wrapper holds."""
+    return getattr(optimizer, "optimizer", optimizer)

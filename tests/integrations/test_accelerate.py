@@ -1,0 +1,186 @@
+"""accelerate's save_state with our checkpoints: what it resumes, what stays, what killed saves leave."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import ProjectConfiguration
+
+from examples.train_accelerate import main
+from nxd_ckpt import open_checkpoint
+from nxd_ckpt.errors import DigestMismatch, IncompatibleState, InvalidArgument, OptimizerMismatch
+from nxd_ckpt.integrations.accelerate import Accelerator
+from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations.killed import in_a_process
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+class Background(Accelerator):
+    """Saves in the background."""
+
+    async_save = True
+    checkpoint_options = {"durable": False}  # noqa: RUF012
+
+
+class Job:
+    """A model under dropout, with what trains it."""
+
+    def __init__(self, directory: Path, kind: Any = Background, optimizer: Any = torch.optim.AdamW, **options: Any):
+        torch.manual_seed(1)
+        project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=2)
+        self.accelerator = kind(cpu=True, project_config=project, **options)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        made = optimizer(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, made, schedule)
+
+    def run(self, steps: int) -> list[float]:
+        """The losses; a checkpoint after each step."""
+        losses = []
+        for _ in range(steps):
+            loss = self.model(torch.randn(2, 4)).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            self.accelerator.save_state()
+        self.accelerator.end_training()
+        return losses
+
+    def resume(self) -> int:
+        """Load the latest checkpoint; how many steps it has."""
+        self.accelerator.load_state()
+        done = int(self.accelerator._latest().rpartition("_")[2]) + 1
+        self.accelerator.project_configuration.iteration = done
+        return done
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").glob("*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run of four steps that nothing interrupts."""
+    return Job(tmp_path_factory.mktemp("whole")).run(4)
+
+
+@pytest.mark.parametrize("kind", [accelerate.Accelerator, Accelerator, Background])
+def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path, whole: list[float]) -> None:
+    """Losses equal those of a run that was not stopped, also from checkpoints that accelerate wrote; two stay."""
+    Job(tmp_path, kind).run(2)
+    job = Job(tmp_path)
+    assert 2 == job.resume()
+    torch.rand(1)
+    job.accelerator.load_state()
+    assert whole[2:] == job.run(2)
+    assert ["checkpoint_2", "checkpoint_3"] == names(tmp_path)
+
+
+def test_a_checkpoint_is_a_tag_beside_accelerates_files(tmp_path: Path) -> None:
+    """With names; no pickled optimizer is left."""
+    Job(tmp_path).run(1)
+    place = tmp_path / "checkpoints" / "checkpoint_0"
+    assert {"model/0.weight", "optim/0.weight/exp_avg"} <= open_checkpoint(place).metadata.keys()
+    assert ["random_states_0.pkl", "scheduler.bin", "training_state"] == sorted(path.name for path in place.iterdir())
+
+
+def test_hooks_are_called(tmp_path: Path) -> None:
+    """As accelerate calls them: with the models, weights to take out, and the directory."""
+    job, calls = Job(tmp_path), []
+
+    def save(models: list[Any], weights: list[Any], place: str) -> None:
+        weights.pop()
+        (Path(place) / "mine.txt").write_text("1")
+
+    job.accelerator.register_save_state_pre_hook(save)
+    job.accelerator.register_load_state_pre_hook(lambda models, place: calls.append((models[0], place)))
+    place = job.accelerator.save_state()
+    job.accelerator.load_state()
+    assert [(job.model, place)] == calls
+    assert (Path(place) / "mine.txt").is_file()
+
+
+def test_several_models_are_several_tags(tmp_path: Path) -> None:
+    """Each with its optimizer."""
+    job = Job(tmp_path)
+    job.accelerator.prepare(torch.nn.Linear(2, 2))
+    place = job.accelerator.save_state()
+    job.accelerator.load_state()
+    assert {"model/weight", "model/bias"} == open_checkpoint(place, "training_state_1").metadata.keys()
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [({"mixed_precision": "bf16"}, IncompatibleState), ({"optimizer": torch.optim.SGD}, OptimizerMismatch)],
+    ids=["precision", "optimizer"],
+)
+def test_another_run_is_refused(changed: dict[str, Any], kind: type[Exception], tmp_path: Path) -> None:
+    """Rather than one that only looks like the same."""
+    Job(tmp_path).run(1)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(kind, match="was saved with"):
+        Job(tmp_path, **changed).resume()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
+    """A file that has changed; one that is there already."""
+    Job(tmp_path).run(1)
+    job = Job(tmp_path)
+    with pytest.raises(InvalidArgument, match="iteration"):
+        job.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_0" / "scheduler.bin").write_bytes(b"x")
+    with pytest.raises(DigestMismatch, match=r"scheduler\.bin"):
+        job.resume()
+
+
+def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """examples/train_accelerate.py, twice."""
+    for steps in ("2", "3"):
+        main(["--directory", str(tmp_path), "--steps", steps])
+    assert [1, 2, 3] == [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+
+
+def saving(directory: Path) -> list[float]:
+    return Job(directory).run(3)
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """On the file system, in a run that is not killed."""
+    return in_a_process(partial(saving, tmp_path_factory.mktemp("rehearsal")))
+
+
+def goes_on(directory: Path, kill_at: int, whole: list[float]) -> None:
+    """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
+    assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
+    for name in names(directory):
+        verify_checkpoint(directory / "checkpoints" / name)
+    job = Job(directory)
+    done = job.resume() if names(directory) else 0
+    assert whole[done:] == job.run(4 - done)
+    assert ["checkpoint_2", "checkpoint_3"] == names(directory)
+
+
+@pytest.mark.parametrize("moment", [0.7])
+def test_a_killed_run_goes_on_as_the_same_run(
+    moment: float, operations: int, tmp_path: Path, whole: list[float]
+) -> None:
+    """Wherever in a save that is."""
+    goes_on(tmp_path, int(operations * moment), whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(10))
+def test_ten_kills(part: int, operations: int, tmp_path: Path, whole: list[float]) -> None:
+    """From the first operation on to the last."""
+    goes_on(tmp_path, operations * (2 * part + 1) // 20, whole)

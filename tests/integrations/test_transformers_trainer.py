@@ -1,0 +1,178 @@
+"""transformers' Trainer with our checkpoints: what is in them, what it resumes, and what killed saves leave."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from examples.train_transformers import main
+from nxd_ckpt import open_checkpoint
+from nxd_ckpt.errors import DigestMismatch, IncompatibleState, OptimizerMismatch, PartLost, SaveFailed
+from nxd_ckpt.integrations import sealed
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations.killed import in_a_process
+from tests.integrations.transformers_run import Background, Quick, Tiny, losses, trained, weights
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("checkpoint*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of four steps that nothing interrupts; its checkpoints are in ``args.output_dir``."""
+    return trained(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def saved(whole: Any, tmp_path: Path) -> Path:
+    """A copy of its checkpoint of two steps."""
+    return Path(shutil.copytree(Path(whole.args.output_dir) / "checkpoint-2", tmp_path / "saved" / "checkpoint-2"))
+
+
+def test_a_resumed_run_is_the_same_run(saved: Path, tmp_path: Path, whole: Any) -> None:
+    """Losses, under dropout and shuffling, and weights equal those of a run that was not stopped."""
+    resumed = trained(tmp_path, kind=Background, resume=str(saved), seed=2)
+    assert losses(whole) == losses(resumed)
+    assert weights(whole) == weights(resumed)
+    assert ["checkpoint-4"] == names(tmp_path)
+
+
+def test_a_checkpoint_is_hugging_faces_and_a_tag(whole: Any) -> None:
+    """``from_pretrained`` reads each; the optimizer's state has the names of the parameters; nothing else is left."""
+    directory = Path(whole.args.output_dir)
+    model = Tiny.from_pretrained(directory / "checkpoint-4")
+    assert weights(whole) == [parameter.flatten().tolist() for parameter in model.parameters()]
+    assert "optim/net.0.weight/exp_avg" in open_checkpoint(directory / "checkpoint-4").metadata
+    for name in names(directory):
+        verify_checkpoint(directory / name)
+    assert not (directory / "checkpoint-4" / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_the_same_checkpoints_stay_as_without_it(limit: int, tmp_path: Path) -> None:
+    """The newest and the best, of which the best is loaded at the end."""
+    found = []
+    options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    for place, kind in [(tmp_path / "plain", transformers.Trainer), (tmp_path / "ours", Background)]:
+        trainer = trained(place, kind=kind, save_steps=1, save_total_limit=limit, **options)
+        best = Path(trainer.state.best_model_checkpoint)
+        assert place == best.parent
+        found.append((names(place), best.name, weights(trainer)))
+    assert found[0] == found[1]
+
+
+def test_a_run_of_transformers_own_checkpoints_goes_on(tmp_path: Path, whole: Any) -> None:
+    """With those that follow as ours."""
+    trained(tmp_path, kind=transformers.Trainer, max_steps=4, save_steps=2)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = trained(tmp_path, resume=True, seed=2)
+    assert weights(whole) == weights(resumed)
+    assert sealed.is_sealed(str(tmp_path / "checkpoint-4"), "training_state")
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [({"bf16": True}, IncompatibleState), ({"optim": "sgd"}, OptimizerMismatch)],
+    ids=["precision", "optimizer"],
+)
+def test_another_run_is_refused(
+    changed: dict[str, Any], kind: type[Exception], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than one that only looks like the same."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers changes it
+    with pytest.raises(kind, match="was saved with"):
+        trained(tmp_path, resume=str(saved), **changed)
+
+
+def test_another_world_size_is_refused(saved: Path, tmp_path: Path) -> None:
+    """A run on two processes is not one on one."""
+
+    class OfTwo(Quick):
+        def _setting(self) -> dict[str, Any]:
+            return {**super()._setting(), "world size": 2}
+
+    with pytest.raises(IncompatibleState, match="world size 1, and this run has 2"):
+        trained(tmp_path, kind=OfTwo, resume=str(saved))
+
+
+def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    """Hugging Face's too: one that has changed, or is gone."""
+    weights_file = saved / "model.safetensors"
+    data = bytearray(weights_file.read_bytes())
+    data[-1] ^= 1
+    weights_file.write_bytes(data)
+    with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
+        trained(tmp_path, resume=str(saved))
+    (saved / "rng_state.pth").unlink()
+    weights_file.unlink()
+    with pytest.raises(PartLost, match=r"model\.safetensors"):
+        trained(tmp_path, resume=str(saved))
+
+
+@pytest.mark.parametrize("kind", [Quick, Background])
+def test_a_save_that_fails_leaves_nothing(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint is visible, and the run ends with what failed."""
+
+    def create(self: LocalStorage, key: str, nbytes: int) -> Any:
+        raise OSError(errno.ENOSPC, "no space left", key)
+
+    monkeypatch.setattr(LocalStorage, "create", create)
+    with pytest.raises(SaveFailed, match="no space left"):
+        trained(tmp_path, kind=kind)
+    assert [] == names(tmp_path)
+
+
+def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """examples/train_transformers.py, twice."""
+    for steps in ("2", "4"):
+        main(["--directory", str(tmp_path), "--steps", steps])
+    assert ["checkpoint-2", "checkpoint-4"] == names(tmp_path)
+    assert "went on from step 2" in capsys.readouterr().out
+
+
+def saving(directory: Path) -> Any:
+    """Four steps, of which each is saved, and the last two stay."""
+    return trained(directory, kind=Background, save_steps=1, save_total_limit=2)
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """On the file system, in a run that is not killed."""
+    return in_a_process(partial(saving, tmp_path_factory.mktemp("rehearsal")))
+
+
+def goes_on(directory: Path, kill_at: int, whole: Any) -> None:
+    """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
+    assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
+    for name in names(directory):
+        verify_checkpoint(directory / name)
+        Tiny.from_pretrained(directory / name)
+    resumed = trained(directory, kind=Background, resume=bool(names(directory)), save_steps=1, save_total_limit=2)
+    assert weights(whole) == weights(resumed)
+    assert {"checkpoint-3", "checkpoint-4"} <= {*names(directory)}
+
+
+@pytest.mark.parametrize("moment", [0.7])
+def test_a_killed_run_goes_on_as_the_same_run(moment: float, operations: int, tmp_path: Path, whole: Any) -> None:
+    """Wherever in a save that is; what it left is cleaned up."""
+    goes_on(tmp_path, int(operations * moment), whole)
+    assert ["checkpoint-3", "checkpoint-4"] == names(tmp_path)
+    assert ["tags"] == sorted(path.name for path in (tmp_path / ".incomplete").iterdir())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(10))
+def test_ten_kills(part: int, operations: int, tmp_path: Path, whole: Any) -> None:
+    """From the first operation on to the last."""
+    goes_on(tmp_path, operations * (2 * part + 1) // 20, whole)
