@@ -1,8 +1,9 @@
-"""What the system gives a job: time, threads, their priority, and which process this is.
+"""What the system gives a job: time, threads, their priority, chance, and which process this is.
 
-All of ``runtime``, ``layout`` and the ``Checkpointer`` ask for them here, as ``host.sleep(1)``, so that a simulation
-can put its own in their place (:mod:`nxd_ckpt.testing.simulation`). Two places do not, and are not simulated:
-``coordination/peers.py``, which watches connections of the system's, and the pool of ``compare/side_by_side.py``.
+All of ``runtime``, ``layout``, ``storage.s3`` and the ``Checkpointer`` ask for them here, as ``host.sleep(1)``, so that
+a simulation can put its own in their place (:mod:`nxd_ckpt.testing.simulation`). Two places do not, and are not
+simulated: ``coordination/peers.py``, which watches connections of the system's, and the pool of
+``compare/side_by_side.py``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import os
 import platform
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Condition, Event, Lock, Thread, current_thread, get_ident, get_native_id, local
+from random import uniform
+from threading import Condition, Event, Lock, Semaphore, Thread, current_thread, get_ident, get_native_id, local
 from time import monotonic, monotonic_ns, sleep, time
 
 __all__ = [
     "Condition",
     "Event",
     "Lock",
+    "Semaphore",
     "SimpleQueue",
     "Thread",
     "born",
@@ -32,6 +35,7 @@ __all__ = [
     "processes",
     "sleep",
     "time",
+    "uniform",
     "yield_disk_to_others",
     "yield_processor_to_others",
 ]

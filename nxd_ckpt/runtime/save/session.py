@@ -233,7 +233,8 @@ def _must_be_live(session: Session) -> None:
 
 
 def _beat_interval(session: Session) -> float:
-    return min(10.0, session.timeout / 6)
+    """Seconds. Whoever finds a dead holder on another host must know before its own other ranks lose patience."""
+    return min(10.0, session.timeout / (2 * _PATIENCE))
 
 
 def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import time
 from collections.abc import Sequence
 
+from nxd_ckpt import host
 from nxd_ckpt.storage.s3.body import Body, crc32
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3.errors import ConditionFailed
@@ -57,4 +56,4 @@ def written_by(bucket: Bucket, key: str) -> str | None:
 
 def wait_before_retry(tries: int) -> None:
     """Longer each time, and not in step with others."""
-    time.sleep(random.uniform(0, min(20.0, 0.1 * 2**tries)))
+    host.sleep(host.uniform(0, min(20.0, 0.1 * 2**tries)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import uuid
 from bisect import insort
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from nxd_ckpt import host
 from nxd_ckpt.storage.s3.body import Body, crc32
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3.conditions import put_if, written_by
@@ -40,12 +40,12 @@ class _Lanes:
     before the last save is finished."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._free = threading.BoundedSemaphore(IN_FLIGHT)
+        self._tasks: host.SimpleQueue[Callable[[], None]] = host.SimpleQueue()
+        self._free = host.Semaphore(IN_FLIGHT)
         self._running = 0
         for number in range(IN_FLIGHT):
             with contextlib.suppress(RuntimeError):  # the system gives no more, or the interpreter is exiting
-                threading.Thread(target=self._run, name=f"nxd_ckpt-upload-{number}", daemon=True).start()
+                host.Thread(target=self._run, name=f"nxd_ckpt-upload-{number}", daemon=True).start()
                 self._running += 1
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -66,16 +66,17 @@ class _Lanes:
             del task  # it holds a view of memory that will be used again
 
 
-_lanes: list[_Lanes] = []
+_lanes: dict[int, _Lanes] = {}
+"""By process: in a simulated world there are several."""
 _making = threading.Lock()
 
 
 def _shared_lanes() -> _Lanes:
     """Those of this process."""
     with _making:
-        if not _lanes:
-            _lanes.append(_Lanes())
-        return _lanes[0]
+        if host.pid() not in _lanes:
+            _lanes[host.pid()] = _Lanes()
+        return _lanes[host.pid()]
 
 
 def _start_anew() -> None:
@@ -101,7 +102,7 @@ class S3Writer:
         self._upload_id: str | None = None
         self._partial: dict[int, list[_Piece]] = {}  # of parts that are not complete, in order
         self._written = 0
-        self._changed = threading.Condition()
+        self._changed = host.Condition()
         self._on_their_way = 0
         self._sent: dict[int, dict[str, Any]] = {}
         self._error: BaseException | None = None

@@ -1,12 +1,14 @@
 """A simulated world for tests of what happens when things go wrong; needs greenlet. docs/reliability.md.
 
-========================  =============================================================================
+========================  ==================================================================================
 ``World``                 a scheduler with a clock: tasks of processes, in an order that a seed decides
 ``inhabited``             within, time and threads of ``nxd_ckpt`` are those of a world
 ``Disk``, ``DiskStorage``  a POSIX file system that knows what a crash leaves of it, and a storage on it
 ``crash_states``          every state in which a loss of power may leave such a disk, each as ``Remains``; ``Seen``
+``store.ObjectStore``,     a service like S3, and the product's own S3 storage on it, by way of a network that may lose
+``store_client``          requests and replies; needs boto3
 ``Killed``, ``Stuck``     what a dead process's tasks get; what is raised where tasks wait for ever
-========================  =============================================================================
+========================  ==================================================================================
 """
 
 from nxd_ckpt.testing.simulation.crash_states import Remains, Seen, crash_states

@@ -113,12 +113,35 @@ class Condition(Lock):
                 self._notified.remove(running)
             self.acquire()
 
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self.wait()
+
     def notify(self, count: int = 1) -> None:
         for _ in range(min(count, len(self._notified))):
             self._world.wake(self._notified.popleft())
 
     def notify_all(self) -> None:
         self.notify(len(self._notified))
+
+
+class Semaphore:
+    """As ``threading.Semaphore``."""
+
+    def __init__(self, world: World, value: int = 1) -> None:
+        self._world, self._value, self._waiting = world, value, deque[Task]()
+
+    def acquire(self) -> None:
+        while not self._value:
+            assert self._world.current is not None
+            self._waiting.append(self._world.current)
+            self._world.park(None)
+        self._value -= 1
+
+    def release(self) -> None:
+        self._value += 1
+        if self._waiting:
+            self._world.wake(self._waiting.popleft())
 
 
 class Event:
@@ -216,7 +239,7 @@ def _host_of(world: World) -> dict[str, Any]:
     def born(pid: int) -> str | None:
         return next((str(pid) for other in world.processes if other.pid == pid and other.alive), None)
 
-    classes = (Thread, Lock, Condition, Event, SimpleQueue)
+    classes = (Thread, Lock, Condition, Semaphore, Event, SimpleQueue)
     return {
         **{kind.__name__: made(kind) for kind in classes},
         "local": made(Local),
@@ -224,6 +247,7 @@ def _host_of(world: World) -> dict[str, Any]:
         "monotonic_ns": lambda: int(world.now * 1e9),
         "time": time,
         "sleep": world.pause,
+        "uniform": world.random.uniform,
         "get_ident": lambda: world.current.number if world.current is not None else 0,
         "current_thread": lambda: world.current.thread if world.current is not None else None,
         "pid": lambda: found.pid if (found := process()) else 1,

@@ -1,0 +1,106 @@
+"""The simulated store: the contract of storages, and what a lost reply or a long listing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nxd_ckpt.storage.base import DirEntry, Storage
+from nxd_ckpt.testing.contract import StorageContract
+from nxd_ckpt.testing.simulation.store import ObjectStore, Refused, Reply
+from nxd_ckpt.testing.simulation.store_client import ConnectionLost, store_storage
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+class TestStoreStorage(StorageContract):
+    """It is a storage as any other, also where every listing takes several requests."""
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return store_storage(ObjectStore(page=1))
+
+
+class Losing:
+    """A network that loses the reply to one kind of request, ``times`` times, or the request itself."""
+
+    def __init__(self, name: str, times: int, *, happens: bool) -> None:
+        self.name, self.times, self.happens = name, times, happens
+        self.requests: list[str] = []
+
+    def __call__(self, name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        self.requests.append(name)
+        if name != self.name or not self.times:
+            return happen()
+        self.times -= 1
+        if self.happens:
+            happen()
+        raise ConnectionLost
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: None)
+
+
+def test_a_request_whose_reply_is_lost_is_made_again_and_finds_its_own_object() -> None:
+    """The condition does not hold any more then: the key is taken, by the request itself."""
+    store, network = ObjectStore(), Losing("put_object", 1, happens=True)
+    assert store_storage(store, network).link_new("key", b"1")
+    assert ["put_object", "put_object", "head_object"] == network.requests
+
+
+def test_who_never_gets_a_reply_is_told_and_the_request_may_have_happened() -> None:
+    """An unconditional write, of which every reply is lost, raises, and is there; of one that never came, it is not."""
+    for happens in (True, False):
+        store = ObjectStore()
+        storage = store_storage(store, Losing("delete_objects", 3, happens=happens))
+        storage.write("key", b"1")
+        with pytest.raises(ConnectionError, match="key"):
+            storage.remove("key")
+        assert happens is (not store_storage(store).is_file("key"))
+
+
+def test_an_upload_that_nobody_ends_stays_until_it_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no object, and a dead process's only trace."""
+    monkeypatch.setattr("nxd_ckpt.storage.s3.upload.PART", 4)
+    store = ObjectStore()
+    storage = store_storage(store)
+    writer = storage.create("folder/key", 10)
+    writer.write_at(0, b"01234567")
+    writer.settle()
+    assert [["folder/key"], []] == [[upload.key for upload in store.uploads.values()], storage.list()]
+    storage.discard_unfinished("folder")
+    assert {} == store.uploads
+
+
+def test_a_listing_of_several_pages_holds_what_comes_meanwhile_or_does_not() -> None:
+    """What comes behind the page that was read is seen, what comes before it is not."""
+    store = ObjectStore(page=1)
+    writing = store_storage(store)
+
+    def network(name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        reply = happen()
+        if len(store.objects) == 2:
+            writing.write("a", b"1")
+            writing.write("z", b"1")
+        return reply
+
+    for key in ("m", "n"):
+        writing.write(key, b"1")
+    assert [DirEntry(name, False) for name in ("m", "n", "z")] == store_storage(store, network).list()
+
+
+def test_a_request_that_is_refused_is_not_made_again() -> None:
+    """PermissionError, after one request."""
+    names: list[str] = []
+
+    def network(name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        names.append(name)
+        raise Refused(403, "AccessDenied")
+
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        store_storage(ObjectStore(), network).write("key", b"1")
+    assert "put_object" == names[0]
+    assert 1 == names.count("put_object")
