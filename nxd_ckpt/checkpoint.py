@@ -29,7 +29,8 @@ from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage
 

@@ -217,7 +217,7 @@ class Checkpointer:
     ) -> Saving:
         """Stage what is ``captured`` and hand it over to the writer thread, which does the rest."""
         tag = pending.tag
-        planned = self._opened(captured, tag) if self._session is None else None
+        planned = self._open(captured, tag) if self._session is None else None
         error: BaseException | None = None
         if planned is None:
             try:
@@ -249,8 +249,7 @@ class Checkpointer:
 
     def _wait_for(self, saving: Saving, pending: SaveProgress) -> None:
         """Until it is decided, with a bar of what this rank writes; raises what failed."""
-        plan = saving.plan
-        total = 0 if plan is None else sum(planned.image.nbytes for planned in plan.files)
+        total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
         with watched("save", total, lambda: saving.nbytes, self._options.progress and self.topology.rank == 0):
             pending.future.wait_decided()
         if not pending.tolerated:
@@ -326,25 +325,19 @@ class Checkpointer:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         self._shut(grace)
 
-    def _opened(self, captured: Callable[[], SaveState], tag: str) -> Planned | None:
-        """As :meth:`_open`; where that fails, threads and memory are given back: nobody may close this Checkpointer."""
-        try:
-            return self._open(captured, tag)
-        except BaseException:
-            self._pipeline.stop()
-            raise
-
     def _open(self, captured: Callable[[], SaveState], tag: str) -> Planned | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
 
         Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
         an error in making it becomes a vote, as in any later save.
         """
-        agreement = self._meet("save")
-        planned: Planned | None = None
-        if agreement is not None:
-            planned = self._pipeline.plan_together(agreement, captured, tag)
-        self._claim(agreement)
+        try:
+            agreement = self._meet("save")
+            planned = None if agreement is None else self._pipeline.plan_together(agreement, captured, tag)
+            self._claim(agreement)
+        except BaseException:
+            self._pipeline.stop()  # threads and memory are given back: nobody may close this Checkpointer
+            raise
         return planned
 
     def _claim(self, agreement: Agreement | None) -> Session:
@@ -388,14 +381,7 @@ class Checkpointer:
         if grace is not None and self._session is not None:
             self._session.leaves_at = host.monotonic() + grace
         with suppress(TimeoutError), self._turns.taken("close", grace):
-            pending = self._in_flight.saves
-            if grace is not None:
-                for save in pending:
-                    save.voted.wait()
-            deadline = None if grace is None else host.monotonic() + grace
-            for save in pending:
-                save.future.wait_decided(None if deadline is None else max(deadline - host.monotonic(), 0.0))
-            if all(save.future.done() for save in pending):
+            if self._in_flight.finish(grace):
                 self._tear_down()
 
     def _tear_down(self) -> None:

@@ -35,7 +35,8 @@ from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 

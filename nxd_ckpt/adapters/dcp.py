@@ -33,7 +33,7 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.runtime.views.whole_tag import WholeTag

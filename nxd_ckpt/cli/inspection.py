@@ -21,7 +21,8 @@ from nxd_ckpt.layout.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.verify import files_of
 

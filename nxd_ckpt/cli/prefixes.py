@@ -9,7 +9,7 @@ from nxd_ckpt.cli.alike import alike
 from nxd_ckpt.cli.parameters import in_words
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
 
 _PART = re.compile(r"[^./]+[./]?")

@@ -29,7 +29,8 @@ from nxd_ckpt.options.opening import OpenOptions
 from nxd_ckpt.runtime.save.retention import pinned
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tag.identity import Identity, of_latest
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage

@@ -11,7 +11,7 @@ from nxd_ckpt.core.adapter_mapping import PREFIX
 from nxd_ckpt.core.lora import CONFIG, is_adapter
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 ADAPTER_MODEL = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"

@@ -26,7 +26,7 @@ from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.publication import Publication, copy_publication
 from nxd_ckpt.runtime.save.session import Session, open_session
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.storage.urls import StrPath
 
 

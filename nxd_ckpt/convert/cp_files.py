@@ -12,7 +12,7 @@ from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.verify import Digested, DigestsInside, files_of
 

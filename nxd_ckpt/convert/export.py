@@ -32,7 +32,7 @@ from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag

@@ -20,7 +20,7 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.save.planned_file import pieces_of
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.recorded_parameters import recorded_parameters
 from nxd_ckpt.storage.base import Storage
 

@@ -16,7 +16,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.options.torch_forms import FromDcpKeywords, FromDcpOptions
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.storage.urls import StrPath
 
 

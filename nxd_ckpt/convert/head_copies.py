@@ -14,7 +14,7 @@ import torch
 
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.runtime.compare.side_by_side import Matched, SideBySide
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
 

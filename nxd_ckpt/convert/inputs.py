@@ -19,7 +19,8 @@ from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.model_file import WholeModelFile
 from nxd_ckpt.runtime.save.plan import SaveState
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.runtime.views.imported_model import ImportedModel, ImportTarget

@@ -10,7 +10,7 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.runtime.views.imported_model import ImportTarget
 from nxd_ckpt.runtime.views.target import Target

@@ -18,7 +18,7 @@ from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.mappings import INFERENCE, Given
 from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES
 from nxd_ckpt.layout.writers import STAGE_METADATA, Recognised, Writer, recognise
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.group_names import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join

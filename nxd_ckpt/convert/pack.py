@@ -20,7 +20,7 @@ from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.layout import names
 from nxd_ckpt.options.tags import PackKeywords, PackOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compression_of
 from nxd_ckpt.storage.base import Writer, completed

@@ -18,7 +18,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.options.tags import ReshardKeywords, ReshardOptions
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.target import Target
 from nxd_ckpt.storage.urls import StrPath
 

@@ -16,7 +16,8 @@ from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.layout.untagged import is_untagged, open_untagged
 from nxd_ckpt.runtime.tag.choosing import settle_swap
-from nxd_ckpt.runtime.tag.opening import OpenTag, open_complete_tag
+from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 

@@ -20,7 +20,7 @@ from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.options.torch_forms import ToDcpKeywords, ToDcpOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.dcp_state import DcpState
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath

@@ -38,7 +38,7 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.options.torch_forms import Strategy, UnshardKeywords, UnshardOptions
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, is_url, join, local_path
 

@@ -16,7 +16,7 @@ from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, as_checkpoint_errors
 from nxd_ckpt.options.tags import Zero1Keywords, Zero1Options
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.target import Target
 from nxd_ckpt.storage.urls import StrPath
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nxd_ckpt.formats.tensors import torch_dtype
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 

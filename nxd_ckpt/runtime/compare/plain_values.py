@@ -10,7 +10,7 @@ import torch
 from nxd_ckpt.errors import PartLost, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
 from nxd_ckpt.runtime.compare.tally import Tally
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 

@@ -18,7 +18,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.formats.assembly import cut_box
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
 from nxd_ckpt.runtime.arena import Arena
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 
 _MEMORY = 32 * 2**20

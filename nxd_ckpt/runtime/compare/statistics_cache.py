@@ -17,7 +17,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.compare.summary import TensorStatistics
 from nxd_ckpt.runtime.paths import STATISTICS, statistics_file
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -11,7 +11,7 @@ from nxd_ckpt.core.counters import whole_number
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.saved_optimizer import saved_optimizer
 
 

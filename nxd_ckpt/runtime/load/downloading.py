@@ -9,7 +9,7 @@ from nxd_ckpt import host
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.progress import Counter, is_watched, report, watched
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage

@@ -17,7 +17,7 @@ from nxd_ckpt.runtime.load.prepared import PreparedLoad
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.options import SaveOptions
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 
 

@@ -18,7 +18,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.runtime.views.reshard_context import ReshardContext
 from nxd_ckpt.runtime.views.resharded_state import ReshardedState

@@ -12,7 +12,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.runtime.ignoring import RANDOM_STATE
 from nxd_ckpt.runtime.load.filters import Filter
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 

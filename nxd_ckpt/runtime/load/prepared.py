@@ -36,7 +36,7 @@ from nxd_ckpt.runtime.load.scheduled_rates import lacks_scheduled_rates, with_sc
 from nxd_ckpt.runtime.load.strangers import refuse_strangers
 from nxd_ckpt.runtime.progress import is_watched, watched
 from nxd_ckpt.runtime.save.plan import SaveState
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import Leaf, Takes
 from nxd_ckpt.storage.cached import CachedStorage
 

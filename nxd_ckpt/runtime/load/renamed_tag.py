@@ -8,7 +8,7 @@ from typing import Any
 
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 
 class RenamedTag(OpenTag):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 

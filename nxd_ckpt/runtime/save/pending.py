@@ -75,8 +75,22 @@ class InFlight:
         for save in self.saves:
             save.future.wait_decided()
 
+    def finish(self, grace: float | None) -> bool:
+        """Wait until all are decided; with a ``grace``, at most so many seconds from when this rank has done its part.
+
+        Whether they are.
+        """
+        pending = self.saves
+        if grace is not None:
+            for save in pending:
+                save.voted.wait()
+        deadline = None if grace is None else host.monotonic() + grace
+        for save in pending:
+            save.future.wait_decided(None if deadline is None else max(deadline - host.monotonic(), 0.0))
+        return all(save.future.done() for save in pending)
+
     def settle(self) -> None:
-        """The same, and forget those of which there is nothing to raise."""
+        """As :meth:`wait`, and forget those of which there is nothing to raise."""
         for save in self.saves:
             save.future.wait_decided()
             if not save.unreported:

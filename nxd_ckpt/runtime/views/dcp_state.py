@@ -19,7 +19,7 @@ from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name, itemsize, map_tensors
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 

@@ -8,7 +8,7 @@ from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.core.param_groups import NOT_DECAYED, grouped
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import OptimizerMismatch
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot, saved_optimizer
 

@@ -22,7 +22,7 @@ from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, TensorStub, cast_dtype, itemsize
 from nxd_ckpt.layout.tag import restore_types
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag

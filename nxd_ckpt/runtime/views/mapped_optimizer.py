@@ -19,7 +19,7 @@ from nxd_ckpt.core.plan import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor

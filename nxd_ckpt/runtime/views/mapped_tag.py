@@ -28,7 +28,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 from nxd_ckpt.runtime.views.resharded_model import ReshardedModel

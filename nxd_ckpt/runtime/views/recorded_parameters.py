@@ -12,7 +12,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import digest_of
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 
 def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, ParameterSpec]:

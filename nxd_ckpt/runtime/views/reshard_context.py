@@ -20,7 +20,7 @@ from nxd_ckpt.core.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.runtime.views.recorded_parameters import recorded_parameters
 from nxd_ckpt.runtime.views.reshard_context import ReshardContext

@@ -21,7 +21,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.runtime.save.plan import SaveState
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 from nxd_ckpt.runtime.views.reshard_context import ReshardContext
 from nxd_ckpt.runtime.views.resharded_state import ReshardedState, recorded_state

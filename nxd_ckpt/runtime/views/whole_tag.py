@@ -20,7 +20,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.tag.opening import OpenTag
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.verification import refuse_missing
 from nxd_ckpt.runtime.views.resharded_state import recorded_state
 
