@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,6 +22,7 @@ from nxd_ckpt import (
     open_checkpoint,
     restore_data_position,
 )
+from nxd_ckpt.core.data_position import position
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument
 from tests.interop.saving import save_as_every_rank
 
@@ -170,6 +172,26 @@ def test_on_the_same_ranks_any_loader_goes_on(tmp_path: Path) -> None:
     assert {} == _loaded(tmp_path, Topology(dp=3), ignore_keys=["rank_content/data"])
     with pytest.raises(IncompatibleState, match="cannot go on from this data position"):
         restore_data_position(streams()(1, 0), open_checkpoint(tmp_path).rank_content(0)["data"])
+
+
+def test_positions_of_some_stages_alone_are_found(tmp_path: Path) -> None:
+    """Whichever ranks hold them, and under whichever keys, beside other content of their own."""
+    at = Topology(dp=2, pp=2)
+    place = {"kind": "samples", "consumed": 7}
+    content = [
+        {"note": 1} | ({"data": position(at.dp, dp_rank, None, place)} if stage else {})
+        for stage in range(2)
+        for dp_rank in range(2)
+    ]
+    save_as_every_rank(
+        tmp_path,
+        "step_1",
+        [at.at(rank) for rank in range(4)],
+        lambda rank: {"model": {f"stage{rank // 2}": torch.ones(2)}, "rank_content": content[rank]},
+    )
+    loaded: dict[str, Any] = {}
+    load_checkpoint(tmp_path, "step_1", {}, topology=Topology(), rank_content=loaded, strict_model_weights=False)
+    assert {"data": position(None, None, None, place)} == loaded
 
 
 def test_ranks_at_different_places_are_refused(tmp_path: Path) -> None:

@@ -96,11 +96,16 @@ def _own(opened: OpenTag, rank: int) -> dict[Any, Any]:
 
 
 def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
-    """The data positions that ranks saved, by their key and data-parallel rank. Reads no more ranks than needed."""
+    """The data positions that ranks saved, by their key and data-parallel rank.
+
+    The first data-parallel rank of each stage and tensor-parallel rank tells under which keys there are any; of the
+    others no more are read than needed.
+    """
     found: dict[Any, dict[int | None, Position]] = {}
     sizes = opened.topology
-    first = (sizes.rank_of(Coordinates(dp_rank=dp_rank)) for dp_rank in range(sizes.dp))
-    for rank in dict.fromkeys([*first, *range(sizes.world_size)]):
+    tell = [sizes.rank_of(Coordinates(pp, 0, tp)) for pp in range(sizes.pp) for tp in range(sizes.tp)]
+    own = (sizes.rank_of(Coordinates(dp_rank=dp_rank)) for dp_rank in range(sizes.dp))
+    for number, rank in enumerate(dict.fromkeys([*tell, *own, *range(sizes.world_size)]), start=1):
         try:
             content = opened.rank_content(rank)
         except PartLost:
@@ -110,6 +115,6 @@ def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
         for key, value in content.items() if isinstance(content, dict) else ():
             if is_data_position(value):
                 found.setdefault(key, {}).setdefault(value["dp_rank"], value)
-        if all(map(is_complete, found.values())):
+        if number >= len(tell) and all(map(is_complete, found.values())):
             break
     return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
+from uuid import uuid4
 
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.layout import names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.wrapper import StorageWrapper
 
 T = TypeVar("T")
 
@@ -52,13 +54,16 @@ class Identity:
     def copy(self) -> str:
         """Which copy of that save it is: several hosts may each have one on a disk of their own.
 
-        The same for all who look at the same copy. Copies keep the times of files, so a file system is asked more.
+        The same for all who look at the same copy. Copies keep the times of files, so a file system is asked more; what
+        cannot be asked, such as an archive on a disk, may be another one for each that looks.
         """
-        found = None
-        if isinstance(self._storage, LocalStorage):
-            done = f"{self._tag}/{names.DONE}"
+        storage, done = self._storage, f"{self._tag}/{names.DONE}"
+        while isinstance(storage, StorageWrapper):
+            storage = storage.inner
+        found: object = None if not storage.renames else uuid4().hex
+        if isinstance(storage, LocalStorage):
             with suppress(OSError, CheckpointError):  # whoever reads it will say so
-                found = self._storage.inode(done if self._storage.is_file(done) else self._tag)
+                found = storage.inode(done if storage.is_file(done) else self._tag)
         return f"{self.word} {found}"
 
     @contextmanager
