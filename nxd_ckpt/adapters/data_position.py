@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from nxd_ckpt.adapters.data_streams import DataStreams
 from nxd_ckpt.adapters.elastic_sampler import ElasticSampler
-from nxd_ckpt.core.data_position import Position, is_data_position, position
+from nxd_ckpt.core.data_position import Position, check_position, is_data_position, position
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument
 
 _STEPS_SINCE = "_steps_since_snapshot"
@@ -50,6 +50,7 @@ def restore_data_position(loader: Any, saved: Position) -> None:
 
     Raises:
         InvalidArgument: not a data position.
+        MalformedFile: one that no capture_data_position() gave.
         IncompatibleState: one of another kind of loader, or of other data; or another rank's that cannot be re-split.
     """
     if not is_data_position(saved):
@@ -57,6 +58,7 @@ def restore_data_position(loader: Any, saved: Position) -> None:
             f"expected what capture_data_position() gave, found {type(saved).__name__}; a load fills "
             "rank_content= with it"
         )
+    check_position(saved, "data position")
     shared, sampler = saved["shared"], _sampler_of(loader)
     kind = None if shared is None else shared["kind"]
     if isinstance(loader, DataStreams) and kind == "streams":
@@ -76,7 +78,12 @@ def restore_data_position(loader: Any, saved: Position) -> None:
 
 
 def _is_own(saved: Position, sampler: ElasticSampler | None) -> bool:
-    """Whether it is the state of a loader that reads the same share, as far as both tell."""
+    """Whether it is the state of a loader that reads the same share, as far as both tell.
+
+    Positions that were put together are no rank's own.
+    """
+    if saved["dp"] is None and saved["shared"] is not None:
+        return False
     return _place_of(saved) == (None if sampler is None else (sampler.dp, sampler.dp_rank))
 
 

@@ -124,7 +124,7 @@ class Bringing:
         if self._target.size(key) != file.nbytes:
             return False
         found = digest(self._target, key, self._progress)
-        return found == (file.entry or digest(source, source_key, lambda _: None))
+        return found == (file.entry or digest(source, source_key, self._progress))
 
     def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
         where = f"{source.url}/{source_key}"

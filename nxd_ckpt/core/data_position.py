@@ -12,10 +12,11 @@ Where ``shared`` is None, ``alone`` says why. Put together, positions have no ``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
-from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import IncompatibleState
+from nxd_ckpt.core.limits import RANKS, shown
+from nxd_ckpt.errors import IncompatibleState, MalformedFile
 
 _MARK = "data_position"
 _VERSION = 1
@@ -32,12 +33,44 @@ def position(
 
 def is_data_position(value: Any) -> bool:
     """Whether it is a position of a version that is known here."""
-    return isinstance(value, dict) and value.get(_MARK) == _VERSION
+    return isinstance(value, dict) and type(value.get(_MARK)) is int and value[_MARK] == _VERSION
+
+
+def check_position(value: Position, where: str) -> None:
+    """Raise MalformedFile for what is marked as a data position, and is not built as one."""
+    if missing := [name for name in ("dp", "dp_rank", "state", "shared", "alone") if name not in value]:
+        raise MalformedFile(f"{where}: expected a data position, which has {missing[0]!r}")
+    dp, dp_rank, shared = value["dp"], value["dp_rank"], value["shared"]
+    if not (dp is None and dp_rank is None) and not (_is_below(dp, RANKS + 1) and _is_below(dp_rank, dp)):
+        raise MalformedFile(
+            f"{where}: expected a data-parallel rank of at most {RANKS}, found {shown(dp_rank)} of {shown(dp)}"
+        )
+    if shared is None:
+        return
+    kind = shared.get("kind") if isinstance(shared, dict) else None
+    if kind == "samples":
+        is_right = all(isinstance(one, Integral) for name, one in shared.items() if name != "kind")
+    elif kind == "streams":
+        count, states = shared.get("count"), shared.get("states")
+        is_right = isinstance(count, Integral) and isinstance(states, dict)
+        is_right = is_right and all(_is_below(number, count) and _is_stream(one) for number, one in states.items())
+    else:
+        raise MalformedFile(f"{where}: expected a data position of samples or streams, found {shown(kind)}")
+    if not is_right:
+        raise MalformedFile(f"{where}: a data position of {kind} whose numbers or states are of another type or range")
+
+
+def _is_below(number: Any, limit: Any) -> bool:
+    return isinstance(number, Integral) and 0 <= int(number) < limit
+
+
+def _is_stream(state: Any) -> bool:
+    return isinstance(state, dict) and state.keys() >= {"turns", "ended", "state"}
 
 
 def is_complete(positions: Mapping[int | None, Position]) -> bool:
     """Whether there is one of every data-parallel rank, as far as these tell; by rank."""
-    return all(one["dp"] is not None and positions.keys() == set(range(one["dp"])) for one in positions.values())
+    return all(one["dp"] == len(positions) for one in positions.values())  # each rank is below its dp
 
 
 def put_together(positions: Mapping[int | None, Position], where: str) -> Position:
@@ -71,7 +104,7 @@ def _samples(shared: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _told(shared: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in shared.items() if name != "kind")
+    return ", ".join(f"{name}={shown(value)}" for name, value in shared.items() if name != "kind")
 
 
 def _streams(shared: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -84,7 +117,9 @@ def _streams(shared: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
             found = f"stream {min(twice)} of another rank too" if twice else f"one of {one.get('count')} streams"
             raise IncompatibleState(f"{where}: expected {count} streams, each on one rank; rank {rank} has {found}")
         states |= one["states"]
-    missing = [str(number) for number in range(count or 0) if number not in states]
-    if missing:
-        raise IncompatibleState(f"{where}: no rank saved stream {first_of(missing)} of {count}")
+    if len(states) < count:
+        missing = next(number for number in range(count) if number not in states)
+        others = count - len(states) - 1
+        more = f" and {others} more" if others else ""
+        raise IncompatibleState(f"{where}: no rank saved stream {missing}{more} of {count}")
     return {"kind": "streams", "count": count, "states": states}

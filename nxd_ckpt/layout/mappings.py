@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt.core.heads import inference_copies
+from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
@@ -56,9 +57,17 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
     return load_mapping(document, name)
 
 
+def _text(path: Path) -> str:
+    with path.open("rb") as file:
+        raw = file.read(DOCUMENT + 1)
+    if len(raw) > DOCUMENT:
+        raise InvalidArgument(f"mapping {path}: at most {DOCUMENT} bytes are allowed")
+    return raw.decode()
+
+
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"mapping {path}: not JSON: {error}") from error
 
@@ -70,8 +79,19 @@ def _yaml(path: Path) -> Any:
         raise InvalidArgument(
             f"mapping {path}: reading YAML needs PyYAML: pip install nxd_ckpt[yaml], or write it as JSON"
         ) from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Without aliases: a short file of them stands for more values than memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.composer.ComposerError(
+                    None, None, "aliases are not allowed: write the value out", self.peek_event().start_mark
+                )
+            return super().compose_node(parent, index)
+
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.load(_text(path), Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InvalidArgument(f"mapping {path}: not YAML: {error}") from error
 

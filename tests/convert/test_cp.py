@@ -18,8 +18,10 @@ import torch
 
 from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import Copy, copy_checkpoint
+from nxd_ckpt.convert.cp_files import Bringing, Brought, files_to_copy
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.verify import verify_checkpoint
@@ -125,6 +127,19 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
 
     assert 1 == copy_checkpoint(source, output / "copy").copied
     assert contents(source) == contents(output / "copy")
+
+
+def test_what_is_compared_with_the_source_is_read_at_the_rate_of_the_copy(tmp_path: Path) -> None:
+    """A file that no digest of ours tells of: both it and what is there of it."""
+    source = save_example(tmp_path / "input", 2)
+    (source / "manifest.json").unlink()
+    shutil.rmtree(source / "index")
+    shutil.copytree(source, tmp_path / "output" / "copy")
+    opened, read = open_complete_tag(LocalStorage(source.parent), source.name), list[int]()
+    target = LocalStorage(tmp_path / "output")
+    file = files_to_copy(opened)[0]
+    bringing = Bringing(opened, target, "copy", hard_links=False, progress=read.append)
+    assert (Brought.KEPT, 2 * file.nbytes) == (bringing.bring(file), sum(read))
 
 
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from nxd_ckpt import (
     open_checkpoint,
     restore_data_position,
 )
-from nxd_ckpt.core.data_position import position
-from nxd_ckpt.errors import IncompatibleState, InvalidArgument
+from nxd_ckpt.core.data_position import check_position, position, put_together
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -225,3 +225,52 @@ def test_a_second_iterator_is_refused() -> None:
     next(iter(sampler))
     with pytest.raises(InvalidArgument, match="iterated once"):
         next(iter(sampler))
+
+
+def test_what_was_put_together_needs_a_loader_that_can_take_its_share(tmp_path: Path) -> None:
+    """One whose samples nothing deals out would begin again at the first."""
+    _save(tmp_path, "t", [elastic()(2, rank) for rank in range(2)])
+    saved = _loaded(tmp_path, Topology(dp=3))["data"]
+    for loader in (StatefulDataLoader(Numbers(), BATCH), Counting(0, 1, 9)):
+        with pytest.raises(IncompatibleState, match="cannot go on from this data position, which is of samples"):
+            restore_data_position(loader, saved)
+
+
+STREAM = {"turns": 0, "ended": False, "state": None}
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"data_position": 1},
+        position(1, 0, None, {}),
+        position(1, 0, None, {"kind": "other"}),
+        position(1, 0, None, {"kind": "samples", "consumed": "1"}),
+        position(1, 0, None, {"kind": "streams", "count": 1}),
+        position(1, 0, None, {"kind": "streams", "count": 1, "states": {1: STREAM}}),
+        position(1, 0, None, {"kind": "streams", "count": 1, "states": {0: {}}}),
+        position(2, [], None, None),  # type: ignore[arg-type]
+        position("x", 0, None, None),  # type: ignore[arg-type]
+        position(40_000_000, 0, None, None),
+        position(2, 2, None, None),
+        position(None, 0, None, None),
+    ],
+)
+def test_what_is_only_marked_as_a_position_is_refused(tmp_path: Path, saved: Any) -> None:
+    """By a load on other sizes, and by a loader."""
+    with pytest.raises(MalformedFile, match=r"data position|data-parallel rank"):
+        check_position(saved, "here")
+    with pytest.raises(MalformedFile):
+        restore_data_position(ElasticSampler(10), saved)
+    save = {"rank_content": {"data": saved}}
+    save_as_every_rank(tmp_path, "t", [Topology()], lambda rank: save, durable=False)
+    with pytest.raises(MalformedFile, match=r"rank_content\['data'\] of rank 0"):
+        _loaded(tmp_path, Topology(dp=3))
+
+
+def test_many_missing_streams_are_not_listed() -> None:
+    """A count that no rank's streams come near to."""
+    saved = position(1, 0, None, {"kind": "streams", "count": 10**12, "states": {0: STREAM}})
+    check_position(saved, "here")
+    with pytest.raises(IncompatibleState, match=rf"no rank saved stream 1 and {10**12 - 2} more of {10**12}"):
+        put_together({0: saved}, "here")

@@ -92,6 +92,35 @@ def test_on_other_sizes_the_bytes_are_compared(tmp_path: Path, sizes: str) -> No
         assert ("moments", True) == (found.kind, found.what.endswith("/exp_avg"))
 
 
+def test_a_number_that_is_a_tensor_now_is_the_same(tmp_path: Path) -> None:
+    """Steps that were counted in Python, and a rate that is a tensor; another rate is found."""
+    run = Run().train(1)
+    for state in run.optimizer.state.values():
+        state["step"] = int(state["step"])
+    save_checkpoint(tmp_path, "t", run.model, run.optimizer, run.scheduler)
+    live, _ = _resumed(tmp_path)
+    group = live.optimizer.param_groups[0]
+    group["lr"] = torch.tensor(group["lr"])
+    for state in live.optimizer.state.values():
+        state["step"] = torch.tensor(float(state["step"]))
+    assert [] == _found(tmp_path, live)
+    group["lr"] *= 2
+    assert [("groups", "optim/param_groups.0.lr")] == _found(tmp_path, live)
+
+
+def test_master_weights_that_are_not_told_are_not_missed(tmp_path: Path) -> None:
+    """Those that an optimizer with save_master_weights=False loads."""
+    weights = weights_of()
+    layout = layout_of("dp2tp2", weights)
+    save_job(tmp_path, weights, layout)
+    at = layout.ranks[0]
+    live = fresh(weights, layout_of("dp2tp2", weights, master_weights=False), at)
+    options: dict[str, Any] = {"topology": at, "partitions": layout.partitions}
+    load_checkpoint(tmp_path, "step_1", live.model, live.optimizer, **options)
+    tag = open_checkpoint(tmp_path, "step_1")
+    assert () == ResumeProbe().check(tag, live.model, live.optimizer, **options).findings
+
+
 def test_the_first_loss_is_compared_with_those_before(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That of a run that goes on is not remarkable; that of a fresh model is; later ones are the run's own affair."""
     for loss, expected in ((1.95, None), (6.0, "doubt"), (float("nan"), "problem")):

@@ -63,6 +63,24 @@ def test_a_file_may_be_yaml(tmp_path: Path) -> None:
         find_mapping(path, {})
 
 
+@pytest.mark.parametrize("text", ["rules: &a [1]\nignored: *a", "a: &a {b: 1}\nc:\n  <<: *a"])
+def test_yaml_with_aliases_is_refused(tmp_path: Path, text: str) -> None:
+    """Nine levels of nine would be more than memory holds."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=r"mine\.yaml: not YAML: aliases are not allowed"):
+        find_mapping(path, {})
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.json"])
+def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """That of documents."""
+    monkeypatch.setattr("nxd_ckpt.layout.mappings.DOCUMENT", 10)
+    (tmp_path / name).write_text(json.dumps(document()))
+    with pytest.raises(InvalidArgument, match=r"mine\.\w+: at most 10 bytes are allowed"):
+        find_mapping(tmp_path / name, {})
+
+
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
     """The error lists the shipped ones, or says that a file is no JSON."""
     with pytest.raises(InvalidArgument, match=r"neither one of gpt_neox, llama, .*, qwen3 nor the path"):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.adapters.random_state import is_random_state
-from nxd_ckpt.core.data_position import Position, is_complete, is_data_position, put_together
+from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, put_together
+from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.runtime.ignoring import RANDOM_STATE
@@ -114,6 +115,7 @@ def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
             continue  # this rank saved nothing
         for key, value in content.items() if isinstance(content, dict) else ():
             if is_data_position(value):
+                check_position(value, f"{opened.where}: rank_content[{shown(key)}] of rank {rank}")
                 found.setdefault(key, {}).setdefault(value["dp_rank"], value)
         if number >= len(tell) and all(map(is_complete, found.values())):
             break

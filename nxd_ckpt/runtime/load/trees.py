@@ -98,7 +98,10 @@ class LoadTrees:
             for path, leaf in iter_leaves(self.model_tree[name]):
                 yield "weights", "/".join(map(str, ("model", name, *path))), leaf, live.get((name, *path), ABSENT)
         live = dict(iter_leaves(optimizer))
+        has_masters = any(MASTERS in path for path in live)
         for path, leaf in iter_leaves(self.optimizer_tree) if self.optimizer_tree else ():
+            if MASTERS in path and not has_masters:
+                continue  # they are loaded, but an optimizer that does not save them does not tell them
             kind = "groups" if path[0] == "param_groups" else "weights" if path[0] == MASTERS else "moments"
             yield kind, self._optimizer_name(path), leaf, live.get(path, ABSENT)
 
