@@ -11,7 +11,7 @@ from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.layout.names import DONE
-from nxd_ckpt.layout.tiered import holds_ranks
+from nxd_ckpt.layout.tiered import holds_ranks, is_of_rank
 from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
@@ -64,21 +64,25 @@ def settle(place: Location, storage: Storage) -> None:
 
 def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
     """The tag at ``path``, or the only one in the archive there. Raises CheckpointNotFound where there is none."""
-    place = locate_any(path, options)
+    place = locate_made(path, options)
+    if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
+        place = _only_tag(place)
     require_directory(place.open(), place.name, "input")
     return place
 
 
 def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
-    """The same; or the file there, which may be a checkpoint too. Raises CheckpointNotFound where there is none."""
+    """The same; or the file there, which may be a checkpoint too. Of SageMaker's tiered storage, one rank's step is
+    named from the directory of all ranks. Raises CheckpointNotFound where there is none."""
     place = locate_made(path, options)
-    if not place.open().is_file(place.name):
-        require_directory(place.open(), place.name, "input")
-    elif place.name.endswith(ARCHIVES):
-        return _only_tag(place)
-    directory, _, rank = place.directory.rstrip("/").rpartition("/")
-    if holds_ranks(rank):  # of a save of several such directories: they are all below this one
-        return Location(directory, f"{rank}/{place.name}", place.options)
+    if place.open().is_file(place.name):
+        return _only_tag(place) if place.name.endswith(ARCHIVES) else place
+    require_directory(place.open(), place.name, "input")
+    directory, rank = directory_and_name(place.directory)
+    if holds_ranks(rank):
+        of_all = Location(directory, f"{rank}/{place.name}", place.options)
+        if is_of_rank(of_all.open(), of_all.name):
+            return of_all
     return place
 
 

@@ -70,6 +70,7 @@ def sharded_parameters(metadata: Mapping[str, Any], names: Sequence[str], where:
             f"{where}: shard_metadata describes {described} sharded parameters, the model has {len(found)}; files of "
             "two saves are mixed"
         )
+    _refuse_twice(found, names, where)
     return found
 
 
@@ -78,6 +79,16 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _refuse_twice(found: Mapping[str, ShardedParameter], names: Sequence[str], where: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        plain = [member.name for member in found[name].members] if name in found else [plain_name(name)]
+        for one in plain:
+            if one in seen:
+                raise MalformedFile(f"{where}: two entries of the model's state dict, one of them {name}, are of {one}")
+            seen.add(one)
 
 
 def _sharded(metadata: Mapping[str, Any], name: str, prefix: str, suffix: str, where: str) -> ShardedParameter:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.fsdp_shards import Member, ShardedParameter, plain_name, sharded_parameters
+from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.param_groups import NOT_DECAYED, Shape, grouped
 from nxd_ckpt.core.topology import Coordinates
@@ -34,16 +35,20 @@ from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, readin
 
 METADATA = "shard_metadata"
 
+_COUNTS = ("step", "global_step", "epoch")
+"""What scripts keep beside the model that tells saves apart."""
+
 
 class FsdpFiles(PayloadFile):
     """See TagLayout. The files ``names`` of ranks 0, 1 and so on, and their ``payloads``.
 
-    What is of neither model nor optimizer is the first rank's.
+    What is of neither model nor optimizer is the first rank's. Raises MalformedFile for files of two saves.
     """
 
     def __init__(self, files: TagFiles, names: Sequence[str], payloads: Sequence[Payload]) -> None:
         super().__init__(files, names[0], payloads[0])
         self._names, self._payloads = names, payloads
+        self._refuse_other_counts()
 
     @reading
     def parts(self) -> Parts:
@@ -89,6 +94,18 @@ class FsdpFiles(PayloadFile):
     @property
     def _rest(self) -> dict[str, Any]:
         return {key: value for key, value in super()._rest.items() if key != METADATA}
+
+    def _refuse_other_counts(self) -> None:
+        for key in _COUNTS:
+            said = {name: payload.content.get(key) for name, payload in zip(self._names, self._payloads, strict=True)}
+            counts = {name: number for name, number in said.items() if type(number) is int}
+            first = next(iter(counts), "")
+            for name, number in counts.items():
+                if number != counts[first]:
+                    raise MalformedFile(
+                        f"{self.files.where(name)} is of {key} {shown(number)}, {first} of {shown(counts[first])}; "
+                        "files of two saves are mixed"
+                    )
 
     @cached_property
     def _models(self) -> list[dict[str, Any]]:
@@ -177,6 +194,12 @@ class FsdpFiles(PayloadFile):
     def _whole(self, sharded: ShardedParameter, member: Member, shards: Sequence[Any]) -> Assembly:
         """The parameter, of the parts of it that ranks hold."""
         stubs = [_stub(shard, f"{self.where}: {sharded.name}") for shard in shards]
+        dtypes = dict.fromkeys(stub.dtype for stub in stubs)
+        if len(dtypes) > 1:
+            raise MalformedFile(
+                f"{self.where}: ranks hold shards of {member.name} in different dtypes, {' and '.join(dtypes)}; files "
+                "of two saves are mixed"
+            )
         parts = _rows(stubs, member) if len(stubs[0].shape) > 1 else _runs(stubs, member)
         return Assembly(stubs[0].dtype, member.shape, tuple(parts))
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartNotFound
@@ -26,11 +27,12 @@ def are_there(names: Iterable[str]) -> bool:
 
 
 class PreshardedFiles:
-    """See TagLayout. Raises PartNotFound where a rank's file is missing."""
+    """See TagLayout. Raises PartNotFound where a rank's file is missing, MalformedFile for too many."""
 
     def __init__(self, files: TagFiles) -> None:
         self.files = files
         ranks = {int(match[1]) for match in map(_NAME.fullmatch, files.names()) if match is not None}
+        check_count(max(ranks) + 1, RANKS, f"{files.where('')}: the ranks that names of files say")
         missing = sorted(set(range(max(ranks) + 1)) - ranks)
         if missing:
             raise PartNotFound(f"{files.where(file_name(missing[0]))} is missing: there is one of rank {max(ranks)}")

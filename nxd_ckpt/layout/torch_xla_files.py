@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.layout.files import TagFiles
@@ -74,6 +75,7 @@ def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:
                 "of one to a place of their own"
             )
     world_size, ranks = about[first][_WORLD_SIZE], [metadata[_RANK] for metadata in about.values()]
+    check_count(world_size, RANKS, f"{where}: the ranks that shard_metadata says")
     twice = [name for name, metadata in about.items() if ranks.count(metadata[_RANK]) > 1]
     if twice:
         raise MalformedFile(

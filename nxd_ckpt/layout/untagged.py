@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
-from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.layout import presharded, torch_xla_files
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.files import TagFiles
@@ -16,8 +16,7 @@ from nxd_ckpt.storage.base import Storage
 def is_untagged(listing: Iterable[str]) -> bool:
     """Whether a directory of these files, which is no tag, has a layout that is read."""
     names = set(listing)
-    by_dcp = bool(names & {METADATA, TIERED_DATA, TIERED_METADATA})
-    return by_dcp or torch_xla_files.are_there(names) or presharded.are_there(names)
+    return TIERED_DATA in names or bool(_layouts(names))
 
 
 def open_untagged(storage: Storage, key: str) -> TagLayout:
@@ -25,13 +24,20 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
 
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
+        MalformedFile: it holds those of two layouts.
         CheckpointNotFound, MalformedFile: what opening its layout raises.
     """
     if storage.is_file(key):
         folder, _, file = key.rpartition("/")
         return torch_xla_files.open_files(TagFiles(storage, folder), file)
     files = TagFiles(storage, key)
-    listing = files.names()
+    listing = set(files.names())
+    found = _layouts(listing)
+    if len(found) > 1:
+        raise MalformedFile(
+            f"{files.where('').rstrip('/')} has the files of two layouts: {' and '.join(found)}; move those of one to "
+            "a place of their own"
+        )
     if torch_xla_files.are_there(listing):
         return torch_xla_files.open_files(files)
     if presharded.are_there(listing):
@@ -41,3 +47,14 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     if TIERED_DATA in listing or TIERED_METADATA in listing:
         return DcpDirectory(TagFiles(storage, ""), places=TieredFiles(key))
     raise PartNotFound(f"{files.where('')}: no layout that is known; found {sorted(listing)[:8]}")
+
+
+def _layouts(listing: Set[str]) -> list[str]:
+    """The layouts, by name, that a directory of these files has."""
+    found = {
+        "torch-xla": torch_xla_files.are_there(listing),
+        "NxD inference": presharded.are_there(listing),
+        "torch DCP": METADATA in listing,
+        "SageMaker's tiered storage": TIERED_METADATA in listing,
+    }
+    return [name for name, is_there in found.items() if is_there]

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from nxd_ckpt.convert import migrate
+from nxd_ckpt.convert.locations import Location, locate_any, locate_input
+from nxd_ckpt.convert.source import open_any
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -252,7 +254,14 @@ def _files(*names: str) -> Callable[[Path], None]:
         (_files("adapter_default/adapter_shards/model/x"), UnsupportedState, "a PEFT adapter; .* not carried"),
         (_files("tensor_parallel_shards/tp_rank_00/checkpoint.pt"), UnsupportedState, "before 0.0.25; .* not carried"),
         (_files("tp_rank_00_pp_rank_000/model_optim_rng.ckpt"), UnsupportedState, "neuronx-nemo-megatron; .* not carr"),
-        (_files("rank_0/step_1/checkpoint.pt"), CheckpointNotFound, "has no .*rank_0/step_1/metadata.metadata, which"),
+        (
+            _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
+            CheckpointNotFound,
+            "has no .*rank_0/step_1/metadata.metadata, which",
+        ),
+        (_files("step_300/checkpoint.pt"), CheckpointNotFound, "has none of the layouts that are known"),
+        (_files("rank_0/checkpoint.pt"), CheckpointNotFound, "has none of the layouts that are known"),
+        (_files("tp999999999999_sharded_checkpoint.safetensors"), MalformedFile, "at most 1048576 are allowed"),
         (_files("tp0_sharded_checkpoint.safetensors"), MalformedFile, "tp0_sharded_checkpoint.safetensors"),
     ],
 )
@@ -323,6 +332,31 @@ def _one_of_another_save(place: Path) -> None:
     _changed(place, 1, change)
 
 
+def _of_all(place: Path, change: Callable[[Any], Any]) -> None:
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+def _one_of_another_epoch(place: Path) -> None:
+    _changed(place, 1, lambda content: content.update(epoch=8))
+
+
+def _one_of_another_dtype(place: Path) -> None:
+    def change(content: Any) -> None:
+        name = next(name for name in content["model"] if "_fsdp_shard" in name)
+        content["model"][name] = content["model"][name].bfloat16()
+
+    _changed(place, 1, change)
+
+
+def _two_of_one_name(place: Path) -> None:
+    def change(content: Any) -> None:
+        first, second, *_ = content["shard_metadata"]["shard_info"]["_fsdp_wrapped_module.model.layers.0"].values()
+        second["_orig_name"] = first["_orig_name"]
+
+    _of_all(place, change)
+
+
 def _one_of_other_groups(place: Path) -> None:
     def change(content: Any) -> None:
         first, second = content["optimizer"]["param_groups"]
@@ -356,6 +390,14 @@ def _one_of_other_groups(place: Path) -> None:
             MalformedFile,
             "do not hold the same names",
         ),
+        (
+            lambda place: _of_all(place, lambda content: content["shard_metadata"].update(world_size=10**12)),
+            MalformedFile,
+            "at most 1048576 are allowed, found 1000000000000",
+        ),
+        (_one_of_another_epoch, MalformedFile, "is of epoch 8, ckpt_rank-00000000-of-00000003.pth of 7"),
+        (_one_of_another_dtype, MalformedFile, "shards of .* in different dtypes, float32 and bfloat16"),
+        (_two_of_one_name, MalformedFile, r"two entries of the model's state dict, .* are of model\."),
         (_one_of_another_model, MalformedFile, r"shard_metadata says \(2000, 8\) of .*, but the 3 ranks hold shards"),
         (_one_not_described, MalformedFile, "shard_metadata does not describe _fsdp_shard"),
         (_one_of_another_save, MalformedFile, "have different param groups, steps or entries"),
@@ -383,3 +425,26 @@ def test_one_file_of_several(tmp_path: Path) -> None:
     refused(tmp_path / "notes.txt", MalformedFile, "notes.txt")
     torch.save({"optimizer": {"state": {}, "param_groups": []}}, tmp_path / "optimizer.pth")
     refused(tmp_path / "optimizer.pth", PartNotFound, "has no model under the usual keys")
+
+
+def test_two_layouts_are_not_exported(tmp_path: Path) -> None:
+    """A script's ema.pth beside what torch DCP wrote: neither is chosen without a word."""
+    place = tmp_path / "source"
+    write_xm_save(place / "ema.pth", untrained(Job(Model())))
+    (place / ".metadata").write_bytes(b"")
+    with pytest.raises(MalformedFile, match="files of two layouts: torch-xla and torch DCP"):
+        open_any(locate_any(place, None))
+
+
+def test_a_run_may_be_called_as_a_rank(tmp_path: Path) -> None:
+    """Only what SageMaker's tiered storage wrote is named from the directory of all ranks, where it is read."""
+    tag = write_nxd(tmp_path / "rank_3" / "step_5", untrained())
+    assert (str(tmp_path / "rank_3"), "step_5") == _place(locate_any(tag, None)) == _place(locate_input(tag))
+    tiered = tmp_path / "job" / "rank_1" / "step_5"
+    _files("rank_1/step_5/checkpoint.pt", "rank_0/step_5/metadata.metadata")(tmp_path / "job")
+    assert (str(tmp_path / "job"), "rank_1/step_5") == _place(locate_any(tiered, None))
+    assert (str(tmp_path / "job" / "rank_1"), "step_5") == _place(locate_input(tiered))
+
+
+def _place(found: Location) -> tuple[str, str]:
+    return found.directory, found.name
