@@ -323,7 +323,8 @@ class Checkpointer:
     @as_checkpoint_errors()
     def abandon(self, grace: float = _GRACE) -> None:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
-        self._shut(grace)
+        if os.getpid() == self._pid:  # else a forked child: nothing here is its own
+            self._shut(grace)
 
     def _open(self, captured: Callable[[], SaveState], tag: str) -> Planned | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
@@ -377,12 +378,12 @@ class Checkpointer:
         return saving
 
     def _shut(self, grace: float | None) -> None:
-        self._preemption.leave()
-        if grace is not None and self._session is not None:
-            self._session.leaves_at = host.monotonic() + grace
-        with suppress(TimeoutError), self._turns.taken("close", grace):
-            if self._in_flight.finish(grace):
-                self._tear_down()
+        with self._preemption.leaving():
+            if grace is not None and self._session is not None:
+                self._session.leaves_at = host.monotonic() + grace
+            with suppress(TimeoutError), self._turns.taken("close", grace):
+                if self._in_flight.finish(grace):
+                    self._tear_down()
 
     def _tear_down(self) -> None:
         """Nothing is in flight: give everything back."""

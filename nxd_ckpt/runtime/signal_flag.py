@@ -1,4 +1,4 @@
-"""A signal that sets a flag, and does nothing else, as long as its handler is installed."""
+"""A signal that sets a flag, and does nothing else, as long as a flag of this process waits for it."""
 
 from __future__ import annotations
 
@@ -15,51 +15,64 @@ class SignalFlag:
     """Whether this process got the signal since the flag was made."""
 
     def __init__(self, number: int) -> None:
-        self._number, self._pid = number, os.getpid()
-        self._before: Any = signal.SIG_DFL
-        self._installed = False
+        self.number, self.pid = number, os.getpid()
         self.is_set = False
 
     @property
     def name(self) -> str:
-        return signal.Signals(self._number).name
+        return signal.Signals(self.number).name
 
     def install(self) -> None:
         """Take the place of the signal's handler. Raises InvalidArgument where this thread, or no handler, may not."""
-        if self._installed:
+        if self in _installed:
             return
         try:
-            before = signal.signal(self._number, self)
+            present: Any = signal.getsignal(self.number)
+            signal.signal(self.number, present if isinstance(present, _Handler) else _Handler(present))
         except (ValueError, OSError) as error:
             raise InvalidArgument(
-                f"preemption: the signal {self._number} cannot be handled here ({error}): make the Checkpointer on the "
+                f"preemption: the signal {self.number} cannot be handled here ({error}): make the Checkpointer on the "
                 "main thread, or give a function that says whether to stop"
             ) from error
-        self._before = signal.SIG_DFL if before is None else before  # None: it was not installed by Python
-        self._installed = True
+        _installed.append(self)
 
     def remove(self) -> None:
-        """Put back the handler that was there before. Another that took this one's place does it, once it is removed.
+        """Put back the handler that was there before, once no other flag waits. Where ours cannot be taken away, it
+        passes the signal on.
         """
-        self._installed = False
-        present: Any = signal.getsignal(self._number)
-        if present is self:
+        with suppress(ValueError):  # it is not installed
+            _installed.remove(self)
+        present: Any = signal.getsignal(self.number)
+        if isinstance(present, _Handler) and not _waiting(self.number):
             with suppress(ValueError):  # not on the main thread: it stays
-                signal.signal(self._number, self._former())
+                signal.signal(self.number, present.before)
 
-    def _former(self) -> Any:
-        """What was there before, that is not removed itself."""
-        before = self._before
-        while isinstance(before, SignalFlag) and not before._installed:
-            before = before._before
-        return before
+
+_installed: list[SignalFlag] = []
+"""Of all signals. There is no lock: handlers read it, and every change of it is atomic."""
+
+
+def _waiting(number: int) -> list[SignalFlag]:
+    """This process's flags for the signal: in a forked child those of its parent are not."""
+    return [flag for flag in list(_installed) if flag.number == number and flag.pid == os.getpid()]
+
+
+class _Handler:
+    """Sets all flags that wait for the signal. ``before`` never changes and is none of ours: no two call each other."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = signal.SIG_DFL if before is None else before  # None: it was not installed by Python
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It may interrupt anything, so it takes no lock and logs nothing."""
-        if os.getpid() != self._pid:  # a forked child: its parent ends it as if this handler were not there
-            signal.signal(number, self._before)
-            signal.raise_signal(number)
+        """It may interrupt anything, so it takes no lock and logs nothing."""
+        waiting = _waiting(number)
+        for flag in waiting:
+            flag.is_set = True
+        if waiting or self.before == signal.SIG_IGN:
             return
-        self.is_set = True
-        if isinstance(self._before, SignalFlag):  # another Checkpointer's
-            self._before(number, frame)
+        if callable(self.before):
+            self.before(number, frame)
+            return
+        present = signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        signal.signal(number, present)  # the default was not to end

@@ -58,6 +58,7 @@ def uses_of_a_parents(rank: int, path: Path) -> dict[str, str]:
         "load": lambda: saver.load(model={}),
         "wait": saver.wait,
         "close": saver.close,
+        "abandon": saver.abandon,
         "pending.wait": pending.wait,
         "with": leaves_the_block,
         "finalize_checkpoint": finalize_checkpoint,

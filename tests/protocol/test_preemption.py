@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage
+from tests.protocol.hooks import Gate
 from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 from tests.rigs.rank_pool import RankPool
@@ -111,6 +114,67 @@ def test_the_signal_is_ours_until_the_end(tmp_path: Path, received: list[int]) -
     assert [] == received
     os.kill(os.getpid(), signal.SIGUSR2)
     assert [signal.SIGUSR2] == received
+
+
+def test_the_signal_is_ours_until_the_last_save_is_written(tmp_path: Path, received: list[int]) -> None:
+    """The end waits for it, whatever the signal's former handler would do."""
+    gate = Gate()
+    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), gate), preemption=signal.SIGUSR2)
+    saver.save("t", {"weight": torch.ones(3)}, async_save=True)
+
+    def tell() -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        gate.open.set()
+
+    timer = threading.Timer(0.2, tell)
+    timer.start()
+    saver.close()
+    timer.join()
+    assert ([], ["t"]) == (received, visible_tags(tmp_path))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert [signal.SIGUSR2] == received
+
+
+def test_one_that_was_closed_may_be_used_again(tmp_path: Path, received: list[int]) -> None:
+    """In whatever order Checkpointers are closed and used, the signal tells those that wait for it, and ends there."""
+    first, other = (Checkpointer(tmp_path, preemption=signal.SIGUSR2) for _ in range(2))
+    first.close()
+    first.step(1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert [True, True] == [first.step(2), other.step(1)]
+    first.close()
+    other.close()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert [signal.SIGUSR2] == received
+
+
+def test_what_cannot_be_taken_away_passes_the_signal_on(tmp_path: Path, received: list[int]) -> None:
+    """A thread closes it, or another library has put a handler over ours, which calls it."""
+    saver = Checkpointer(tmp_path, preemption=signal.SIGUSR2)
+    thread = threading.Thread(target=saver.close)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    ours: Any = signal.getsignal(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, lambda number, frame: ours(number, frame))
+    with Checkpointer(tmp_path, preemption=signal.SIGUSR2) as again:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert again.step(1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert [signal.SIGUSR2] * 2 == received
+
+
+def test_the_default_of_a_signal_is_passed_on_to(tmp_path: Path) -> None:
+    """A process whose Checkpointer was closed on a thread ends by SIGTERM."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        thread = threading.Thread(target=Checkpointer(tmp_path, preemption=True).close)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert signal.SIGTERM == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1
 
 
 def test_a_forked_child_ends_as_before(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[socket.socket, int] = {}
+        self._telling = threading.RLock()  # signal handlers make steps too
         self._lines: dict[socket.socket, _Lines] = {}
         self._gone: set[int] = set()
         self._listeners: dict[int, Heard] = {}
@@ -74,8 +75,9 @@ class Hub:
         _set(self._listeners, channel, heard)
 
     def tell(self, channel: int, word: Any) -> None:
-        for connection in list(self._ranks):
-            _send(connection, channel, word)
+        with self._telling:
+            for connection in list(self._ranks):
+                _send(connection, channel, word)
 
     def leave(self) -> None:
         """In a forked child: close what is the parent's, which keeps it open."""
@@ -116,11 +118,12 @@ class Hub:
                 return
             number = int(rank)
             connection.setblocking(False)
-            self._lines[connection] = _Lines(connection)
-            self._ranks[connection] = number
-            self._gone.discard(number)  # another process group, in the same processes
-            self._selector.register(connection, selectors.EVENT_READ)
-            connection.sendall(b"1")  # from now on it gets every word
+            with self._telling:
+                connection.sendall(b"1")  # from now on it gets every word
+                self._lines[connection] = _Lines(connection)
+                self._ranks[connection] = number
+                self._gone.discard(number)  # another process group, in the same processes
+                self._selector.register(connection, selectors.EVENT_READ)
 
 
 class Spoke:
@@ -136,8 +139,8 @@ class Spoke:
 
     def is_gone(self, rank: int) -> bool:
         """Whether rank 0 ended; this end knows nothing of others."""
-        if rank == 0 and not self._ended and not self._watched:
-            self._ended = not self._lines.read(self._hear)
+        if rank == 0 and not self._ended and not self._watched and not self._lines.read(self._hear):
+            self._ended = True
         return rank == 0 and self._ended
 
     def listen(self, channel: int, heard: Heard | None) -> None:
@@ -158,7 +161,8 @@ class Spoke:
             selector.register(self._connection, selectors.EVENT_READ)
             while not self._ended:
                 selector.select()
-                self._ended = not self._lines.read(self._hear)
+                if not self._lines.read(self._hear):
+                    self._ended = True
 
     def _hear(self, channel: int, word: Any) -> None:
         _call(self._listeners.get(channel), 0, word)
@@ -183,9 +187,21 @@ class _Lines:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._rest = connection, b""
+        self._reading = threading.Lock()
 
     def read(self, heard: Callable[[int, Any], None]) -> bool:
-        """Give what has arrived to ``heard``: channel and word. Whether the other end is still there."""
+        """Give what has arrived to ``heard``: channel and word. Whether the other end is still there.
+
+        One that sends what is no word counts as gone: nothing after it could be understood.
+        """
+        if not self._reading.acquire(blocking=False):
+            return True  # another thread reads, and will see
+        try:
+            return self._read(heard)
+        finally:
+            self._reading.release()
+
+    def _read(self, heard: Callable[[int, Any], None]) -> bool:
         try:
             data = self._connection.recv(4096)
         except BlockingIOError:
@@ -194,9 +210,18 @@ class _Lines:
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            channel, word = json.loads(line)
-            heard(channel, word)
+            match _parsed(line):
+                case [int(channel), word]:
+                    heard(channel, word)
+                case _:
+                    return False
         return bool(data)
+
+
+def _parsed(line: bytes) -> Any:
+    with suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def _send(connection: socket.socket, channel: int, word: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from signal import SIGTERM
 
 from nxd_ckpt.errors import CheckpointError
@@ -33,13 +34,17 @@ class Preemption:
             self._stopping = self._joined(meet)
         return self._stopping.step(number)
 
-    def leave(self) -> None:
-        """No further step is made, and the signal has its former meaning; the next step would begin anew."""
-        if self._stopping is not None:
-            self._stopping.leave()
-            self._stopping = None
-        if self._flag is not None:
-            self._flag.remove()
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """No further step is made, and after the block the signal has its former meaning; the next would begin anew."""
+        try:
+            if self._stopping is not None:
+                self._stopping.leave()
+                self._stopping = None
+            yield
+        finally:
+            if self._flag is not None:
+                self._flag.remove()
 
     def _joined(self, meet: Callable[[], Agreement | None]) -> Stopping:
         agreement = meet()
