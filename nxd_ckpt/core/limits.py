@@ -52,7 +52,7 @@ TREE_DEPTH = 100
 TREE_VALUES = 50_000_000
 """Values of one tree, those of a container that occurs twice counted twice, and a container with values as ten."""
 
-TREE_REPEATS = 2
+TREE_REPEATS = 13
 """How often a tree may hold its values on average, by containers that occur again and again."""
 
 TREE_REPEATED_VALUES = 1_100_000
@@ -62,7 +62,11 @@ KEY_VALUES = 64
 """Values of one key of a dict, or of one item of a set: of a tuple, and of the tuples in it."""
 
 KEYS_OF_ONE_HASH = 100
-"""Different keys of one pickle that have the same hash: each is compared with those before it."""
+"""Different keys of one dict, or items of one set, that have the same hash as another one: each is compared with those
+before it."""
+
+KEY_VALUES_OF_ONE_HASH = 400
+"""The same for tuples, by their values: that many values of them together."""
 
 NUMBER_DIGITS = 4_300
 """Decimal digits of a Fraction or a Decimal: as many as Python reads of an int."""

@@ -52,7 +52,7 @@ class Machine(_Machine):  # type: ignore[misc]
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._objects = self._objects_left = objects
         self._work_left = _REUSE * len(data) + _SPARE
-        self._keys = Keys()
+        self._keys: dict[int, tuple[Any, Keys]] = {}
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
@@ -80,8 +80,7 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._keys.check((key,))
-        self._top(dict)[key] = value
+        self._set(self._top(dict), [key, value])
 
     def load_setitems(self) -> None:
         items = self.pop_mark()
@@ -94,12 +93,13 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_additems(self) -> None:
         items = self.pop_mark()
-        self._keys.check(items)
-        self._top(set).update(items)
+        target = self._top(set)
+        self._check_keys(target, items)
+        target.update(items)
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
-        self._keys.check(items)
+        Keys().check(items)
         self.append(frozenset(items))
 
     def load_bytearray8(self) -> None:
@@ -108,8 +108,20 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def _set(self, target: dict[Any, Any], items: list[Any]) -> None:
         keys = items[::2]
-        self._keys.check(keys)
-        target.update(zip(keys, items[1::2], strict=True))
+        self._check_keys(target, keys)
+        for key, value in zip(keys, items[1::2], strict=True):  # a Counter's update would count pairs
+            target[key] = value
+
+    def _check_keys(self, target: Any, keys: Collection[Any]) -> None:
+        """Check the keys of a dict or a set together, however many opcodes fill it; the dict or set is kept, so that no
+        other one gets its id."""
+        if not target:
+            Keys().check(keys)
+            return
+        if id(target) not in self._keys:
+            self._keys[id(target)] = target, Keys()
+            self._keys[id(target)][1].check(target)
+        self._keys[id(target)][1].check(keys)
 
     def _top(self, kind: type) -> Any:
         """What is on top of the stack, which must be of that kind."""

@@ -140,14 +140,15 @@ def _short(text: object, limit: int, what: str) -> str:
 
 
 class Keys:
-    """The keys of a pickle's dicts, and the items of its sets: those that take long to find are refused.
+    """The keys of one dict, or the items of one set: those that take long to find are refused.
 
     Numbers and tuples can be chosen so that all have one hash; then each is compared with all before it. Text cannot:
     its hash is another one in every process.
     """
 
     def __init__(self) -> None:
-        self._of_hash: dict[int, tuple[Any, int]] = {}
+        self._first: dict[int, Any] = {}
+        self._others: dict[int, list[Any]] = {}
 
     def check(self, keys: Iterable[Any]) -> None:
         """Raise MalformedFile for one that takes long to hash, or to compare with those that were checked before."""
@@ -155,22 +156,27 @@ class Keys:
             kind = type(key)
             if kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Sealed):
                 continue
-            _check_nesting(key)
-            first, others = self._of_hash.setdefault(hash(key), (key, 0))
+            values = _check_nesting(key)
+            first = self._first.setdefault(hash(key), key)
             if first is not key and first != key:
-                if others == limits.KEYS_OF_ONE_HASH:
-                    raise MalformedFile(f"more than {others} keys of one hash, such as {shown(first)} and {shown(key)}")
-                self._of_hash[hash(key)] = first, others + 1
+                others = self._others.setdefault(hash(key), [])
+                if key not in others:
+                    others.append(key)
+                if len(others) > min(limits.KEYS_OF_ONE_HASH, limits.KEY_VALUES_OF_ONE_HASH // values):
+                    raise MalformedFile(
+                        f"more than {len(others) - 1} keys of one hash, such as {shown(first)} and {shown(key)}"
+                    )
 
 
 _OWN_HASH = 2**61 - 1
 """Numbers from here on have the hash of smaller ones."""
 
 
-def _check_nesting(key: Any) -> None:
-    """Hashing walks through all tuples in a key, by the C stack, and through those that occur twice each time."""
+def _check_nesting(key: Any) -> int:
+    """How many values a key has. Hashing walks through all tuples in it, by the C stack, and through those that occur
+    twice each time."""
     if not isinstance(key, (tuple, frozenset)):
-        return
+        return 1
     values, nodes = 0, [key]
     while nodes:
         node = nodes.pop()
@@ -178,6 +184,7 @@ def _check_nesting(key: Any) -> None:
         if values > limits.KEY_VALUES:
             raise MalformedFile(f"a key, or an item of a set, of more than {limits.KEY_VALUES} values")
         nodes.extend(item for item in node if isinstance(item, (tuple, frozenset)))
+    return values or 1
 
 
 def made(kind: object, args: tuple[Any, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import fractions
+import itertools
 import pathlib
 import struct
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from nxd_ckpt.formats.torch_zip import read_directory, read_tree
 from nxd_ckpt.formats.unpickle import check_picklable_as_data, unpickle
 from tests.formats.helpers import comparable, loaded, pread_of, saved, torch_file
 from tests.hostile.budget import within_budget
-from tests.hostile.findings import HOSTILE, SAFETENSORS
+from tests.hostile.findings import HOSTILE, SAFETENSORS, number
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -51,6 +52,10 @@ LARGE: dict[str, Callable[[], Any]] = {
     "long numbers": lambda: [10**4000, decimal.Decimal("1" * 4000), fractions.Fraction(10**4000, 3), 2**100_000],
     "a long path": lambda: pathlib.Path("x/" * 10_000),
     "one list many times": lambda: [[list(range(1000))] * 1000],
+    "one tuple many times": lambda: {"x": [(0, 0)] * 120_000},
+    "dicts with two keys of one hash": lambda: [{(-1, 0): 1, (-2, 0): 2, -1.0: 3, -2.0: 4} for _ in range(200)],
+    "sets with two items of one hash": lambda: [{(-1, 0), (-2, 0)} for _ in range(200)],
+    "keys of a grid": lambda: dict.fromkeys(itertools.product(range(-2, 2), repeat=4), 1),
 }
 
 
@@ -87,6 +92,25 @@ def test_what_is_more_than_load_reads_is_said_when_saving(value: Any, what: str)
         check_picklable_as_data(value, "content")
     with pytest.raises((UnsafePickle, MalformedFile)):
         loaded(saved(value))
+
+
+@pytest.mark.parametrize(
+    ("begin", "each", "end"), [(b"}", b"N", b"u"), (b"}", b"N", b"s"), (b"\x8f", b"", b"\x90")], ids=["u", "s", "set"]
+)
+def test_keys_of_one_hash_are_counted_together(begin: bytes, each: bytes, end: bytes) -> None:
+    """One dict or set that is filled in many steps is no different from one that is filled at once."""
+    mark = b"" if end == b"s" else b"("
+
+    def filled(count: int) -> bytes:
+        keys = (number(index * (2**61 - 1)) for index in range(1, count + 1))
+        return b"\x80\x04" + begin + b"".join(mark + key + each + end for key in keys) + b"."
+
+    most = limits.KEYS_OF_ONE_HASH + 1
+    assert most == len(Machine(filled(most)).load())
+    with pytest.raises(MalformedFile, match=f"more than {most - 1} keys of one hash"), within_budget(1):
+        Machine(filled(3000)).load()
+    with pytest.raises(UnsafePickle, match=r"content\[0\] has more than"):
+        check_picklable_as_data([dict.fromkeys(index * (2**61 - 1) for index in range(1, most + 2))], "content")
 
 
 def test_expanded_and_tied_tensors_are_read() -> None:
