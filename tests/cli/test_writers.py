@@ -32,7 +32,7 @@ WRITERS = {
 }
 """A command line of each."""
 
-LOOKERS = {"list", "inspect", "verify", "diff", "doctor", "report"}
+LOOKERS = {"list", "inspect", "verify", "diff", "doctor", "report", "watch"}
 KEEPERS = {"pin", "unpin", "prune"}
 """They say which tags of a directory stay, and have no output."""
 
