@@ -59,6 +59,7 @@ class Process:
         self._lock, self._armed = threading.Lock(), False
         self._moment: Moment = lambda operation: False
         self._then: Callable[[], Any] = lambda: None
+        self._awake: threading.Event | None = None
         self.reached = threading.Event()
         self.log: list[Operation] = []
         self.saver = Checkpointer(
@@ -74,6 +75,11 @@ class Process:
         self._moment, self._then = moment, then or self.die
         self.log.clear()
         self._armed = True
+
+    def suspend(self, moment: Moment, awake: threading.Event) -> None:
+        """At that moment it stops as a whole, with all of its threads, until it is awake."""
+        self._awake = awake
+        self.arm(moment, awake.wait)
 
     def save(self, tag: str, value: int, **options: Any) -> Any:
         """Save a state that tells the value, see tests.protocol.states; the error, or None."""
@@ -101,6 +107,8 @@ class Process:
         if due:
             self.reached.set()
             self._then()
+        elif self._awake is not None and self.reached.is_set():
+            self._awake.wait()
         if self._connection.gone:
             raise OSError(errno.ENOTCONN, "the process is dead")
 

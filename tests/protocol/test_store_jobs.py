@@ -87,7 +87,7 @@ def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment
     sleeper = Process(store)
     assert None is sleeper.save("first", 1)
     awake = threading.Event()
-    sleeper.arm(moment, awake.wait)
+    sleeper.suspend(moment, awake)
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(sleeper.save("t", 2)))
     thread.start()
