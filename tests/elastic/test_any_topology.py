@@ -69,7 +69,7 @@ def check_case(case: Case) -> None:
         check(Path(directory), list(case.weights), case.saved, case.live, **case.save_options)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(case=cases())
 def test_every_rank_of_another_job_gets_its_part(case: Case) -> None:
     """Whatever the sizes, cuts, param groups and files: what is loaded is what cutting the whole model gives."""
