@@ -6,32 +6,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nxd_ckpt.layout.torch_dcp import TIERED_DATA, TIERED_METADATA
+from nxd_ckpt.layout.torch_dcp import TIERED_DATA, TIERED_METADATA, TIERED_RANK, of_rank
 from nxd_ckpt.storage.base import Storage
 
-_RANK, _STEP = re.compile(r"rank_(\d+)"), re.compile(r"step_\d+")
-_FIRST = "rank_0"
+_STEP = re.compile(r"step_\d+")
 
 
 def saves(storage: Storage, folder: str) -> list[str]:
     """The first rank's directory, a key of the storage, of each save in the directory, or of the one that it is of."""
     if is_of_rank(storage, folder):
-        return [_of_first_rank(folder)]
+        return [of_rank(folder, 0)]
     inside = [f"{folder}/{name}" if folder else name for name in _below(storage, folder)]
     found = [key for key in inside if is_of_rank(storage, key)]
     found += [below for key in inside if key not in found for below in _inside(storage, key)]
-    return sorted({_of_first_rank(key) for key in found})
+    return sorted({of_rank(key, 0) for key in found})
 
 
 def holds_ranks(directory: str) -> bool:
     """Whether the directory of that name is one rank's, of all steps."""
-    return _RANK.fullmatch(directory) is not None
+    return TIERED_RANK.fullmatch(directory) is not None
 
 
 def is_of_rank(storage: Storage, folder: str) -> bool:
     """Whether it has one rank's files of one step. A script may call its own so: some rank has the metadata of all."""
     parts = folder.split("/")
-    named = any(_RANK.fullmatch(name) for name in parts[-2:]) or _STEP.fullmatch(parts[-1]) is not None
+    named = any(TIERED_RANK.fullmatch(name) for name in parts[-2:]) or _STEP.fullmatch(parts[-1]) is not None
     held = named and any(storage.is_file(f"{folder}/{name}") for name in (TIERED_DATA, TIERED_METADATA))
     return held and any(storage.is_file(f"{key}/{TIERED_METADATA}") for key in _of_all_ranks(storage, folder))
 
@@ -39,12 +38,12 @@ def is_of_rank(storage: Storage, folder: str) -> bool:
 def _of_all_ranks(storage: Storage, folder: str) -> Iterator[str]:
     """The directories of all ranks of the step that ``folder`` is one of; the first rank's, which should have the
     metadata, comes first."""
-    yield _of_first_rank(folder)
+    yield of_rank(folder, 0)
     parts = folder.split("/")
     for at in range(max(len(parts) - 2, 0), len(parts)):
-        if _RANK.fullmatch(parts[at]):
-            ranks = (entry.name for entry in storage.list("/".join(parts[:at])) if _RANK.fullmatch(entry.name))
-            yield from ("/".join((*parts[:at], rank, *parts[at + 1 :])) for rank in ranks)
+        if TIERED_RANK.fullmatch(parts[at]):
+            matches = (TIERED_RANK.fullmatch(entry.name) for entry in storage.list("/".join(parts[:at])))
+            yield from ("/".join((*parts[:at], match[0], *parts[at + 1 :])) for match in matches if match)
 
 
 def _inside(storage: Storage, folder: str) -> list[str]:
@@ -54,9 +53,5 @@ def _inside(storage: Storage, folder: str) -> list[str]:
 def _below(storage: Storage, folder: str) -> list[str]:
     """The steps there, and one rank."""
     names = [entry.name for entry in storage.list(folder) if entry.is_dir]
-    ranks = sorted((int(match[1]), match[0]) for match in map(_RANK.fullmatch, names) if match is not None)
+    ranks = sorted((int(match[1]), match[0]) for match in map(TIERED_RANK.fullmatch, names) if match is not None)
     return [*(name for _, name in ranks[:1]), *(name for name in names if _STEP.fullmatch(name))]
-
-
-def _of_first_rank(folder: str) -> str:
-    return "/".join(_FIRST if _RANK.fullmatch(name) else name for name in folder.split("/"))

@@ -56,12 +56,16 @@ class TieredFiles:
 
     def file(self, info: Mapping[str, Any]) -> str | None:
         (rank,) = check_sizes((info["rank"],), "the rank of a storage info")
-        folders = (f"rank_{rank}" if _RANK.fullmatch(name) else name for name in self.first.split("/"))
-        return "/".join((*folders, TIERED_DATA))
+        return f"{of_rank(self.first, rank)}/{TIERED_DATA}"
 
 
 TIERED_METADATA, TIERED_DATA = "metadata.metadata", "checkpoint.pt"
-_RANK = re.compile(r"rank_\d+")
+TIERED_RANK = re.compile(r"rank_(\d+)")
+
+
+def of_rank(folder: str, rank: int) -> str:
+    """That rank's directory, beside this one of any rank."""
+    return "/".join(f"rank_{rank}" if TIERED_RANK.fullmatch(name) else name for name in folder.split("/"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
 
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.layout import presharded, torch_xla_files
@@ -34,27 +35,36 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     listing = set(files.names())
     found = _layouts(listing)
     if len(found) > 1:
+        both = " and ".join(layout.name for layout in found)
         raise MalformedFile(
-            f"{files.where('').rstrip('/')} has the files of two layouts: {' and '.join(found)}; move those of one to "
-            "a place of their own"
+            f"{files.where('').rstrip('/')} has the files of two layouts: {both}; move those of one to a place of "
+            "their own"
         )
-    if torch_xla_files.are_there(listing):
-        return torch_xla_files.open_files(files)
-    if presharded.are_there(listing):
-        return presharded.PreshardedFiles(files)
-    if METADATA in listing:
-        return DcpDirectory(files)
-    if TIERED_DATA in listing or TIERED_METADATA in listing:
-        return DcpDirectory(TagFiles(storage, ""), places=TieredFiles(key))
+    if found:
+        return found[0].open(files)
+    if TIERED_DATA in listing:
+        return _open_tiered(files)
     raise PartNotFound(f"{files.where('')}: no layout that is known; found {sorted(listing)[:8]}")
 
 
-def _layouts(listing: Set[str]) -> list[str]:
-    """The layouts, by name, that a directory of these files has."""
-    found = {
-        "torch-xla": torch_xla_files.are_there(listing),
-        "NxD inference": presharded.are_there(listing),
-        "torch DCP": METADATA in listing,
-        "SageMaker's tiered storage": TIERED_METADATA in listing,
-    }
-    return [name for name, is_there in found.items() if is_there]
+def _open_tiered(files: TagFiles) -> TagLayout:
+    return DcpDirectory(TagFiles(files.storage, ""), places=TieredFiles(files.tag))
+
+
+class _Layout(NamedTuple):
+    name: str
+    is_there: Callable[[Set[str]], bool]
+    """Whether a directory of these files has it."""
+    open: Callable[[TagFiles], TagLayout]
+
+
+_LAYOUTS = (
+    _Layout("torch-xla", torch_xla_files.are_there, torch_xla_files.open_files),
+    _Layout("NxD inference", presharded.are_there, presharded.PreshardedFiles),
+    _Layout("torch DCP", lambda listing: METADATA in listing, DcpDirectory),
+    _Layout("SageMaker's tiered storage", lambda listing: TIERED_METADATA in listing, _open_tiered),
+)
+
+
+def _layouts(listing: Set[str]) -> list[_Layout]:
+    return [layout for layout in _LAYOUTS if layout.is_there(listing)]

@@ -124,7 +124,7 @@ def test_of_two_jobs_the_later_ones_save_stays(monkeypatch: pytest.MonkeyPatch, 
         sleeper = Process(store, timeout=3.0)  # it waits in vain for votes that its successor removed
         assert None is sleeper.save("first", 1)
         awake = threading.Event()
-        sleeper.arm(nth(number), awake.wait)
+        sleeper.suspend(nth(number), awake)
         outcome: list[Any] = []
         thread = threading.Thread(target=lambda outcome=outcome, job=sleeper: outcome.append(job.save("t", 2)))
         thread.start()
