@@ -48,7 +48,7 @@ class WorkerPool:
         entry = (job, self._written, self._stop)
         self._executor: Executor
         if num_workers > 1:
-            self._executor = ProcessPoolExecutor(num_workers, context, _enter, entry)
+            self._executor = ProcessPoolExecutor(num_workers, context, _enter_process, entry)
         else:
             self._executor = ThreadPoolExecutor(1, "nxd_ckpt-worker", _enter, entry)
 
@@ -120,9 +120,12 @@ _own = _Own()
 
 def _enter(job: Job, written: Any, stop: Any) -> None:
     _own.job, _own.written, _own.stop = job, written, stop
+
+
+def _enter_process(job: Job, written: Any, stop: Any) -> None:
+    _enter(job, written, stop)
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    assert parent is not None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says when to stop
 
     def follow() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_ckpt import save_checkpoint
+from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -40,8 +39,7 @@ except errors.HostExhausted as error:
 def test_what_lacks_memory_or_threads_says_so(tmp_path: Path, what: str, expected: list[str]) -> None:
     """Neither a MemoryError nor the RuntimeErrors of torch and threading reach the user. A load needs no threads."""
     save_checkpoint(tmp_path / "ckpt", "one", {f"w{index}": torch.ones(2**23) for index in range(8)})
-    command = [sys.executable, "-c", LOADING, str(tmp_path / "ckpt"), what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(LOADING, tmp_path / "ckpt", what)
     assert 0 == done.returncode, done.stderr
     assert expected == [line.partition(":")[0] for line in done.stdout.splitlines()]
     assert f"no {what} left" in done.stdout

@@ -6,8 +6,6 @@ import gzip
 import io
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 import tracemalloc
 import uuid
@@ -28,6 +26,7 @@ from nxd_ckpt.storage.archive import compression, unpacking
 from nxd_ckpt.storage.urls import open_storage
 from tests.convert.tags import model, save_example
 from tests.layout.equality import difference
+from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -130,8 +129,7 @@ def test_what_a_killed_process_began_does_not_count(tmp_path: Path, work_dir: Pa
     """The next one unpacks all of it."""
     archive = tmp_path / "one.tar.gz"
     pack_checkpoint(save_example(tmp_path, 1), archive)
-    died = subprocess.run([sys.executable, "-c", KILLED, str(archive), str(work_dir)], check=False)
-    assert -signal.SIGKILL == died.returncode
+    assert -signal.SIGKILL == run_program(KILLED, archive, work_dir).returncode
     assert ["part"] == tree(work_dir)
     assert "step_3" == open_checkpoint(archive).tag
     assert ["archive.tar"] == tree(work_dir)

@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.convert.tags import contents, remains, save_example
 from tests.damage import flip
 from tests.golden.checkpoints import CONFIGURATIONS
+from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -104,8 +103,7 @@ def test_tags_of_neuronx_distributed_are_copied_alike(golden: Path, configuratio
 def test_an_interrupted_copy_goes_on(tmp_path: Path, operation: str, key: str) -> None:
     """Killed between files, or just before it becomes visible: nothing is to be seen, and whole files are kept."""
     source, output = save_example(tmp_path / "input", 2), tmp_path / "output"
-    command = [sys.executable, "-c", KILLED, str(source), str(output / "copy"), operation, key]
-    assert -signal.SIGKILL == subprocess.run(command, check=False).returncode
+    assert -signal.SIGKILL == run_program(KILLED, source, output / "copy", operation, key).returncode
     assert not has_checkpoint(output)
     assert any("model" in file for file in remains(output))
 
@@ -119,8 +117,7 @@ def test_an_interrupted_copy_goes_on(tmp_path: Path, operation: str, key: str) -
 def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
     """A file with other bytes is copied again, and one that is not of the tag goes."""
     source, output = save_example(tmp_path / "input", 2), tmp_path / "output"
-    command = [sys.executable, "-c", KILLED, str(source), str(output / "copy"), "rename", "*copies*"]
-    subprocess.run(command, check=False)
+    run_program(KILLED, source, output / "copy", "rename", "*copies*")
     left = output / ".nxd_ckpt" / "copies" / "copy"
     flip_middle(shard(left, 0))
     (left / "model" / "other").write_bytes(b"of another tag")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.convert.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
 from tests.layout.equality import difference
+from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -85,7 +84,7 @@ def test_a_conversion_killed_in_the_middle_shows_nothing(tmp_path: Path) -> None
     before = contents(source)
     output = tmp_path / "output"
 
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(source), str(output / "dp3")], capture_output=True)
+    killed = run_program(KILLED, source, output / "dp3")
 
     assert -signal.SIGKILL == killed.returncode
     assert [] == list_tags(LocalStorage(output))

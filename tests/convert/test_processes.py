@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.convert.tags import optimizers, plainly, remains, save_example, shard
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
 from tests.layout.equality import difference
+from tests.rigs.processes import Program, run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -51,6 +53,13 @@ if everyone == "yes" or dist.get_rank() == 0:
 dist.barrier()
 """
 
+ALONE = """
+import sys
+from nxd_ckpt.convert import convert_zero1
+
+convert_zero1(sys.argv[1], sys.argv[2], convert_to_full=True)
+"""
+
 GROWTH = """
 import resource, sys, torch
 from nxd_ckpt.convert import convert_zero1
@@ -74,18 +83,15 @@ def environment_of_a_job() -> dict[str, str]:
 
 def torchrun(script: str, *arguments: Sequence[object]) -> list[tuple[int, str]]:
     """Exit code and output of each of two processes, started as torchrun would, each with its arguments."""
-    common = {**os.environ, **environment_of_a_job(), "PYTHONPATH": str(ROOT)}
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, own)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, own in enumerate(arguments)
-    ]
-    outputs = [member.communicate(timeout=600)[0] for member in members]
-    return [(member.returncode, output) for member, output in zip(members, outputs, strict=True)]
+    common = environment_of_a_job()
+    with ExitStack() as stack:
+        members = [
+            stack.enter_context(
+                Program(script, *own, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            )
+            for rank, own in enumerate(arguments)
+        ]
+        return [(ended.returncode, ended.stdout) for ended in [member.wait() for member in members]]
 
 
 def test_several_workers_share_the_ranks(tmp_path: Path) -> None:
@@ -120,6 +126,16 @@ def test_two_processes_of_torchrun_make_one_tag(tmp_path: Path) -> None:
     cut = [sharded(whole(), 3, rank) for rank in range(3)]
     assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "output" / "dp3")))
     assert [] == remains(tmp_path / "output")
+
+
+def test_a_process_of_multiprocessing_converts(tmp_path: Path) -> None:
+    """As any other: what its parent does is of no concern to the conversion."""
+    source = save_example(tmp_path / "input", 2)
+
+    ended = run_program(ALONE, source, tmp_path / "output" / "full")
+
+    assert (0, "") == (ended.returncode, ended.stderr)
+    assert 1 == len(optimizers(tmp_path / "output" / "full"))
 
 
 def test_processes_that_mean_different_results_are_refused(tmp_path: Path) -> None:

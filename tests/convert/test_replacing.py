@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -23,6 +21,7 @@ from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, failing
+from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -63,8 +62,7 @@ def kill(tags: Path, kills: list[str], *, exchanges: bool) -> list[Path]:
     outputs = [tags / str(number) / one.split()[0] for number, one in enumerate(kills)]
     for output in outputs:
         OUTPUTS[output.name](tags / "old", output)
-    arguments = [sys.executable, "-c", KILLED, str(tags), "yes" if exchanges else "no", *kills]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    done = run_program(KILLED, tags, "yes" if exchanges else "no", *kills)
     assert [signal.SIGKILL.value] * len(kills) == list(map(int, done.stdout.split()))
     return outputs
 

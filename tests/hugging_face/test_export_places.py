@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_config
+from tests.rigs.processes import Program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -117,18 +120,14 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEMBER, str(tag), str(tmp_path / "out"), str(config)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    counts = [int(member.communicate(timeout=600)[0].split()[-1]) for member in members]  # gloo prints too
-    assert [0, 0] == [member.returncode for member in members]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    member = partial(Program, MEMBER, tag, tmp_path / "out", config)
+    with ExitStack() as stack:
+        ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        members = [stack.enter_context(member(environment=environment)) for environment in ranks]
+        ended = [member.wait() for member in members]
+    assert [0, 0] == [one.returncode for one in ended]
+    counts = [int(one.stdout.split()[-1]) for one in ended]  # gloo prints too
     assert counts == [len(list((tmp_path / "out").glob("*.safetensors")))] * 2
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
 

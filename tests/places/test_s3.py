@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from tests.convert.tags import contents, optimizers, plainly, save_example, shar
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
 from tests.layout.equality import difference
+from tests.rigs.processes import Program, run_program
 from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -173,9 +176,10 @@ def test_processes_of_a_host_share_one_download(bucket: Bucket, tmp_path: Path) 
     with Checkpointer(bucket.url, storage_options=bucket.options) as checkpointer:
         checkpointer.save("one", STATE)
     before = bucket.sent()
-    command = [sys.executable, "-c", LOADING, bucket.url, str(tmp_path), json.dumps(bucket.options)]
-    processes = [subprocess.Popen(command) for _ in range(3)]
-    assert [0, 0, 0] == [process.wait() for process in processes]
+    with ExitStack() as stack:
+        program = partial(Program, LOADING, bucket.url, tmp_path, json.dumps(bucket.options))
+        programs = [stack.enter_context(program()) for _ in range(3)]
+        assert [0, 0, 0] == [program.wait().returncode for program in programs]
     assert 1 <= (bucket.sent() - before) / NBYTES < 1.1
 
 
@@ -192,8 +196,7 @@ def test_a_tag_travels_unchanged(bucket: Bucket, tmp_path: Path) -> None:
 def test_a_copy_that_is_killed_goes_on(bucket: Bucket, tmp_path: Path) -> None:
     """Nothing is visible meanwhile, and only what is missing is uploaded then."""
     source, target = save_example(tmp_path / "input", 2), f"{bucket.url}/step_3"
-    command = [sys.executable, "-c", KILLED, str(source), target, json.dumps(bucket.options)]
-    assert -signal.SIGKILL == subprocess.run(command, check=False).returncode
+    assert -signal.SIGKILL == run_program(KILLED, source, target, json.dumps(bucket.options)).returncode
     assert not has_checkpoint(bucket.url, storage_options=bucket.options)
     copied = copy_checkpoint(source, target, storage_options=bucket.options)
     assert (2, copied.files) == (copied.copied, copied.copied + copied.kept)  # scheduler.pt and user_content.pt

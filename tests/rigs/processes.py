@@ -1,11 +1,65 @@
-"""Where the tests' ranks come from: a server that has imported what they all need, and forks them in milliseconds."""
+"""Processes of the tests: a server that has imported what they all need forks them in milliseconds."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import TracebackType
 
 FORKED = multiprocessing.get_context("forkserver")
 # nxd_ckpt imports lazily: the last two name what a save and a load import.
 FORKED.set_forkserver_preload(
     ["boto3", "pytest", "torch.distributed", "nxd_ckpt.testing.storage", "tests.protocol.states"]
 )
+
+
+class Program:
+    """A running program, as ``python -c SOURCE ARGUMENTS...``, but for what an interpreter does when it ends: functions
+    of ``atexit`` are not called, as in any process of ``multiprocessing``.
+
+    Args:
+        source: the program's text.
+        arguments: its ``sys.argv[1:]``.
+        environment: variables to set beside those of this process.
+    """
+
+    def __init__(self, source: str, *arguments: object, environment: dict[str, str] | None = None) -> None:
+        self._written = tempfile.TemporaryDirectory(prefix="nxd_ckpt_program_")
+        directory, given = Path(self._written.name), [str(argument) for argument in arguments]
+        self._outputs = [directory / "stdout", directory / "stderr"]
+        self._process = FORKED.Process(target=_run, args=(source, given, environment or {}, self._outputs))
+        self._process.start()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.join()
+        self._written.cleanup()
+
+    def wait(self, timeout: float = 600.0) -> CompletedProcess[str]:
+        """Its exit code, and all that it wrote."""
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"the program still runs after {timeout} s"
+        return CompletedProcess([], self._process.exitcode, *[output.read_text() for output in self._outputs])
+
+
+def run_program(source: str, *arguments: object) -> CompletedProcess[str]:
+    """A :class:`Program` from its start to its end."""
+    with Program(source, *arguments) as program:
+        return program.wait()
+
+
+def _run(source: str, arguments: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
+    for stream, output in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream)
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, delaying, recording
+from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -90,8 +89,7 @@ def test_a_downloader_that_dies_holds_up_nobody(tmp_path: Path) -> None:
     """Its lock is freed with it; the next one begins anew, and never takes half a file."""
     store, work = tmp_path / "store", tmp_path / "work"
     LocalStorage(store).write("tag/model/a.pt", LARGE)
-    command = [sys.executable, "-c", KILLED, str(store), str(work)]
-    assert -signal.SIGKILL == subprocess.run(command, check=False).returncode
+    assert -signal.SIGKILL == run_program(KILLED, store, work).returncode
     assert [] == list(work.rglob("files/*"))
     with CachedStorage(LocalStorage(store), "tag", b"1", work) as cached:
         assert len(LARGE) == cached.fetch(["tag/model/a.pt"], ignore)
