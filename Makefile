@@ -46,7 +46,7 @@ test-xla: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
-	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 4 --dist loadfile $(PYTEST_ARGS)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 3 --dist loadfile $(PYTEST_ARGS)
 
 # Files and planning on other interpreters; no part of `make test`. Each gets an environment of its own, of 1 to 6 GB.
 test-pythons:

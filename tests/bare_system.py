@@ -28,6 +28,9 @@ CALLS = [
 MAPS = ["MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_ANON", "MAP_POPULATE", "MADV_HUGEPAGE", "MADV_DONTNEED"]
 
 
+LEFT_OUT = tuple(f"nxd_ckpt.{name}" for name in ("testing", "emulation", "integrations", "cli.__main__"))
+
+
 def take_away() -> None:
     multiprocessing.resource_tracker.ensure_running()
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
@@ -43,11 +46,11 @@ def take_away() -> None:
 
 
 def import_everything() -> None:
-    """But for what tests and trials use, on Linux."""
+    """But for what tests and trials use, on Linux, and what belongs to other packages."""
     import nxd_ckpt
 
     for module in pkgutil.walk_packages(nxd_ckpt.__path__, "nxd_ckpt."):
-        if not module.name.startswith(("nxd_ckpt.testing", "nxd_ckpt.emulation", "nxd_ckpt.cli.__main__")):
+        if not module.name.startswith(LEFT_OUT):
             import_module(module.name)
 
 

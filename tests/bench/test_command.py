@@ -72,6 +72,7 @@ def test_a_module_and_its_optimizer_on_two_processes(tmp_path: Path) -> None:
         assert found["", "OLMo-core"]["missing"].startswith("not installed: ")
 
 
+@pytest.mark.soak
 @pytest.mark.plain
 @pytest.mark.once
 def test_shards_of_fsdp2_on_two_processes(tmp_path: Path) -> None:

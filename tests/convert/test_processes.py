@@ -6,8 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.convert.tags import optimizers, plainly, remains, save_example, shard
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
 from tests.layout.equality import difference
-from tests.rigs.processes import Program, run_program
+from tests.rigs.processes import run_program, run_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -81,19 +79,6 @@ def environment_of_a_job() -> dict[str, str]:
     return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def torchrun(script: str, *arguments: Sequence[object]) -> list[tuple[int, str]]:
-    """Exit code and output of each of two processes, started as torchrun would, each with its arguments."""
-    common = environment_of_a_job()
-    with ExitStack() as stack:
-        members = [
-            stack.enter_context(
-                Program(script, *own, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            )
-            for rank, own in enumerate(arguments)
-        ]
-        return [(ended.returncode, ended.stdout) for ended in [member.wait() for member in members]]
-
-
 def test_several_workers_share_the_ranks(tmp_path: Path) -> None:
     """The result is that of one worker."""
     source = save_example(tmp_path, 2, use_xser=True)
@@ -120,9 +105,9 @@ def test_two_processes_of_torchrun_make_one_tag(tmp_path: Path) -> None:
     """Each writes a share; the first commits."""
     source = save_example(tmp_path / "input", 2)
 
-    ended = torchrun(MEMBER, *[[source, tmp_path / "output" / "dp3", 3]] * 2)
+    ended = run_ranks(MEMBER, *[[source, tmp_path / "output" / "dp3", 3]] * 2)
 
-    assert [0, 0] == [code for code, _ in ended]
+    assert [0, 0] == [one.returncode for one in ended]
     cut = [sharded(whole(), 3, rank) for rank in range(3)]
     assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "output" / "dp3")))
     assert [] == remains(tmp_path / "output")
@@ -142,10 +127,10 @@ def test_processes_that_mean_different_results_are_refused(tmp_path: Path) -> No
     """On both, before anything is written."""
     source = save_example(tmp_path / "input", 2)
 
-    ended = torchrun(MEMBER, *[[source, tmp_path / "output" / "dp3", dp] for dp in (3, 4)])
+    ended = run_ranks(MEMBER, *[[source, tmp_path / "output" / "dp3", dp] for dp in (3, 4)])
 
-    assert [1, 1] == [code for code, _ in ended]
-    assert all("RanksDisagree" in output for _, output in ended)
+    assert [1, 1] == [one.returncode for one in ended]
+    assert all("RanksDisagree" in one.stdout for one in ended)
     assert not (tmp_path / "output").exists()
 
 
@@ -155,9 +140,9 @@ def test_ranks_of_a_running_job_convert_alone_or_together(tmp_path: Path, everyo
     source = save_example(tmp_path / "input", 2)
     targets = [tmp_path / "output" / name for name in ("first", "second")]
 
-    ended = torchrun(JOB, *[[everyone, source, *targets]] * 2)
+    ended = run_ranks(JOB, *[[everyone, source, *targets]] * 2)
 
-    assert [0, 0] == [code for code, _ in ended]
+    assert [0, 0] == [one.returncode for one in ended]
     cut = [sharded(whole(), 3, rank) for rank in range(3)]
     assert all(difference(plainly(cut), plainly(optimizers(target))) is None for target in targets)
 

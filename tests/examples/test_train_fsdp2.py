@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples.train_fsdp2 import Block
+from tests.rigs.processes import run_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_fsdp2.py"
 
 
 def losses(directory: Path, ranks: int, *options: str) -> dict[int, float]:
-    """The losses by step that torchrun shows."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    script = [str(REPOSITORY / "examples" / "train_fsdp2.py"), "--directory", str(directory), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    run = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", run.stdout)}
+    """The losses by step that rank 0 shows."""
+    ended = run_ranks(EXAMPLE.read_text(), *[["--directory", directory, *options]] * ranks)
+    assert [0] * ranks == [rank.returncode for rank in ended], ended
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", ended[0].stdout)}
 
 
 def expected() -> dict[int, float]:

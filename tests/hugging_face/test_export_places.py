@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import uuid
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_config
-from tests.rigs.processes import Program
+from tests.rigs.processes import run_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -117,15 +114,7 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     """With all_ranks each writes some; the result is that of one."""
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    member = partial(Program, MEMBER, tag, tmp_path / "out", config)
-    with ExitStack() as stack:
-        ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        members = [stack.enter_context(member(environment=environment)) for environment in ranks]
-        ended = [member.wait() for member in members]
+    ended = run_ranks(MEMBER, *[[tag, tmp_path / "out", config]] * 2)
     assert [0, 0] == [one.returncode for one in ended]
     counts = [int(one.stdout.split()[-1]) for one in ended]  # gloo prints too
     assert counts == [len(list((tmp_path / "out").glob("*.safetensors")))] * 2
@@ -152,6 +141,7 @@ def _no_memory(*given: object) -> memoryview:
     raise MemoryError
 
 
+@pytest.mark.soak
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A model of 512 MiB needs a fraction of that, transposed experts included."""
     model = Model("mixtral", layers=1, heads=8, kv_heads=8, head_dim=64, intermediate=16384, vocab=1024, experts=4)

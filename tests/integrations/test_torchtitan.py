@@ -39,7 +39,7 @@ def manifest_of(directory: Path, tag: str) -> Manifest:
     return found
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.soak)])
 def test_a_run_continues_as_if_it_had_not_stopped(mode: str, tmp_path: Path, pool: RankPool) -> None:
     """Model, optimizer, learning rate, data and counters; the latest two checkpoints are kept, each a good tag."""
     for whole, again, state, latest in pool.run(titan.resumed, tmp_path, mode, timeout=300):

@@ -6,14 +6,26 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import TracebackType
 
+from nxd_ckpt.emulation.launcher import free_ports
+
 FORKED = multiprocessing.get_context("forkserver")
-# nxd_ckpt imports lazily: the last two name what a save and a load import.
+# nxd_ckpt imports lazily: the last two name what a save and a load import. Optimizers that step import torch._dynamo.
 FORKED.set_forkserver_preload(
-    ["boto3", "pytest", "torch.distributed", "nxd_ckpt.testing.storage", "tests.protocol.states"]
+    [
+        "boto3",
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "nxd_ckpt.testing.storage",
+        "tests.protocol.states",
+    ]
 )
 
 
@@ -55,6 +67,19 @@ def run_program(source: str, *arguments: object) -> CompletedProcess[str]:
     """A :class:`Program` from its start to its end."""
     with Program(source, *arguments) as program:
         return program.wait()
+
+
+def run_ranks(source: str, *arguments: Sequence[object]) -> list[CompletedProcess[str]]:
+    """A program on as many ranks as there are lists of arguments, each of which finds what torchrun would tell it."""
+    common = {"WORLD_SIZE": str(len(arguments)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0])}
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(
+                Program(source, *own, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            )
+            for rank, own in enumerate(arguments)
+        ]
+        return [program.wait() for program in programs]
 
 
 def _run(source: str, arguments: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
