@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from nxd_ckpt.core import document
@@ -58,7 +58,7 @@ class Verdict:
 
 
 def dump(word: Vote | Verdict) -> bytes:
-    return json.dumps(asdict(word)).encode()
+    return json.dumps(word, default=vars).encode()
 
 
 def load_vote(data: bytes, where: str) -> Vote:

@@ -159,12 +159,14 @@ class Disk:
         """Let the changes of its names last, with what they build on."""
         if not folder.pending:
             return
-        lasting, left, touched = list[Change](), list[Change](), set[tuple[Folder, str]]()
+        lasting, left = list[Change](), list[Change]()
+        elsewhere = set[tuple[Folder, str]]()  # names in other folders: a rename lasts in both, or in none
         for change in reversed(self.pending):
-            edits = change.edits
-            if edits[0].folder is folder or edits[-1].folder is folder or not touched.isdisjoint(change.touches):
+            first, last = change.edits[0].folder, change.edits[-1].folder
+            if first is folder or last is folder or (elsewhere and not elsewhere.isdisjoint(change.touches)):
                 lasting.append(change)
-                touched |= change.touches
+                if first is not folder or last is not folder:
+                    elsewhere |= change.touches
             else:
                 left.append(change)
         for change in reversed(lasting):

@@ -27,6 +27,7 @@ class DiskStorage:
 
     renames = True
     concurrency = 2
+    _path = staticmethod(_checked)
 
     def __init__(self, disk: Disk, turn: Turn = lambda call, path: None, *, swaps: bool = True) -> None:
         self.disk, self._turn, self._swaps = disk, turn, swaps
@@ -63,7 +64,7 @@ class DiskStorage:
             return []
         if isinstance(node, File):
             raise MalformedFile(f"{self._where(key)} is a file, expected a directory")
-        return sorted(DirEntry(name, isinstance(found, Folder)) for name, found in list(node.names.items()))
+        return [DirEntry(name, isinstance(found, Folder)) for name, found in sorted(node.names.items())]
 
     def write(self, key: str, data: bytes) -> None:
         aside = self._write_aside(key, data)
@@ -158,9 +159,6 @@ class DiskStorage:
         self._turn(call, path)
         with self._lock:
             act()
-
-    def _path(self, key: str) -> str:
-        return _checked(key)
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"

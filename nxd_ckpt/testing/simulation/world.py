@@ -122,9 +122,10 @@ class World:
         task = self.current
         if task is None:  # whoever looks at the world from outside takes no time
             return
-        self._must_live(task)
-        ends = self.now + seconds
-        if (self._due and self._due[0][0] <= ends) or task.process.stalled_until > ends or ends > self.lasts:
+        process, due, ends = task.process, self._due, self.now + seconds
+        if not process.alive:
+            raise Killed
+        if (due and due[0][0] <= ends) or process.stalled_until > ends or ends > self.lasts:
             self._push(task, ends)
             self._leave(task)
         else:  # it is the next itself
