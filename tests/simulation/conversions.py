@@ -23,7 +23,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.testing.simulation import DiskStorage
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Outcome, Save, run_to_end
-from tests.simulation.stage import Stage
+from tests.simulation.stage import DiskStage
 
 OUTPUT = "out"
 _INPUTS = (Save("a", 1), Save("b", 2), Save("c", 3))
@@ -66,7 +66,7 @@ class Conversion:
     def run(self, recording: Recording) -> None:
         self._make(recording, _INPUTS[1], "one")
 
-    def look_at(self, stage: Stage) -> None:
+    def look_at(self, stage: DiskStage) -> None:
         """A process opens the output, and then it is made once more."""
         stage.look()
         opener = stage.world.start_process("rebooted")
@@ -77,7 +77,7 @@ class Conversion:
         stage.hold()
         stage.next_saves_work()
 
-    def _make(self, stage: Stage, source: Save, machine: str) -> None:
+    def _make(self, stage: DiskStage, source: Save, machine: str) -> None:
         """Convert; what comes of it counts as that of a save under the output's name."""
         process = stage.world.start_process(machine)
         job = Job(stage.world, "conversion", [process], has_group=False)
@@ -114,7 +114,7 @@ def _url(name: str) -> str:
 
 
 @contextmanager
-def _tools_on(stage: Stage) -> Iterator[None]:
+def _tools_on(stage: DiskStage) -> Iterator[None]:
     """Within, one conversion reads and writes the stage's disk, as the process whose task is running."""
 
     def open_storage(*_: Any) -> DiskStorage:

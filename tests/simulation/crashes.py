@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from nxd_ckpt.runtime.paths import PROBES, RUNS, VOTES
 from nxd_ckpt.testing.simulation import EPOCH, Disk, Killed, Process, Remains, Seen, World, crash_states, inhabited
 from tests.simulation.job import Job, among
-from tests.simulation.stage import Stage
+from tests.simulation.stage import DiskStage
 
 LATER = 1000.0
 """When the power comes back, in simulated seconds after the work began."""
@@ -41,7 +41,7 @@ class Work(Protocol):
     def run(self, recording: Recording) -> None:
         """The work itself."""
 
-    def look_at(self, stage: Stage) -> None:
+    def look_at(self, stage: DiskStage) -> None:
         """Raises AssertionError where a promise is broken. The stage has the jobs that were told something."""
 
 
@@ -57,7 +57,7 @@ class Moment(NamedTuple):
         return repr([(job.begun, [(told.rank, told.save, told.word) for told in job.outcomes]) for job in self.jobs])
 
 
-class Recording(Stage):
+class Recording(DiskStage):
     """Each ``every``-th moment of some work."""
 
     def __init__(self, work: Work, seed: int, every: int = 1) -> None:
@@ -129,7 +129,7 @@ def enumerated(work: Work, interleavings: int = 1, every: int = 1, most: int | N
 def _look_at(work: Work, remains: Remains, jobs: Sequence[Job]) -> None:
     world = World("the power is back", lasts=LATER + 400.0)
     world.now = LATER
-    stage = Stage(world, remains.disk(lambda: EPOCH + world.now), swaps=work.swaps)
+    stage = DiskStage(world, remains.disk(lambda: EPOCH + world.now), swaps=work.swaps)
     stage.jobs.extend(replace(job, world=world) for job in jobs)
     with inhabited(world), among(stage.jobs, world):
         work.look_at(stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from nxd_ckpt.testing.simulation import Process, Task, World
 WORLD_SIZE = 2
 TIMEOUT = 8.0
 """Seconds without progress after which a rank counts as lost."""
+
+CHANGES, IDLE = 50, 5.0
+"""A reader looks again after about so many changes of the others, or so many seconds in which there were fewer."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Job:
     """Whether it runs while another does, in the same directory."""
     outcomes: list[Outcome] = field(default_factory=list)
     begun: list[tuple[int, Save]] = field(default_factory=list)
+    began: dict[Save, float] = field(default_factory=dict)
+    """When the first rank began each save."""
     store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
 
     def agreement(self, rank: int, timeout: float, call: str) -> Agreement | None:
@@ -87,6 +93,11 @@ class _Venue(Venue):
 
 def state(value: int, rank: int) -> dict[str, torch.Tensor]:
     """The model of a rank in save number ``value``; no two ranks or saves have an equal one."""
+    return {name: tensor.clone() for name, tensor in _state(value, rank).items()}
+
+
+@cache
+def _state(value: int, rank: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((3,), float(10 * value + rank)), "bias": torch.full((2,), float(-10 * value - rank))}
 
 
@@ -124,6 +135,7 @@ def saving(job: Job, rank: int, storage: Storage, saves: list[Save], late: float
         for save in saves:
             began = world.now
             job.begun.append((rank, save))
+            job.began.setdefault(save, began)
             try:
                 pending = saver.save(
                     save.tag,
@@ -168,6 +180,9 @@ class Reader:
     process: Process
     is_over: bool = False
     found: list[tuple[float, float, int | None]] = field(default_factory=list)
+    changes_left: int = 0
+    """After so many it looks again."""
+    resting: Task | None = None
 
     def run(self) -> None:
         while not self.is_over:
@@ -177,7 +192,19 @@ class Reader:
             except (CheckpointNotFound, TagReplaced):
                 value = None
             self.found.append((began, self.world.now, value))
-            self.world.pause(self.world.duration(0.3))
+            self._rest()
+
+    def notice(self) -> None:
+        """Another process is about to change something."""
+        self.changes_left -= 1
+        if self.changes_left == 0 and self.resting is not None:
+            self.world.wake(self.resting)
+
+    def _rest(self) -> None:
+        self.changes_left = 1 + int(self.world.random.expovariate(1 / CHANGES))
+        self.resting = self.world.current
+        self.world.park(IDLE)
+        self.resting = None
 
 
 @contextmanager

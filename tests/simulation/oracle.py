@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
+from collections.abc import Iterator
 from io import BytesIO
 
 import torch
 
 from nxd_ckpt.storage.base import Storage
+
+HIDDEN = ".nxd_ckpt"
 
 
 def visible(storage: Storage) -> dict[str, int]:
@@ -21,6 +24,27 @@ def visible(storage: Storage) -> dict[str, int]:
     folders = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
     tags = {folder: _value(storage, folder) for folder in folders if storage.is_file(f"{folder}/done")}
     return tags | {folder: _unsharded(storage, folder) for folder in folders if storage.is_file(f"{folder}/model.pt")}
+
+
+def strays(storage: Storage) -> list[str]:
+    """The files that no visible tag names, but for those that jobs leave for others to find."""
+    named = {f"{tag}/{name}" for tag in visible(storage) for name in _names(storage, tag)}
+    below = [entry.name for entry in storage.list() if entry.is_dir and entry.name != HIDDEN]
+    folders = [*below, f"{HIDDEN}/staging", f"{HIDDEN}/trash"]
+    return [key for folder in folders for key in _files(storage, folder) if key not in named]
+
+
+def _files(storage: Storage, folder: str) -> Iterator[str]:
+    for entry in storage.list(folder):
+        key = f"{folder}/{entry.name}"
+        yield from _files(storage, key) if entry.is_dir else [key]
+
+
+def _names(storage: Storage, tag: str) -> set[str]:
+    """The files of a tag."""
+    indexes = [f"index/{entry.name}" for entry in storage.list(f"{tag}/index")]
+    data = [name for index in indexes for name in json.loads(storage.read(f"{tag}/{index}"))["files"]]
+    return {"checkpoint", "done", "manifest.json", *indexes, *data}
 
 
 def _value(storage: Storage, tag: str) -> int:

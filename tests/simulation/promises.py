@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.simulation import World
@@ -12,11 +13,16 @@ from tests.simulation.job import TIMEOUT, Job, Outcome, Reader, Save
 
 
 class Promises:
-    """Each method raises AssertionError. ``stalled`` are the seconds for which a rank was made to stand still."""
+    """Each method raises AssertionError. ``stalled`` are the seconds for which a rank was made to stand still.
+
+    ``in_place`` says that nothing can be renamed: there a tag that is saved over is removed first, if the caller allows
+    it, and a rank waits for rank 0 twice, before it writes and after.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.stalled = 0.0
+        self.in_place = False
 
     def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
         tags = oracle.visible(storage)  # complete or invisible
@@ -26,7 +32,7 @@ class Promises:
         self.every_rank_tells_the_same(tags, outcomes)
         self.no_wait_is_longer(outcomes)
         if reader is not None:
-            self.readers_see_whole_tags(reader, saves, outcomes)
+            self.readers_see_whole_tags(reader, saves, outcomes, self._first_removal(jobs))
 
     def nothing_good_is_lost(self, tags: dict[str, int], jobs: Sequence[Job]) -> None:
         """What any rank was told is saved is there: as it was saved, or as a later save under the same tag, unless
@@ -44,6 +50,8 @@ class Promises:
                 continue
             kept = min((other.num_kept for other in later if other.num_kept is not None), default=None)
             assert found is None, f"save {save.value} of {save.tag!r} became save {found}"
+            if self.in_place and any(other.tag == save.tag and other.overwrite for other in later):
+                continue
             assert kept is not None, f"save {save.value} of {save.tag!r} is lost: {tags}"
             newer = {other.value for other in later} & set(tags.values())
             assert len(newer) >= kept, f"retention removed save {save.value} of {save.tag!r} for {newer}"
@@ -67,20 +75,33 @@ class Promises:
                 assert value not in tags.values(), f"save {value} failed, and is visible: {tags}"
 
     def no_wait_is_longer(self, outcomes: Sequence[Outcome]) -> None:
-        """Than the timeout, and what a rank's own work takes."""
+        """Than the timeout, for a save and those before it that it waits for, and what a rank's own work takes."""
         for outcome in outcomes:
             seconds = outcome.ended - outcome.began
-            allowed = 3 * TIMEOUT + self.stalled + 5.0
+            allowed = (6 if self.in_place else 3) * TIMEOUT + self.stalled + 5.0
             assert seconds <= allowed, f"rank {outcome.rank} waited {seconds:.1f} s for {outcome.save}"
 
-    def readers_see_whole_tags(self, reader: Reader, saves: Sequence[Save], outcomes: Sequence[Outcome]) -> None:
-        """Whoever loads finds a save, and one that was there, from the moment that the first is there."""
+    def readers_see_whole_tags(
+        self, reader: Reader, saves: Sequence[Save], outcomes: Sequence[Outcome], until: float
+    ) -> None:
+        """Whoever loads finds a save, and one that was there, from the moment that the first is there, and ``until``
+        tags are removed to be saved anew."""
         numbers = {save.value for save in saves}
         first = min((outcome.ended for outcome in outcomes if outcome.word == "saved"), default=None)
         for began, ended, value in reader.found:
             assert value is None or value in numbers
-            if first is not None and began > first:
+            if first is not None and began > first and ended < until:
                 assert value is not None, f"a reader found nothing between {began:.3f} and {ended:.3f}"
+
+    def _first_removal(self, jobs: Sequence[Job]) -> float:
+        """When the first save began that removes its tag before it writes it anew."""
+        began = {save: time for job in jobs for save, time in job.began.items()}
+        tags = set[str]()
+        for save in sorted(began, key=lambda save: began[save]) if self.in_place else ():
+            if save.tag in tags and save.overwrite:
+                return began[save]
+            tags.add(save.tag)
+        return inf
 
     def next_saves_work(self, job: Job, storage: Storage) -> None:
         """Those of a job that nothing happens to, whatever happened before."""

@@ -1,10 +1,13 @@
-"""A disk, and the jobs that one after the other are launched on it, in a simulated world."""
+"""A place, and the jobs that one after the other are launched on it, in a simulated world."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 
 from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.simulation import Disk, DiskStorage, Process, Task, World
 from tests.simulation.job import Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
@@ -13,18 +16,29 @@ SECONDS = {"look": 2e-4, "fsync": 3e-3}
 """How long a system call takes on average; others take :data:`SECOND`."""
 SECOND = 5e-4
 
+Before = Callable[[Process, str, str], None]
+"""Called with a process, its call, and the path, before what changes something; what it raises is what the call raises.
+"""
 
-class Stage:
-    """``swaps``: whether the file system can exchange two names; ``has_group``: whether the ranks of a job are joined
-    by a process group, or by their ``run_id`` alone."""
 
-    def __init__(self, world: World, disk: Disk, *, swaps: bool = True, has_group: bool = False) -> None:
-        self.world, self.disk = world, disk
-        self.swaps, self.has_group = swaps, has_group
+class Stage(ABC):
+    """``has_group``: whether the ranks of a job are joined by a process group, or by their ``run_id`` alone."""
+
+    def __init__(self, world: World, *, has_group: bool = False) -> None:
+        self.world, self.has_group = world, has_group
         self.jobs: list[Job] = []
+        self.readers: list[Reader] = []
         self.promises = Promises(world)
         self.trace: list[tuple[float, int, str, str]] = []
-        """The time, process, name and path of every system call."""
+        """The time, process, name and path of every system call, or request."""
+
+    @abstractmethod
+    def storage(self, process: Process) -> Storage:
+        """The place as a process sees it."""
+
+    @abstractmethod
+    def outside(self) -> Storage:
+        """The place as it is."""
 
     def launch(self, run_id: str, machines: tuple[str, ...], saves: list[Save], late: float = 0.0) -> list[Task]:
         """Start a job's ranks, one on each machine; they come ``late`` by so many seconds."""
@@ -38,22 +52,13 @@ class Stage:
     def reader(self) -> Reader:
         """One that reads from elsewhere."""
         process = self.world.start_process("elsewhere")
-        return Reader(self.world, self.storage(process), process)
+        self.readers.append(Reader(self.world, self.storage(process), process))
+        return self.readers[-1]
 
-    def storage(self, process: Process) -> DiskStorage:
-        """The disk as a process sees it."""
-
-        def turn(call: str, path: str) -> None:
-            world = self.world
-            world.pause(world.duration(SECONDS.get(call, SECOND)))
-            self.trace.append((world.now, process.pid, call, path))
-            if call != "look":
-                self.before(process, call, path)
-
-        return DiskStorage(self.disk, turn, swaps=self.swaps)
-
-    def before(self, process: Process, call: str, path: str) -> None:
-        """Called before a system call that changes something; what it raises is what the call raises."""
+    def notice(self) -> None:
+        """Something is about to change, which readers may want to see."""
+        for reader in self.readers:
+            reader.notice()
 
     def look(self) -> None:
         """Whoever lists a directory finishes a swap of a dead job."""
@@ -62,12 +67,43 @@ class Stage:
 
     def hold(self, reader: Reader | None = None) -> None:
         """Raises AssertionError where a promise is broken."""
-        self.promises.hold(self.jobs, DiskStorage(self.disk), reader)
+        self.promises.hold(self.jobs, self.outside(), reader)
 
     def finish(self, run_id: str, machines: tuple[str, ...]) -> None:
         """Launch a job to which nothing happens, and let it save over a tag that is there."""
-        run_to_end(self.world, self.launch(run_id, machines, [Save("a", 9)]))
+        run_to_end(self.world, self.launch(run_id, machines, [Save("a", 9, overwrite=True)]))
 
     def next_saves_work(self) -> None:
         """Raises AssertionError unless those of the last job did."""
-        self.promises.next_saves_work(self.jobs[-1], DiskStorage(self.disk))
+        self.promises.next_saves_work(self.jobs[-1], self.outside())
+
+
+class DiskStage(Stage):
+    """A disk. ``swaps``: whether the file system can exchange two names."""
+
+    def __init__(self, world: World, disk: Disk, *, swaps: bool = True, has_group: bool = False) -> None:
+        super().__init__(world, has_group=has_group)
+        self.disk, self.swaps = disk, swaps
+
+    def storage(self, process: Process) -> DiskStorage:
+        return disk_storage(self, self.disk, process, self.before, swaps=self.swaps)
+
+    def outside(self) -> DiskStorage:
+        return DiskStorage(self.disk)
+
+    def before(self, process: Process, call: str, path: str) -> None:
+        """See :data:`Before`."""
+
+
+def disk_storage(stage: Stage, disk: Disk, process: Process, before: Before, *, swaps: bool) -> DiskStorage:
+    """The disk as a process sees it."""
+    world, trace, pid = stage.world, stage.trace, process.pid
+
+    def turn(call: str, path: str) -> None:
+        world.pause(world.duration(SECONDS.get(call, SECOND)))
+        trace.append((world.now, pid, call, path))
+        if call != "look":
+            stage.notice()
+            before(process, call, path)
+
+    return DiskStorage(disk, turn, swaps=swaps)

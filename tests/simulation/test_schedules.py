@@ -6,25 +6,29 @@ import os
 
 import pytest
 
-from tests.simulation.__main__ import counted, run_all
+from tests.simulation.__main__ import PLACES, counted, run_all
+from tests.simulation.disk_schedule import EFFECTS, DiskSchedule
 from tests.simulation.job import Save
-from tests.simulation.schedule import EFFECTS, Schedule, run
+from tests.simulation.schedule import Schedule, run
+from tests.simulation.store_schedule import EFFECTS as REQUESTS
+from tests.simulation.store_schedule import StoreSchedule
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-SLICE = 200
+SLICE = {"disk": 200, "store": 50}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
-def test_the_promises_hold_under_any_schedule() -> None:
-    """A failure names its seed; ``python -m tests.simulation --count 1 --first SEED`` runs it again."""
-    assert [] == counted(range(SLICE)).failures
+@pytest.mark.parametrize("place", PLACES)
+def test_the_promises_hold_under_any_schedule(place: str) -> None:
+    """A failure names its seed; ``python -m tests.simulation --place PLACE --count 1 --first SEED`` runs it again."""
+    assert [] == counted(place, range(SLICE[place])).failures
 
 
-@pytest.mark.parametrize("fault", ["power", "kill"])
-def test_a_seed_is_replayed_exactly(fault: str) -> None:
-    """Every system call of every process comes at the same simulated time again."""
-    schedule = next(found for found in map(Schedule.of, range(1000)) if found.fault == fault)
+@pytest.mark.parametrize(("place", "fault"), [("disk", "power"), ("disk", "kill"), ("store", "kill all")])
+def test_a_seed_is_replayed_exactly(place: str, fault: str) -> None:
+    """Every system call, or request, of every process comes at the same simulated time again."""
+    schedule = next(found for found in map(PLACES[place], range(1000)) if found.fault == fault)
     traces = [run(schedule).trace for _ in range(2)]
     assert len(traces[0]) > 100
     assert traces[0] == traces[1]
@@ -40,21 +44,36 @@ def test_the_promises_hold_whatever_instant_a_tag_that_is_replaced_is_interrupte
 ) -> None:
     """Before each system call of the rank, with and without an exchange of names."""
     for at in range(EFFECTS):
-        run(Schedule(at, (Save("a", 1), Save("a", 2)), fault, rank, at, swaps))
+        run(DiskSchedule(at, (Save("a", 1), Save("a", 2)), fault, rank, at, swaps=swaps))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_the_promises_hold_under_a_million_schedules() -> None:
+@pytest.mark.parametrize("fault", ["kill", "kill all", "lost", "outage"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_promises_hold_whatever_request_is_interrupted(fault: str, rank: int) -> None:
+    """Of those with which a tag is saved, saved over and removed, with uploads in parts."""
+    saves = (Save("a", 1), Save("a", 2, overwrite=True), Save("b", 3, num_kept=1))
+    for at in range(2 * REQUESTS[rank]):
+        for times in (1, 3):
+            run(StoreSchedule(at, saves, fault, rank, at, times=times, part=400, page=2))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_promises_hold_under_a_million_schedules(place: str) -> None:
     """``SCHEDULES=n`` in the environment runs another number of them."""
-    total = run_all(SLICE, int(os.environ.get("SCHEDULES", "1000000")), os.cpu_count() or 1)
+    total = run_all(place, SLICE[place], int(os.environ.get("SCHEDULES", "1000000")), os.cpu_count() or 1)
     assert [] == total.failures
 
 
 FOUND = [
     # Rank 0 could not open its session, and its second save was taken for the first one of rank 1: a mixed tag.
-    Schedule(1176, (Save("a", 1, is_async=True), Save("a", 2, is_async=True)), "error", rank=0, at=1),
-    Schedule(1206, (Save("a", 1), Save("a", 2, is_async=True)), "error", rank=0, at=7),
+    DiskSchedule(1176, (Save("a", 1, is_async=True), Save("a", 2, is_async=True)), "error", rank=0, at=1),
+    DiskSchedule(1206, (Save("a", 1), Save("a", 2, is_async=True)), "error", rank=0, at=7),
+    # The other ranks waited no longer for rank 0 than it did for a dead job on another host, and gave up first.
+    StoreSchedule(4, (Save("a", 1), Save("b", 2)), "kill all", rank=0, at=21, has_group=True),
 ]
 
 

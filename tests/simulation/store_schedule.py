@@ -1,0 +1,153 @@
+"""Schedules on a simulated object store, through the product's own S3 storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import pytest
+
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.testing.simulation import EPOCH, Killed, Process
+from nxd_ckpt.testing.simulation.store import ObjectStore, Refused, Reply
+from nxd_ckpt.testing.simulation.store_client import ConnectionLost, store_storage
+from tests.simulation import oracle
+from tests.simulation.schedule import Run, Schedule, drawn
+
+EFFECTS = (60, 20)
+"""About as many requests of each rank change something in two saves."""
+
+KILLS = ("kill", "kill", "kill all", "kill all")
+LOSSES = ("lost", "lost", "late", "outage", "refused")
+FAULTS = ("nothing", *KILLS, *LOSSES, "stall", "clock")
+
+SECOND = 0.01
+"""How long a request takes on average to reach the store, and its reply to come back."""
+
+RETRIES = 2
+"""How often a client repeats a request."""
+
+LATE = 2.0
+"""Seconds after which a late request has happened."""
+
+LOOKS = {"get_object", "head_object", "list_objects_v2", "list_multipart_uploads"}
+"""The requests that change nothing."""
+
+
+@dataclass(frozen=True)
+class StoreSchedule(Schedule):
+    """Its faults are also "kill all" (of the ranks), "lost" (``times`` requests happen, and their replies do not come),
+    "late" (they happen after the client has given them up), "outage" (``times`` requests, those that read included, do
+    not happen), "refused" (the credentials are not taken, once)."""
+
+    times: int = 1
+    part: int = 2**20
+    """Bytes of a part of an upload."""
+    page: int = 1000
+    """Names that a listing gives at once."""
+
+    @staticmethod
+    def of(seed: int) -> StoreSchedule:
+        random = Random(f"store {seed}")
+        fields = drawn(random, FAULTS, max(EFFECTS))
+        fields["at"] %= EFFECTS[fields["rank"]]
+        overwrite = True if "rival" in fields else random.choice((True, True, True, None))
+        for name in fields.keys() & {"saves", "rival"}:
+            fields[name] = tuple(replace(save, overwrite=overwrite) for save in fields[name])
+        times = random.choice((1, RETRIES + 1, RETRIES + 1, 4 * RETRIES))
+        part, page = random.choice((2**20, 400)), random.choice((1000, 2))
+        return StoreSchedule(seed, **fields, times=times, part=part, page=page)
+
+    def start(self) -> StoreRun:
+        return StoreRun(self)
+
+
+class StoreRun(Run):
+    """A schedule under way."""
+
+    schedule: StoreSchedule
+
+    def __init__(self, schedule: StoreSchedule) -> None:
+        super().__init__(schedule)
+        self.promises.in_place = True
+        self.store = ObjectStore(lambda: EPOCH + self.world.now, schedule.page, self._deleting)
+        self.network = self.world.start_process("network")
+        self._effects = self._failed = 0
+
+    def go(self) -> None:
+        with parts_of(self.schedule.part):
+            super().go()
+
+    def afterwards(self) -> None:
+        """Nothing is left that no tag names."""
+        if self.schedule.fault not in ("stall", "late"):  # docs/decisions/014 says what these leave
+            uploads = [upload.key for upload in self.store.uploads.values()]
+            assert [] == oracle.strays(self.outside()) + uploads
+
+    def storage(self, process: Process) -> Storage:
+        return store_storage(self.store, partial(self._carry, process), RETRIES)
+
+    def outside(self) -> Storage:
+        return store_storage(self.store)
+
+    def _carry(self, process: Process, name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        """A request of a process reaches the store, and its reply the process; or not."""
+        world, changes = self.world, name not in LOOKS
+        world.pause(world.duration(SECOND))
+        self.trace.append((world.now, process.pid, name, key))
+        if changes:
+            self.notice()
+        fate = self._fate(process, changes)
+        if fate == "late":
+            world.spawn(self.network, partial(self._happen_late, happen), "late request")
+        if fate in ("outage", "late"):
+            raise ConnectionLost
+        if fate == "refused":
+            raise Refused(403, "AccessDenied")
+        if "kill" in fate and world.random.random() < 0.5:
+            with suppress(Refused):
+                happen()  # but nobody waits for the reply any more
+        if fate == "kill all":
+            self.end(self.jobs[0])
+            raise Killed
+        self.disturb(process, fate)
+        reply = happen()
+        world.pause(world.duration(SECOND))
+        if fate == "lost":
+            raise ConnectionLost
+        return reply
+
+    def _fate(self, process: Process, changes: bool) -> str:
+        """What becomes of a request; mostly "happens"."""
+        schedule = self.schedule
+        if not self.is_victim(process):
+            return "happens"
+        self._effects += changes
+        since = self._effects - schedule.at
+        if schedule.fault == "outage":
+            self._failed += since >= 0
+            return "outage" if 0 < self._failed <= schedule.times else "happens"
+        lasts = schedule.times if schedule.fault in ("lost", "late") else 1
+        return schedule.fault if changes and 0 <= since < lasts else "happens"
+
+    def _happen_late(self, happen: Callable[[], Reply]) -> None:
+        self.world.pause(self.world.random.uniform(0.0, LATE))
+        with suppress(Refused):
+            happen()
+
+    def _deleting(self, keys: Sequence[str]) -> Iterator[str]:
+        for key in self.world.random.sample(keys, len(keys)):
+            yield key
+            self.world.pause(self.world.duration(SECOND / 10))
+
+
+@contextmanager
+def parts_of(nbytes: int) -> Iterator[None]:
+    """Within, uploads have parts of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_ckpt.storage.s3.upload.PART", nbytes)
+        patch.setattr("nxd_ckpt.storage.s3.upload._lanes", {})
+        yield
