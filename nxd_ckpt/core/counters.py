@@ -22,6 +22,7 @@ _POSITION = {
 _NO_POSITION = {
     *("epoch", "epochs", "size", "max", "min", "total", "per", "every", "interval", "warmup", "save", "log", "eval"),
     *("limit", "length", "seed", "seq", "workers", "accumulation", "frequency", "freq"),
+    *("start", "end", "stop", "sizes"),
 }
 _SAME_RATE = 1e-6
 """Relative; rates are computed in different orders."""
@@ -184,6 +185,8 @@ def _positions(
     for name in before:
         was, now = whole_number(before[name]), whole_number(after.get(name))
         if not is_position(name) or was is None or now is None or was <= 0 or was % steps[0]:
+            continue
+        if now == was and name.startswith(("scheduler/", "optim/")):  # a setting; their counts are checked elsewhere
             continue
         rate = was // steps[0]
         off = now - rate * steps[1]

@@ -52,9 +52,14 @@ def least_update(options: Mapping[str, Any], first: float, second: float | None)
     rate, small = _number(options.get("lr")), _number(options.get("eps", 0.0))
     if rate is None or small is None:
         return None
-    if second is None:
+    if second is None or _may_not_divide(options):
         return rate * first
     return rate * first / (sqrt(second) + small) if second or small else None
+
+
+def _may_not_divide(options: Mapping[str, Any]) -> bool:
+    """Of RAdam, by the options that it has and lacks: at its first steps it does not divide by the second moment."""
+    return "decoupled_weight_decay" in options and not {"amsgrad", "momentum_decay"} & options.keys()
 
 
 def _betas(options: Mapping[str, Any]) -> tuple[float | None, float | None]:

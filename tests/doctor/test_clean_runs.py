@@ -37,6 +37,15 @@ def test_a_run_that_goes_on_is_well(tmp_path: Path, optimizer: str) -> None:
     assert [] == findings(tmp_path, "6", "7")
 
 
+def test_steps_that_are_settings_do_not_move(tmp_path: Path) -> None:
+    """OneCycleLR holds the last step of each phase, 999, which is a multiple of the step of the earlier tag."""
+    run = Run("sgd", "cycle")
+    run.train(3).save(tmp_path, "3")
+    for steps in (1, 2):
+        run.train(steps).save(tmp_path, str(run.step))
+        assert [] == findings(tmp_path, "3", str(run.step))
+
+
 def test_a_job_with_shards_is_well(tmp_path: Path) -> None:
     """Weights in bf16 that are rounded master weights, cut over tp and dp."""
     run = Run().train(10)
