@@ -90,18 +90,20 @@ def tag_before(opened: OpenTag) -> str | None:
     return None
 
 
-def directory_document(path: str, options: Options = None) -> dict[str, Any]:
+def directory_document(path: str, options: Options = None, *, only_look: bool = False) -> dict[str, Any]:
     """Every tag in a directory, in the order in which they became visible.
+
+    With ``only_look`` a replacement that a dead job left half done is not finished or undone.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
-    return of_latest(True, lambda: _listing(storage, path, options))
+    return of_latest(True, lambda: _listing(storage, path, options, only_look))
 
 
-def _listing(storage: Storage, path: str, options: Options) -> dict[str, Any]:
-    tags = in_order(settled_tags(storage))
+def _listing(storage: Storage, path: str, options: Options, only_look: bool) -> dict[str, Any]:
+    tags = in_order(settled_tags(storage, only_look=only_look))
     if not tags:
         directory, tag = locate(path, None, options)
         if tag is not None:

@@ -18,8 +18,11 @@ SUMMARY = "the saves of a running job, as they happen"
 DESCRIPTION = (
     "Show which saves are in flight in a directory, how many ranks have written their part, and how much is written; "
     "then, until it is interrupted, a line for every change: saves that begin, go on, become visible or fail, and tags "
-    "that are removed. It changes nothing, and the job does not notice it."
+    "that are replaced or removed. A directory that does not exist yet is waited for, but not with --once. It changes "
+    "nothing, and the job does not notice it."
 )
+_LONGEST = 86400.0
+"""Seconds between two looks, at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.interval >= 0:
-        raise argparse.ArgumentTypeError(f"--interval must be 0 or more seconds, found {args.interval}")
+    if not 0 <= args.interval <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}"
+        )
     before: dict[str, Any] | None = None
     while True:
-        now = _look(args.directory, args.storage_options)
+        now = _look(args.directory, args.storage_options, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
@@ -49,22 +54,28 @@ def run(args: argparse.Namespace) -> int:
         sleep(args.interval)
 
 
-def _look(directory: str, options: Any) -> dict[str, Any]:
+def _look(directory: str, options: Any, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from nxd_ckpt.cli.tags import directory_document
     from nxd_ckpt.runtime.save.in_flight import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
 
-    saves = [asdict(one) for one in saves_in_flight(open_storage(directory, storage_options=options))]
-    listed = directory_document(directory, options)
+    storage = open_storage(directory, storage_options=options)
+    if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
+        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
+    saves = [asdict(one) for one in saves_in_flight(storage)]
+    listed = directory_document(directory, options, only_look=True)
     complete = (tag for tag in listed["tags"] if tag["complete"])
-    tags = {tag["tag"]: {"nbytes": tag["nbytes"], "topology": tag["topology"]} for tag in complete}
-    return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves}
+    tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
+    return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
 
 
 def _first_lines(now: dict[str, Any]) -> Iterator[str]:
     tags = now["tags"]
+    if not now["exists"]:
+        yield f"{now['directory']}: there is no such directory yet; waiting for the first save"
+        return
     latest = f", the latest is {now['latest']}" if tags else ""
     yield f"{now['directory']}: {text.count(len(tags), 'complete tag')}{latest}"
     for save in now["saves"]:
@@ -80,7 +91,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     yield from (f"{clock}  {_told(save)}" for save in now["saves"] if were.get(save["attempt"]) != save)
     ended = {save["tag"] for save in before["saves"]} - {None, *(save["tag"] for save in now["saves"])}
     for tag, about in now["tags"].items():
-        if tag not in before["tags"] or tag in ended:
+        if tag not in before["tags"] or tag in ended or before["tags"][tag]["order_time"] != about["order_time"]:
             yield f"{clock}  {tag}: complete, {size(about['nbytes'])} of {text.short_topology(about['topology'])}"
     yield from (f"{clock}  {tag}: its save ended without a tag" for tag in sorted(ended - now["tags"].keys()))
     yield from (f"{clock}  {tag}: removed" for tag in before["tags"] if tag not in now["tags"])

@@ -75,23 +75,27 @@ def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) ->
         )
 
 
-def settled_tags(storage: Storage, wanted: str | None = None) -> list[TagInfo]:
+def settled_tags(storage: Storage, wanted: str | None = None, *, only_look: bool = False) -> list[TagInfo]:
     """The tags in a directory while others save there; ``wanted``, or else any complete one, is looked for.
 
     A tag that is being replaced is away for a moment. One that is published while the directory is listed may be
-    missed, as may the one that is removed for it. So what is not found is looked for again.
+    missed, as may the one that is removed for it. So what is not found is looked for again. With ``only_look`` a dead
+    job's replacement is left as it is.
     """
     tags: list[TagInfo] = []
     for _ in range(_LOOKS):
-        settle_swap(storage)
+        settle_swap(storage, only_look=only_look)
         tags = list_tags(storage)
         if any(info.complete and wanted in (None, info.tag) for info in tags):
             break
     return tags
 
 
-def settle_swap(storage: Storage) -> None:
-    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's."""
+def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
+    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's.
+
+    The latter not with ``only_look``.
+    """
     if not journal.is_open(storage):
         return
     deadline = host.monotonic() + _SWAP_TAKES
@@ -100,7 +104,7 @@ def settle_swap(storage: Storage) -> None:
         if holder is None or holder.holder_runs_here() is False:
             break
         host.sleep(0.05)
-    if journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
+    if not only_look and journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
         try:
             journal.recover(storage)
         except OSError as error:  # a read-only view shows what is there
