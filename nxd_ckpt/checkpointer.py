@@ -26,6 +26,7 @@ from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
 from nxd_ckpt.runtime.progress import watched
 from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.commit import clean_up, retire
+from nxd_ckpt.runtime.save.counting import Counting
 from nxd_ckpt.runtime.save.failures import Failures
 from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions, understood
 from nxd_ckpt.runtime.save.pending import InFlight, PendingSave, SaveProgress
@@ -375,6 +376,7 @@ class Checkpointer:
         saving.versions = self._versions
         if plan is not None:  # else the options may be what is wrong
             saving.rules, saving.metrics = options.rules, options.recorded_metrics
+            saving.counting = Counting(plan.files, self._pipeline.writers) if options.stats else None
         return saving
 
     def _shut(self, grace: float | None) -> None:
@@ -383,11 +385,11 @@ class Checkpointer:
                 self._session.leaves_at = host.monotonic() + grace
             with suppress(TimeoutError), self._turns.taken("close", grace):
                 if self._in_flight.finish(grace):
-                    self._tear_down()
+                    self._tear_down(at_once=grace is not None)
 
-    def _tear_down(self) -> None:
+    def _tear_down(self, *, at_once: bool) -> None:
         """Nothing is in flight: give everything back."""
-        self._pipeline.stop()
+        self._pipeline.stop(at_once=at_once)
         if self._session is not None:
             if self.topology.rank == 0:
                 clean_up(self._session, self._session.counter + 1)

@@ -10,8 +10,8 @@ from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
 from nxd_ckpt.runtime.compare.statistics_cache import keeps_statistics, read_statistics, write_statistics
-from nxd_ckpt.runtime.compare.summary import Summary, TensorStatistics
 from nxd_ckpt.runtime.progress import Counter, watched
+from nxd_ckpt.runtime.summary import Summary, TensorStatistics
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]

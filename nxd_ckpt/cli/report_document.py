@@ -12,13 +12,15 @@ from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.cli.report_saves import differences, stragglers, timeline
 from nxd_ckpt.cli.tags import directory_document, locate
 from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.units import size
 from nxd_ckpt.doctor import examine_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
-from nxd_ckpt.runtime.compare.summary import TensorStatistics
+from nxd_ckpt.runtime.save.in_flight import saves_in_flight
+from nxd_ckpt.runtime.summary import TensorStatistics
 from nxd_ckpt.statistics import checkpoint_statistics
 from nxd_ckpt.storage.urls import open_storage
 
@@ -26,6 +28,9 @@ _RANKS = 1024
 """Ranks at most whose bytes are told: an index is read for each."""
 _SAVES = 3
 """In how many saves, at least, what is always so is said to be."""
+
+_ADAM = (("model", ""), ("optim", "/exp_avg"), ("optim", "/exp_avg_sq"))
+"""Where a weight is, and its moments: what stands before and after its name."""
 
 Statistics = Mapping[str, TensorStatistics]
 
@@ -56,8 +61,10 @@ def report_document(
     for tag in tags:
         manifest = opened[tag["tag"]].manifest if tag["tag"] in opened else None
         tag["timings"] = {} if manifest is None else dict(manifest.timings)
-    document |= {"ranks": [], "modules": [], "health": _health(statistics), "findings": [], "differences": None}
+    document |= {"ranks": [], "modules": [], "health": _health(statistics, {}), "findings": [], "differences": None}
     document["timeline"] = timeline(newest)
+    with _telling_damage(newest.tag, document["problems"]):
+        document["health"] = _health(statistics, _options(newest))
     with _telling_damage(newest.tag, document["problems"]):
         document["ranks"] = _ranks(newest)
     with _telling_damage(newest.tag, document["problems"]):
@@ -69,6 +76,7 @@ def report_document(
             before, after = list(opened.values())[-2:]
             document["differences"] = differences(before, after, progress)
     document["problems"] += [*_of_listing(tags), *_of_values(statistics), *_unchanged(statistics)]
+    document["problems"] += _failed(newest) if only is None else []
     document["problems"] += [_problem(*late) for late in stragglers(list(opened.values()))]
     return document
 
@@ -172,7 +180,12 @@ def _module(name: str) -> str:
     return match[1] if match else name.rpartition(".")[0] or name
 
 
-def _health(statistics: Mapping[str, Statistics]) -> dict[str, Any]:
+def _options(tag: Checkpoint) -> dict[str, Mapping[str, Any]]:
+    """The options of each parameter's group."""
+    return {name: group for group in tag.param_groups for name in group["params"]}
+
+
+def _health(statistics: Mapping[str, Statistics], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Each tensor of the latest tag that was counted, with its norms in the others."""
     tags = list(statistics)
     newest = statistics[tags[-1]] if tags else {}
@@ -193,11 +206,36 @@ def _health(statistics: Mapping[str, Statistics]) -> dict[str, Any]:
                 "infs": now.infs,
                 "zeros": now.zero_share,
                 "change": change if math.isfinite(change) else None,
+                "step": _step(name.removeprefix("model/"), newest, options) if name.startswith("model/") else None,
                 "norms": norms,
             }
         )
     rows.sort(key=lambda row: not (row["nans"] or row["infs"]))
     return {"tags": tags, "tensors": rows}
+
+
+def _step(name: str, told: Statistics, options: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """How far Adam moves a weight in a step, as a share of the weight: from the root mean squares of both."""
+    weight, first, second = (told.get(f"{part}/{name}{key}") for part, key in _ADAM)
+    rate, small = (options.get(name, {}).get(key) for key in ("lr", "eps"))
+    if weight is None or first is None or second is None or rate is None or not second.mean >= 0 or not weight.rms:
+        return None
+    divisor = math.sqrt(second.mean) + float(small or 0)
+    share = float(rate) * first.rms / divisor / weight.rms if divisor else math.nan
+    return share if math.isfinite(share) else None
+
+
+def _failed(newest: Checkpoint) -> list[dict[str, Any]]:
+    """Saves that ended with their process."""
+    return [
+        _problem(
+            one.tag or f"attempt {one.attempt}",
+            "its save failed: the process is gone"
+            + (f", {size(one.nbytes)} are left, which the next job removes" if one.nbytes else ""),
+        )
+        for one in saves_in_flight(newest.opened.storage)
+        if one.is_dead
+    ]
 
 
 def _examined(tags: list[Checkpoint], progress: bool) -> list[dict[str, str]]:

@@ -89,7 +89,7 @@ def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
     None where they are not one run on both sides, or of another dtype.
     """
     stub = fragment.stub
-    target = _view(out, fragment.target)
+    target = box_of(out, fragment.target)
     if not stub.is_contiguous or not target.is_contiguous() or target.dtype != torch_dtype(stub.dtype):
         return None
     runs = list(islice(contiguous_runs(fragment.source, stub.shape), 2))
@@ -129,15 +129,15 @@ def cut_out(fragment: Fragment, out: torch.Tensor, block: int, memory: memoryvie
     strides = contiguous_stride(stub.shape)
     for piece in fragments_in(fragment, start, stop):
         first = sum(offset * stride for offset, stride in zip(piece.source.offset, strides, strict=True)) - start
-        _view(out, piece.target).copy_(elements.as_strided(piece.source.size, strides, first))
+        box_of(out, piece.target).copy_(elements.as_strided(piece.source.size, strides, first))
 
 
 def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     """Put one of :func:`slabs_of` where it belongs in ``out``."""
-    stub, source, target = slab.stub, slab.source, _view(out, slab.target)
+    stub, source, target = slab.stub, slab.source, box_of(out, slab.target)
     if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
-        target.copy_(_view(whole, source))
+        target.copy_(box_of(whole, source))
         return
     run = direct_run(slab, out)
     if run is not None:
@@ -178,7 +178,8 @@ def _narrowed(fragment: Fragment, source: Box) -> Fragment:
     return Fragment(fragment.stub, source, target)
 
 
-def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """That part of the tensor, as a view of it."""
     for dim, (offset, size) in enumerate(zip(box.offset, box.size, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

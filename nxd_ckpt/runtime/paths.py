@@ -16,10 +16,19 @@ PROBES = f"{HIDDEN}/probes"
 COPIES = f"{HIDDEN}/copies"
 PINS = f"{HIDDEN}/pins"
 STATISTICS = f"{HIDDEN}/statistics"
+SUMMARIES = f"{HIDDEN}/summaries"
 
 
 def statistics_file(tag: str) -> str:
     return f"{STATISTICS}/{tag}.json"
+
+
+def summaries_dir(tag: str) -> str:
+    return f"{SUMMARIES}/{tag}"
+
+
+def summaries_file(tag: str, rank: int) -> str:
+    return f"{summaries_dir(tag)}/rank_{rank:05d}.json"
 
 
 def staging_dir(attempt: str) -> str:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nxd_ckpt import Partition, checkpoint_statistics, open_checkpoint, save_checkpoint
+from nxd_ckpt import Checkpointer, Partition, checkpoint_statistics, open_checkpoint, save_checkpoint
 from nxd_ckpt.runtime.compare import side_by_side
+from nxd_ckpt.runtime.summary import Summary
+from nxd_ckpt.statistics import Statistics
 from tests.elastic.ranks import save_job
 from tests.elastic.transformer import layout_of, weights_of
 from tests.golden.checkpoints import CONFIGURATIONS, saved
@@ -125,3 +130,67 @@ def test_tags_of_nxd_are_counted(golden: Path) -> None:
     found = checkpoint_statistics(open_checkpoint(saved(golden, CONFIGURATIONS[0]).directory), cache=False)
     assert {} == found.problems
     assert all(one.norm > 0 for name, one in found.tensors.items() if name.startswith("model/"))
+
+
+def _same(counted: Statistics, read: Statistics) -> None:
+    """Whether nothing was read for the one, and it has the numbers of the other."""
+    assert (True, False) == (counted.cached, read.cached)
+    assert read.tensors.keys() == counted.tensors.keys()
+    for name, told in read.tensors.items():
+        now = counted.tensors[name]
+        counts = [(one.numel, one.nans, one.infs, one.zeros, one.absmax) for one in (told, now)]
+        assert counts[0] == counts[1], name
+        assert (told.norm, told.mean) == pytest.approx((now.norm, now.mean), rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+@pytest.mark.parametrize(("options", "cap"), [({}, None), ({"use_xser": True}, None), ({}, 8192)])
+def test_a_save_counts_what_it_writes(tmp_path: Path, options: dict[str, Any], cap: int | None) -> None:
+    """Beside the tag, not in it: also of a tensor that is as large as the memory; those of removed tags go."""
+    model = torch.nn.Linear(24, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 24)).sum().backward()
+    optimizer.step()
+    state = {**model.state_dict(), "bad": torch.tensor([1.0, math.nan, math.inf, 0.0]), "none": torch.ones(0)}
+    state |= {"half": torch.ones(3).bfloat16(), "complex": torch.tensor([1 + 2j]), "count": torch.tensor([0, -7])}
+    for tag in ("old", "t"):
+        with Checkpointer(tmp_path, durable=False, memory_cap=cap) as saver:
+            saver.save(tag, state, optimizer, param_names=[["weight", "bias"]], stats=True, num_kept_ckpts=1, **options)
+    assert not [path.name for path in (tmp_path / "t").iterdir() if "stat" in path.name or "summar" in path.name]
+    assert ["t"] == [path.name for path in (tmp_path / ".nxd_ckpt" / "summaries").iterdir()]
+    _same(*(checkpoint_statistics(open_checkpoint(tmp_path), cache=cache) for cache in (True, False)))
+
+
+@pytest.mark.parametrize("sizes", ["dp2tp2", "tp2pp2"])
+def test_ranks_count_what_is_put_together(tmp_path: Path, sizes: str) -> None:
+    """ZeRO-1 shards with padding, and replicas. If one rank's numbers are damaged or lost, the tag is read."""
+    weights = weights_of()
+    save_job(tmp_path, weights, layout_of(sizes, weights), stats=True)
+    _same(*(checkpoint_statistics(open_checkpoint(tmp_path), cache=cache) for cache in (True, False)))
+
+    (tmp_path / ".nxd_ckpt" / "statistics" / "step_1.json").unlink()
+    counted = tmp_path / ".nxd_ckpt" / "summaries" / "step_1" / "rank_00001.json"
+    for damage in (lambda: counted.write_text(counted.read_text().replace(",0,0,", ",9,-1,")), counted.unlink):
+        damage()
+        assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached
+        (tmp_path / ".nxd_ckpt" / "statistics" / "step_1.json").unlink()
+
+
+def test_a_save_never_waits_for_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its own end nor the next save, which takes the memory: what was not counted by then is read later."""
+    needed, add = threading.Event(), Summary.add
+
+    def slow(self: Summary, values: torch.Tensor) -> None:
+        needed.wait()
+        add(self, values)
+
+    def waited(tasks: list[Future[bool]]) -> None:
+        needed.set()
+        wait(tasks)
+
+    monkeypatch.setattr(Summary, "add", slow)
+    monkeypatch.setattr("nxd_ckpt.runtime.save.counting.wait", waited)
+    with Checkpointer(tmp_path, durable=False) as saver:
+        for tag in ("first", "second"):
+            saver.save(tag, {"v": torch.ones(3), "w": torch.ones(4)}, async_save=True, stats=True).wait()
+    assert ["second"] == [path.name for path in (tmp_path / ".nxd_ckpt" / "summaries").iterdir()]
+    assert [False, True] == [checkpoint_statistics(open_checkpoint(tmp_path, t)).cached for t in ("first", "second")]

@@ -12,7 +12,7 @@ from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.laws import FIRST, SECOND, least_update
 from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.runtime.compare.shards import AFTER, BEFORE, MASTER, WEIGHT, Shard
-from nxd_ckpt.runtime.compare.summary import TensorStatistics
+from nxd_ckpt.runtime.summary import TensorStatistics
 
 _FEW = 16
 """Elements of a tensor that may stand still by chance, all of them."""

@@ -15,9 +15,9 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
-from nxd_ckpt.runtime.compare.summary import Summary
-from nxd_ckpt.runtime.compare.tally import CHUNK, same_bytes
+from nxd_ckpt.runtime.compare.tally import same_bytes
 from nxd_ckpt.runtime.progress import Counter
+from nxd_ckpt.runtime.summary import CHUNK, Summary
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 WEIGHT, MASTER = "weight", "master_weights"

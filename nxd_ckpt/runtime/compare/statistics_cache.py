@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from math import isfinite, isinf, nan
 from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.compare.summary import TensorStatistics
+from nxd_ckpt.runtime.compare.counted_at_save import counted_at_save
 from nxd_ckpt.runtime.paths import STATISTICS, statistics_file
+from nxd_ckpt.runtime.summary import TensorStatistics
 from nxd_ckpt.runtime.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
+
+Kept = dict[str, TensorStatistics]
 
 _VERSION = 1
 _COUNTS = 4
@@ -35,19 +38,35 @@ def keeps_statistics(opened: OpenTag) -> bool:
     return bool(opened.tag) and opened.identity is not None and opened.identity.lasts
 
 
-def read_statistics(opened: OpenTag) -> dict[str, TensorStatistics] | None:
-    """What is kept of this very save, by the tensors' names; None where nothing is, or nothing of use."""
+def read_statistics(opened: OpenTag) -> Kept | None:
+    """What is kept of this very save, by the tensors' names; None where nothing is, or nothing of use.
+
+    That is what somebody counted before, or the ranks themselves at the save.
+    """
     if not keeps_statistics(opened):
         return None
+    found = _kept(opened, _of_file)
+    if found is None:
+        found = _kept(opened, counted_at_save)
+        if found is not None:
+            write_statistics(opened, found)  # put together once
+    return found
+
+
+def _kept(opened: OpenTag, read: Callable[[OpenTag], Kept | None]) -> Kept | None:
     try:
-        fields = json.loads(opened.storage.read(statistics_file(opened.tag)))
-        if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
-            return None
-        return {str(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
+        return read(opened)
     except (OSError, CheckpointError, ValueError, TypeError, LookupError, AttributeError, *_ABSURD) as error:
         if not isinstance(error, FileNotFoundError):
             logger.debug("statistics of %s are not used: %s", opened.where, error)
         return None
+
+
+def _of_file(opened: OpenTag) -> Kept | None:
+    fields = json.loads(opened.storage.read(statistics_file(opened.tag)))
+    if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
+        return None
+    return {str(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
 
 
 def write_statistics(opened: OpenTag, found: Mapping[str, TensorStatistics]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite, isinf, sqrt
+from math import isfinite, isinf, sqrt
 
 import torch
 
-CHUNK = 2**16
-"""Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
-_SAFE = 2.0**-80
-"""From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
+from nxd_ckpt.runtime.summary import CHUNK, exact, fits_single, square
 
 
 class Tally:
@@ -81,26 +78,6 @@ class Tally:
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     nbytes = a.numel() * a.element_size()
     return torch.equal(*(one.view(torch.int64 if nbytes % 8 == 0 else torch.uint8) for one in (a, b)))
-
-
-def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Every number as it is, but for integers beyond 2^53."""
-    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
-
-
-def fits_single(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize <= 4
-
-
-def square(x: torch.Tensor) -> float:
-    """The sum of squares, of floating-point or complex numbers: infinite or NaN where one of them is."""
-    if fits_single(x.dtype):
-        found = float(x.to(torch.float32).square().sum())  # in pairs: torch.dot in float32 loses two more digits
-        if _SAFE < found < inf:
-            return found
-    x = exact(x)
-    x = torch.view_as_real(x).flatten() if x.is_complex() else x
-    return float(torch.dot(x, x))
 
 
 def _finite_square(x: torch.Tensor) -> float:

@@ -77,6 +77,17 @@ def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[A
     return {key: put_together(of, f"{opened.where}: rank_content[{key!r}]") for key, of in wanted.items()}
 
 
+def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]:
+    """The data positions of all ranks, put together, by key; and why others cannot be."""
+    together, alone = dict[Any, Position](), list[str]()
+    for key, of in _positions(opened).items() if opened.parts.rank_content else ():
+        try:
+            together[key] = put_together(of, f"{opened.where}: rank_content[{key!r}]")
+        except IncompatibleState as error:
+            alone.append(str(error))
+    return together, alone
+
+
 def _own_or_positions(opened: OpenTag, topology: Topology) -> dict[Any, Any]:
     """What :func:`own_content` gives, but for the positions, which are not yet put together."""
     return _own(opened, topology.rank) if _same_ranks(opened, topology) else _positions(opened)

@@ -42,6 +42,9 @@ class SaveOptions:
             Within(hours=2)]``; a tag goes if no rule keeps it, it is not pinned, and it is not the newest.
             ``num_kept_ckpts=k`` beside it is one rule more.
         metrics: numbers by name, such as ``{"loss": 2.1}``, which the tag keeps for the rule ``Best``. Rank 0's count.
+        stats: count NaN, zeros, the norm and so on of every tensor while it is written, and keep that beside the tag:
+            a report then reads no tensor. The caller waits no longer for that: what is not counted when the next save
+            needs the memory is left out, and counted by who asks.
     """
 
     num_workers: int | None = 8
@@ -58,6 +61,7 @@ class SaveOptions:
     ignore_keys: IgnoreKeys | None = None
     retain: Sequence[Rule] | None = None
     metrics: Mapping[str, float] | None = None
+    stats: bool = False
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
@@ -98,6 +102,7 @@ class OurSaveKeywords(TypedDict, total=False):
     ignore_keys: IgnoreKeys | None
     retain: Sequence[Rule] | None
     metrics: Mapping[str, float] | None
+    stats: bool
 
 
 class SaveKeywords(OurSaveKeywords, total=False):

@@ -15,6 +15,7 @@ from nxd_ckpt.runtime.arena import Arena, default_cap
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.progress import report
 from nxd_ckpt.runtime.save.background import Helpers, Worker
+from nxd_ckpt.runtime.save.counting import Counting
 from nxd_ckpt.runtime.save.mesh_agreement import agree_on_groups, with_words
 from nxd_ckpt.runtime.save.pending import SaveProgress
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
@@ -46,6 +47,7 @@ class Pipeline:
         self._worker: Worker | None = None
         self._helpers: Helpers | None = None
         self._stager: Stager | None = None
+        self._counting: Counting | None = None
 
     def plan(self, state: SaveState) -> Planned:
         """What a save of ``state`` writes. Raises what makes it impossible, before anything is written."""
@@ -69,6 +71,8 @@ class Pipeline:
     def stage(self, saving: Saving, planned: Planned) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes."""
         stager = self._staging()
+        self._stop_counting()  # the memory is needed
+        self._counting = saving.counting
         torch_xla.sync()
         for number, wave in enumerate(planned.waves):
             views = stager.stage(planned.plan.files, wave)
@@ -91,8 +95,13 @@ class Pipeline:
             self._helpers = Helpers(WRITERS, "nxd_ckpt-helper")
         return self._helpers
 
-    def stop(self) -> None:
-        """End the threads, once they have done what was submitted, and give the memory back."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the threads, once they have done what was submitted, and give the memory back.
+
+        ``at_once`` says not to wait for what is only counted.
+        """
+        if at_once:
+            self._stop_counting()
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
@@ -101,6 +110,11 @@ class Pipeline:
             self._helpers = None
         if self._stager is not None:
             self._stager.release()
+
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.stop()
+            self._counting = None
 
     def _staging(self) -> Stager:
         if self._stager is None:
@@ -118,9 +132,13 @@ class Pipeline:
                 views.clear()  # the arena may only grow once nobody holds a view of it
                 written.set()
 
+        if saving.counting is not None:
+            saving.counting.add(wave, views)
         self.submit(write)
         if wait:
             written.wait()
+            if saving.counting is not None:
+                saving.counting.settle()  # the next wave comes into the same memory
 
 
 def _must_agree(words: list[Any] | None) -> None:
@@ -148,4 +166,6 @@ def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
     if error is None and session.topology.rank == 0:
         report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
     pending.settle(error)
+    if error is None:
+        saving.keep_counts()
     saving.tidy()

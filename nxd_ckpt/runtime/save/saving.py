@@ -29,6 +29,7 @@ from nxd_ckpt.layout.dcp_metadata import dump_metadata
 from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
+from nxd_ckpt.runtime.save.counting import Counting
 from nxd_ckpt.runtime.save.host_semaphore import writing_slot
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.publication import is_visible, publication_of
@@ -63,6 +64,7 @@ class Saving:
         self.error = error
         self.rules: Sequence[Rule] | None = None
         self.metrics: Metrics = {}
+        self.counting: Counting | None = None
         self.timings: dict[str, float] = {}
         self.versions: dict[str, str] = {}
         self.saved_nbytes = 0
@@ -325,6 +327,11 @@ class Saving:
         return voting.collect(
             session.storage, self.attempt, ranks, session.timeout, first=first, gone=session.is_gone
         )
+
+    def keep_counts(self) -> None:
+        """Once the tag is visible: keep what is counted of it, as soon as that is done. Nobody has to wait for that."""
+        if self.counting is not None:
+            self.counting.keep(self.session.storage, self.tag, self.attempt, self.session.topology.rank)
 
     def tidy(self) -> None:
         """Rank 0, once the outcome is known: delete what attempts and retention left behind. Nobody has to wait for

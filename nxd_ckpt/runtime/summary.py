@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from math import hypot, isfinite, nan, sqrt
+from math import hypot, inf, isfinite, nan, sqrt
 
 import torch
 
-from nxd_ckpt.runtime.compare.tally import CHUNK, exact, fits_single, square
-
+CHUNK = 2**16
+"""Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
+_SAFE = 2.0**-80
+"""From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
+_COUNTS = 4
+"""The first numbers of a summary's JSON: counts. The others are measures."""
 _SMALLER = 2.0**-64
 """Sums are kept smaller by this factor: no tensor of float64 makes them overflow."""
 
@@ -82,6 +86,30 @@ class Summary:
         self._sum += total * _SMALLER if isfinite(total) else float((exact(x) * _SMALLER).sum())
         self._norm = hypot(self._norm, _norm(x, max(-low, high)))
 
+    def add_all(self, other: Summary) -> None:
+        """The elements of ``other``, too."""
+        self._numel, self._nans = self._numel + other._numel, self._nans + other._nans
+        self._infs, self._nonzero = self._infs + other._infs, self._nonzero + other._nonzero
+        self._sum, self._norm = self._sum + other._sum, hypot(self._norm, other._norm)
+        self._absmax = max(self._absmax, other._absmax)
+
+    def to_json(self) -> list[int | float]:
+        """Counts, then measures: all that is needed to go on."""
+        counts = [self._numel, self._nans, self._infs, self._nonzero]
+        return [*counts, self._sum, min(self._norm, sys.float_info.max), self._absmax]
+
+    @staticmethod
+    def from_json(numbers: list[int | float]) -> Summary:
+        """Raises ValueError or TypeError for what is no summary."""
+        counts, measures = numbers[:_COUNTS], [float(number) for number in numbers[_COUNTS:]]
+        counted = all(type(count) is int and count >= 0 for count in counts)
+        if not (counted and counts[1] + counts[2] <= counts[3] <= counts[0] and all(map(isfinite, measures))):
+            raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+        found = Summary()
+        found._numel, found._nans, found._infs, found._nonzero = map(int, counts)
+        found._sum, found._norm, found._absmax = measures
+        return found
+
     @property
     def statistics(self) -> TensorStatistics:
         finite = self._numel - self._nans - self._infs
@@ -104,3 +132,23 @@ def _norm(x: torch.Tensor, absmax: float) -> float:
     """Of finite numbers, also where their squares overflow."""
     squares = square(x)
     return sqrt(squares) if isfinite(squares) else absmax * sqrt(square(exact(x) / absmax))
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Every number as it is, but for integers beyond 2^53."""
+    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def fits_single(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize <= 4
+
+
+def square(x: torch.Tensor) -> float:
+    """The sum of squares, of floating-point or complex numbers: infinite or NaN where one of them is."""
+    if fits_single(x.dtype):
+        found = float(x.to(torch.float32).square().sum())  # in pairs: torch.dot in float32 loses two more digits
+        if _SAFE < found < inf:
+            return found
+    x = exact(x)
+    x = torch.view_as_real(x).flatten() if x.is_complex() else x
+    return float(torch.dot(x, x))
