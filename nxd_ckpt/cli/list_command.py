@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     document = directory_document(args.directory, args.storage_options)
     width = None if args.wide else shutil.get_terminal_size().columns
-    text.show(document, _lines(document, width), as_json=args.json)
+    text.show(document, _lines(document, width), as_json=args.json, wide=args.wide)
     return 0
 
 

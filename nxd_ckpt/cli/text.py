@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+_BELOW = " " * 4
+"""What a line begins with that goes on with the one above."""
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -62,14 +67,39 @@ def parts(held: Mapping[str, Any] | None) -> str:
     return ", ".join(names) or "nothing"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Lines of left-aligned columns, two spaces apart."""
+def width() -> int | None:
+    """Columns of the terminal; None where the output goes elsewhere, as to a file or to ``grep``."""
+    return shutil.get_terminal_size().columns if "COLUMNS" in os.environ or sys.stdout.isatty() else None
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, wide: bool = False
+) -> list[str]:
+    """Lines of left-aligned columns, two spaces apart.
+
+    What is too wide for the terminal goes on in a line below, unless it is to be ``wide``.
+    """
     lines = [list(head), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        (indent + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    ]
+    found = []
+    for line in lines:
+        for number, columns in enumerate([range(len(widths))] if wide else _folded(widths, len(indent))):
+            cells = "  ".join(line[column].ljust(widths[column]) for column in columns).rstrip()
+            if cells or number == 0:
+                found.append(f"{indent}{_BELOW * (number > 0)}{cells}".rstrip())
+    return found
+
+
+def _folded(widths: Sequence[int], indent: int) -> list[list[int]]:
+    """The columns of each line that a row takes, by number."""
+    limit, found, at = width(), [list[int]()], indent
+    for column, size in enumerate(widths):
+        if limit is not None and found[-1] and at + size > limit:
+            found.append([])
+            at = indent + len(_BELOW)
+        found[-1].append(column)
+        at += size + 2
+    return found
 
 
 def fitting_table(
@@ -80,19 +110,26 @@ def fitting_table(
     What is left out is said. None fits everything.
     """
     lines = [*map(tuple, rows)]
-    for columns in range(len(head), keep - 1, -1):
-        found = table(head[:columns], [line[:columns] for line in lines])
-        if width is None or max(map(len, found)) <= width:
-            break
+    sizes = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    columns = len(head)
+    while width is not None and columns > keep and sum(sizes[:columns]) + 2 * columns > width:
+        columns -= 1
     left_out = head[columns:]
+    found = table(head[:columns], [line[:columns] for line in lines], wide=width is None)
     return [*found, f"  (--wide shows {', '.join(left_out)} too)"] if left_out else found
 
 
 def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Lines of a name and what there is to say of it, the latter aligned."""
     lines = list(facts)
-    width = max(len(name) for name, _ in lines)
-    return [f"  {name.ljust(width)}  {fact}" for name, fact in lines]
+    longest, limit = max(len(name) for name, _ in lines), width()
+    room = sys.maxsize if limit is None else max(20, limit - longest - 4)
+    told = ((name, textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False)) for name, fact in lines)
+    return [
+        f"  {(name if not number else '').ljust(longest)}  {part}"
+        for name, parts in told
+        for number, part in enumerate(parts)
+    ]
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
@@ -103,13 +140,23 @@ def add_quiet(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress, and say nothing if all is well")
 
 
-def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
-    """Print a document, as JSON or as the lines that say the same to people."""
+def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool, wide: bool = False) -> None:
+    """Print a document, as JSON or as the lines that say the same to people.
+
+    These are broken where a terminal ends, unless they are to be ``wide``.
+    """
     if as_json:
         print(json.dumps(document, indent=2, allow_nan=False))
         return
-    for line in lines:
-        print(printable(line))
+    limit = None if wide else width()
+    for line in map(printable, lines):
+        print("\n".join(_broken(line, limit)) if limit is not None and len(line) > limit else line)
+
+
+def _broken(line: str, limit: int) -> list[str]:
+    """At spaces alone: a path stays in one piece."""
+    below = " " * (len(line) - len(line.lstrip())) + _BELOW
+    return textwrap.wrap(line, limit, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(line: str) -> str:
