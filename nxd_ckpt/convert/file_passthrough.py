@@ -130,7 +130,7 @@ class FilePassthrough:
         wanted = {
             names.SCHEDULER: parts.scheduler and topology.rank == 0,
             names.USER_CONTENT: parts.user_content and topology.rank == 0,
-            names.rank_content_file(topology.rank): parts.rank_content,
+            names.rank_content_file(topology.rank): parts.rank_content and not self._job.positions,
         }
         for file in (file for file, needed in wanted.items() if needed):
             if opened.manifest is None:

@@ -89,11 +89,12 @@ class _Tag(_Verified):
     def __init__(self, job: Job, target: Target, storage: Storage) -> None:
         super().__init__(open_complete_tag(job.source.open(), job.source.name))
         self._opened.require_save(job.save)
-        self._target = target
+        self._target, self._positions = target, job.positions
         self.bring = FilePassthrough(job, self._opened, storage).bring
 
     def state(self, topology: Topology) -> SaveState:
-        return target_state(self._opened, replace(self._target, topology=topology))
+        state = target_state(self._opened, replace(self._target, topology=topology))
+        return replace(state, rank_content=dict(self._positions)) if self._positions else state
 
 
 class _Anew(_Verified):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nxd_ckpt.convert.locations import Location
+from nxd_ckpt.core.data_position import Position
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.runtime.load.parts import positions_together
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.runtime.views.imported_model import ImportTarget
 from nxd_ckpt.runtime.views.target import Target
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Job:
         overwrite: replace a checkpoint that is there, even one that was completed since the target was looked at.
         save: of a tag, which save it is that is converted: workers open it anew (see runtime.tag.identity).
         metrics: of a tag, what its save was told of the training, which the result keeps.
+        positions: data positions that each rank of the result holds, as it has other ranks than the input.
     """
 
     source: Location
@@ -69,10 +76,22 @@ class Job:
     overwrite: bool = False
     save: str | None = None
     metrics: Metrics = field(default_factory=dict)
+    positions: Mapping[Any, Position] = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
         return self.what.topology
+
+
+def positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[Any, Position]:
+    """The data positions of the tag, for each rank of a ``topology`` that is not its own. What cannot be re-split is
+    named in the log, by the first process."""
+    if topology == opened.topology:
+        return {}
+    together, alone = positions_together(opened)
+    for why in alone if process == 0 else ():
+        logger.warning("not taken over: %s", why)
+    return together
 
 
 def metrics_of(opened: OpenTag) -> Metrics:

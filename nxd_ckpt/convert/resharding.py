@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing_extensions import Unpack
 
 from nxd_ckpt.convert.conversion import convert
-from nxd_ckpt.convert.job import Converted, Job, metrics_of
+from nxd_ckpt.convert.job import Converted, Job, metrics_of, positions_for
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
@@ -32,8 +32,8 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
 
     Model and optimizer are cut anew, bit for bit; scheduler and user content are taken over. What ranks saved for
     themselves alone (``rank_content``) is left out unless the sizes stay the same: it belongs to no rank of another
-    job. Otherwise as :func:`nxd_ckpt.convert.convert_zero1`. Keywords are the fields of
-    :class:`~nxd_ckpt.options.tags.ReshardOptions`.
+    job. But data positions in it are put together, and each rank of the result has them. Otherwise as
+    :func:`nxd_ckpt.convert.convert_zero1`. Keywords are the fields of :class:`~nxd_ckpt.options.tags.ReshardOptions`.
 
     Args:
         input_dir: a tag's directory or URL.
@@ -65,15 +65,17 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         )
         if process == 0:
             _warn_if_nothing_is_cut(opened, what.topology.tp, chosen.partitions or {})
+        positions = positions_for(what.topology, opened, process)
         return Job(
             source,
             target,
             what,
-            _parts(opened, what),
+            _parts(opened, what, bool(positions)),
             durable=chosen.durable,
             overwrite=chosen.overwrite,
             save=opened.save,
             metrics=metrics_of(opened),
+            positions=positions,
         )
 
     return convert(prepare, chosen)
@@ -103,11 +105,11 @@ def _kind(saved: str | None) -> str | None:
     return "zero1" if saved in ("zero1_full", "zero1_dcp") else saved
 
 
-def _parts(opened: OpenTag, what: Target) -> Parts:
+def _parts(opened: OpenTag, what: Target, has_positions: bool) -> Parts:
     return replace(
         opened.parts,
         optimizer=what.optimizer,
         use_xser=opened.parts.use_xser if what.use_xser is None else what.use_xser,
         lower_precision_weights=True,  # what was left out of the model is written, from the master weights
-        rank_content=opened.parts.rank_content and what.topology == opened.topology,
+        rank_content=has_positions or (opened.parts.rank_content and what.topology == opened.topology),
     )

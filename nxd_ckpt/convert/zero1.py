@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS
 from nxd_ckpt.convert.conversion import convert
-from nxd_ckpt.convert.job import Converted, Job, metrics_of
+from nxd_ckpt.convert.job import Converted, Job, metrics_of, positions_for
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
@@ -72,7 +72,7 @@ def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zer
             save=opened.save,
             metrics=metrics_of(opened),
         )
-        return _job(opened, job, chosen.optim_only)
+        return _job(opened, job, chosen.optim_only, process)
 
     return convert(prepare, chosen)
 
@@ -97,10 +97,14 @@ def _topology(saved: Topology, dp: int) -> Topology:
     return saved if dp == saved.dp else Topology(dp, saved.tp, saved.pp, saved.ep)
 
 
-def _job(opened: OpenTag, job: Job, optim_only: bool) -> Job:
+def _job(opened: OpenTag, job: Job, optim_only: bool, process: int) -> Job:
     parts = job.parts
     if optim_only:
         alone = Parts(optimizer=parts.optimizer, use_xser=parts.use_xser, master_weights=parts.master_weights)
         return replace(job, parts=alone)
     same_ranks = job.topology == opened.topology
-    return replace(job, keeps_model=parts.model, parts=replace(parts, rank_content=parts.rank_content and same_ranks))
+    positions = positions_for(job.topology, opened, process)
+    has_content = bool(positions) or (parts.rank_content and same_ranks)
+    return replace(
+        job, keeps_model=parts.model, parts=replace(parts, rank_content=has_content), positions=positions
+    )

@@ -70,11 +70,17 @@ def _is_stream(state: Any) -> bool:
 
 def is_complete(positions: Mapping[int | None, Position]) -> bool:
     """Whether there is one of every data-parallel rank, as far as these tell; by rank."""
-    return all(one["dp"] == len(positions) for one in positions.values())  # each rank is below its dp
+    return all(_is_together(one) or one["dp"] == len(positions) for one in positions.values())  # ranks are below dp
+
+
+def _is_together(one: Position) -> bool:
+    """Whether positions were put together to this one: each rank of a converted tag has it."""
+    return one["dp"] is None and one["shared"] is not None
 
 
 def put_together(positions: Mapping[int | None, Position], where: str) -> Position:
-    """One position, from which loaders of any dp go on. ``positions`` are by data-parallel rank.
+    """One position, from which loaders of any dp go on. ``positions`` are by data-parallel rank; one that was put
+    together before is None's, and the only one.
 
     Raises IncompatibleState where they cannot be re-split, or do not belong together.
     """
@@ -87,6 +93,10 @@ def put_together(positions: Mapping[int | None, Position], where: str) -> Positi
     if not is_complete(positions):
         ranks = ", ".join(f"{one['dp_rank']} of {one['dp']}" for one in positions.values())
         raise IncompatibleState(f"{where}: expected a data position of every data-parallel rank, found {ranks}")
+    if None in positions and len(positions) == 1:
+        return position(None, None, None, positions[None]["shared"])
+    if None in positions:
+        raise IncompatibleState(f"{where}: some ranks saved a data position of their own, others one of all ranks")
     shared = [positions[rank]["shared"] for rank in range(len(positions))]
     together = _streams(shared, where) if shared[0]["kind"] == "streams" else _samples(shared, where)
     return position(None, None, None, together)

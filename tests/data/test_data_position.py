@@ -22,6 +22,7 @@ from nxd_ckpt import (
     open_checkpoint,
     restore_data_position,
 )
+from nxd_ckpt.convert import reshard
 from nxd_ckpt.core.data_position import check_position, position, put_together
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from tests.interop.saving import save_as_every_rank
@@ -274,3 +275,31 @@ def test_many_missing_streams_are_not_listed() -> None:
     check_position(saved, "here")
     with pytest.raises(IncompatibleState, match=rf"no rank saved stream 1 and {10**12 - 2} more of {10**12}"):
         put_together({0: saved}, "here")
+
+
+def test_a_resharded_tag_has_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On each of its ranks, put together: loaders go on from it on its sizes and others. What is one rank's own is
+    left out, and what of it is a data position is named."""
+    make = elastic()
+    loaders, alone = [make(4, rank) for rank in range(4)], Counting(0, 1, 100)
+    read = [int(sample) for loader in loaders for sample in next(iter(loader))]
+    content = [{"data": capture_data_position(one), "alone": capture_data_position(alone), "own": 1} for one in loaders]
+    ranks = [Topology(dp=4, rank=rank) for rank in range(4)]
+    state = {"model": {"w": torch.ones(3)}}
+    save_as_every_rank(tmp_path / "run", "t", ranks, lambda rank: {**state, "rank_content": content[rank]})
+
+    reshard(tmp_path / "run" / "t", tmp_path / "other" / "t", dp=3)
+
+    assert "not taken over" in caplog.text
+    assert "rank_content['alone']" in caplog.text
+    tag = open_checkpoint(tmp_path / "other")
+    assert [["data"]] * 3 == [list(tag.rank_content(rank)) for rank in range(3)]
+    for dp in (3, 2):
+        later = list(read)
+        for rank in range(dp):
+            loader = make(dp, rank)
+            restore_data_position(loader, _loaded(tmp_path / "other", Topology(dp=dp, rank=rank))["data"])
+            later += [int(sample) for sample in next(iter(loader))]
+        assert len(later) == len(set(later)) == (4 + dp) * BATCH
+    reshard(tmp_path / "other" / "t", tmp_path / "again" / "t", dp=1)
+    assert tag.rank_content(0) == open_checkpoint(tmp_path / "again").rank_content(0)
