@@ -18,6 +18,8 @@ from nxd_ckpt.cli import report_document
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
+from tests.doctor.mutants import not_a_number, weight_shards_swapped
+from tests.doctor.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank
 from tests.rigs.browser import screenshot
 
@@ -114,6 +116,31 @@ def _slowed(tag: Path, rank: int) -> None:
     phases = list(manifest.phases)
     phases[rank] = replace(phases[rank], write_seconds=60.0)
     (tag / "manifest.json").write_bytes(dump_manifest(replace(manifest, phases=tuple(phases))))
+
+
+def test_what_is_wrong_is_marked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A NaN, a straggler, a frozen layer, exchanged shards and a save that died, of a job of four ranks: above all
+    else. How far Adam moves a weight is told of each that it trains."""
+    trained = Run()
+    for step in (10, 13, 16):
+        ranks = ranks_of(trained.train(step - trained.step))
+        if step == 16:
+            weight_shards_swapped([], ranks)
+            not_a_number([], ranks)
+        save_ranks(tmp_path, f"step_{step}", ranks)
+        _slowed(tmp_path / f"step_{step}", rank=2)
+    (tmp_path / ".nxd_ckpt" / "staging" / "gone-3" / "model").mkdir(parents=True)
+    assert 0 == main(["report", str(tmp_path), "--json", "--count", "3", "--doctor", "-o", str(tmp_path / "page.html")])
+    rows = {row["name"]: row["step"] for row in json.loads(capsys.readouterr().out)["health"]["tensors"]}
+    assert 0 < (rows["model/3.weight"] or 0) < 1
+    assert rows["model/4.weight"] is None
+    problems, tags, _ = (tmp_path / "page.html").read_text().partition("<h2>Tags</h2>")
+    assert tags
+    assert "always waited for rank 2" in problems
+    assert re.search(r"never changed \(frozen\?\): [^<]*model/4.weight", problems)
+    assert re.search(r"model/0.weight: what is at [^<]* now was at ", problems)
+    assert re.search(r"optim/3.weight/exp_avg: 1 NaN and 0 infinite", problems)
+    assert "attempt gone-3</b>: its save failed: the process is gone" in problems
 
 
 def test_how_far_weights_moved_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
