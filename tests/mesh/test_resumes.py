@@ -1,0 +1,79 @@
+"""What proves a resume holds for jobs of FSDP2, too: the probe right after a load, the doctor over tags, statistics."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from nxd_ckpt import Checkpointer, ResumeProbe, checkpoint_statistics, examine_checkpoint, open_checkpoint
+from tests.doctor.runs import OPTIMIZERS
+from tests.mesh import jobs
+from tests.rigs.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def _probed(rank: int, directory: Path, saved: str, live: str) -> list[list[tuple[str, str]]]:
+    """What the probe finds on this rank after a load, and once a bit of its first weight is changed."""
+    model, optimizer = jobs.trained(saved)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save("step_1", model, optimizer, stats=True)
+    model = jobs.JOBS[live](1)
+    optimizer = jobs.adamw(model)
+    found = []
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(None, model, optimizer)
+    tag = open_checkpoint(directory)
+    found.append(ResumeProbe().check(tag, model, optimizer))
+    locals_of = (one.to_local() for one in model.parameters() if isinstance(one, DTensor))
+    weight = next(one for one in locals_of if one.numel())
+    with torch.no_grad():
+        weight.view(-1).view(torch.int32)[0] ^= 1
+    found.append(ResumeProbe().check(tag, model, optimizer))
+    return [[(one.kind, one.what) for one in each.findings] for each in found]
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"), [("fsdp", "fsdp x tp"), pytest.param("hsdp", "hsdp", marks=pytest.mark.soak)]
+)
+def test_a_resume_is_proved_on_every_rank(gloo_ranks: RankPool, tmp_path: Path, saved: str, live: str) -> None:
+    """On the mesh of the save and another one; a bit that changed is named by the rank that holds it. What the ranks
+    counted at the save are the statistics of the whole tensors."""
+    for right, wrong in gloo_ranks.run(_probed, tmp_path, saved, live):
+        assert [] == right
+        assert {"weights"} == {kind for kind, _ in wrong}
+    counted, read = (checkpoint_statistics(open_checkpoint(tmp_path), cache=cache) for cache in (True, False))
+    assert (True, False) == (counted.cached, read.cached)
+    assert read.tensors.keys() == counted.tensors.keys()
+    for name, one in read.tensors.items():
+        told = counted.tensors[name]
+        assert (one.numel, one.zeros, one.absmax) == (told.numel, told.zeros, told.absmax), name
+        assert one.norm == pytest.approx(told.norm, rel=1e-5)
+
+
+def _run(rank: int, directory: Path, name: str, optimizer: str, seed: int) -> None:
+    """Six tags, one and several steps apart."""
+    model = jobs.JOBS[name](seed)
+    stepped = OPTIMIZERS[optimizer](one for one in model.parameters())
+    with Checkpointer(directory, durable=False) as checkpointer:
+        done = 0
+        for steps in (2, 1, 3, 10, 1, 20):
+            jobs.train(model, stepped, steps)
+            done += steps
+            checkpointer.save(str(done), model, stepped, user_content={"step": done})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["fsdp", "fsdp x tp", "hsdp"])
+@pytest.mark.parametrize("optimizer", ["adamw", "fast", "momentum", "sgd", "rmsprop", "adagrad"])
+def test_runs_are_well(gloo_ranks: RankPool, tmp_path: Path, name: str, optimizer: str, seed: int) -> None:
+    """Five pairs of tags of each run: no finding."""
+    gloo_ranks.run(_run, tmp_path, name, optimizer, seed)
+    tags = [open_checkpoint(tmp_path, str(step)) for step in (2, 3, 6, 16, 17, 37)]
+    for before, after in pairwise(tags):
+        assert () == examine_checkpoint(after, before).findings
