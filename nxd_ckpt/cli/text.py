@@ -151,6 +151,7 @@ def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool, wi
     limit = None if wide else width()
     for line in map(printable, lines):
         print("\n".join(_broken(line, limit)) if limit is not None and len(line) > limit else line)
+    sys.stdout.flush()
 
 
 def _broken(line: str, limit: int) -> list[str]:

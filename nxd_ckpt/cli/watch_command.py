@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
-            for line in _first_lines(now) if before is None else _changes(before, now):
-                print(text.printable(line), flush=True)
+            text.show(now, _first_lines(now) if before is None else _changes(before, now), as_json=False)
         if args.once:
             return 0
         before = now
