@@ -18,6 +18,9 @@ from tests.rigs.s3_server import S3Server
 
 # Nothing is downloaded; without this, Hugging Face's libraries wait for a network that need not be there.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# As ranks of the emulation have it, here too. Set before torch-xla is imported, which adds a flag of its own: the ranks
+# would take that for the user's choice, and compile with LLVM's optimisations.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.

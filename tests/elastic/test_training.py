@@ -80,7 +80,7 @@ def held_by(setup: Setup, rank: int, wholes: dict[str, dict[str, Any]]) -> dict[
         chain("tp4", "tp1", "tp2", soak=True),
         chain("dp2tp2", "pp2tp2", "dp3", options=XSER, soak=True),
         chain("pp2", "tp2", "dp2pp2", soak=True),
-        chain("dp4ep2", "dp4", "dp2ep2tp2", options=XSER),
+        chain("dp4ep2", "dp4", "dp2ep2tp2", options=XSER, soak=True),
         chain("dp2ep2", "dp1", "dp4ep2", soak=True),
         chain("dp2tp2", "dp4", "tp3", dtype="bfloat16", soak=True),
         chain("dp2tp2", "dp3", "pp2tp2", dtype="bfloat16", options=LEFT_OUT),
@@ -95,9 +95,17 @@ def test_training_goes_on_on_other_sizes(xla_ranks: RankPool, tmp_path: Path, se
     follow(xla_ranks, tmp_path, setups)
 
 
-def test_training_goes_on_where_replicas_share_the_reading(xla_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setups",
+    [
+        chain("dp4ep2", "dp4", "dp2ep2tp2", options=XSER),
+        chain("tp4", "dp4", dtype="bfloat16", options=XSER, soak=True),
+    ],
+)
+def test_training_goes_on_where_replicas_share_the_reading(
+    xla_ranks: RankPool, tmp_path: Path, setups: list[Setup]
+) -> None:
     """The same, where one of the data-parallel replicas reads what all of them want and broadcasts it."""
-    [setups] = chain("tp4", "dp4", dtype="bfloat16", options=XSER).values
     follow(xla_ranks, tmp_path, setups, share_reads=True)
 
 

@@ -16,6 +16,7 @@ from nxd_ckpt.emulation.launcher import free_ports
 
 FORKED = multiprocessing.get_context("forkserver")
 # nxd_ckpt imports lazily: the last two name what a save and a load import. Optimizers that step import torch._dynamo.
+# torch-xla is left out where it is not installed. Its import starts no thread and touches no device.
 FORKED.set_forkserver_preload(
     [
         "boto3",
@@ -23,6 +24,7 @@ FORKED.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
+        "torch_xla.distributed.zero_redundancy_optimizer",
         "nxd_ckpt.testing.storage",
         "tests.protocol.states",
     ]

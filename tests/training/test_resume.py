@@ -52,7 +52,14 @@ def test_a_resumed_run_is_the_same_run(xla_ranks: RankPool, tmp_path: Path, what
     assert [[]] * 4 == problems
 
 
-@pytest.mark.parametrize("options", [ASYNC, XSER], ids=["async", "xser"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(ASYNC, id="async", marks=pytest.mark.soak),
+        pytest.param(XSER, id="xser", marks=pytest.mark.soak),
+        pytest.param(XSER + ASYNC, id="both"),
+    ],
+)
 def test_a_run_resumes_from_a_store(xla_ranks: RankPool, s3_server: S3Server, options: Any) -> None:
     """As from a directory, to the last bit; the store is found as boto3 finds it, in the environment."""
     what = Setup((("dp", 2), ("tp", 2)), dtype="bfloat16", options=options)
