@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
+from nxd_ckpt.layout import nemo, tiered
 from nxd_ckpt.layout.directory import list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.layout.names import DONE
-from nxd_ckpt.layout.tiered import holds_ranks, is_of_rank
 from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
@@ -72,17 +72,19 @@ def locate_input(path: StrPath, options: StorageOptions | None = None) -> Locati
 
 
 def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
-    """The same; or the file there, which may be a checkpoint too. Of SageMaker's tiered storage, one rank's step is
-    named from the directory of all ranks. Raises CheckpointNotFound where there is none."""
+    """The same; or the file there, which may be a checkpoint too. What is one rank's, of SageMaker's tiered storage or
+    of neuronx-nemo-megatron, is named from the directory of all ranks. Raises CheckpointNotFound where there is none.
+    """
     place = locate_made(path, options)
-    if place.open().is_file(place.name):
-        return _only_tag(place) if place.name.endswith(ARCHIVES) else place
-    require_directory(place.open(), place.name, "input")
     directory, rank = directory_and_name(place.directory)
-    if holds_ranks(rank):
-        of_all = Location(directory, f"{rank}/{place.name}", place.options)
-        if is_of_rank(of_all.open(), of_all.name):
-            return of_all
+    of_all = Location(directory, f"{rank}/{place.name}", place.options)
+    if place.open().is_file(place.name):
+        if place.name.endswith(ARCHIVES):
+            return _only_tag(place)
+        return of_all if nemo.is_of_rank(of_all.name) else place
+    require_directory(place.open(), place.name, "input")
+    if tiered.holds_ranks(rank) and tiered.is_of_rank(of_all.open(), of_all.name):
+        return of_all
     return place
 
 

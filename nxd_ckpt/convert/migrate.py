@@ -69,8 +69,8 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     """Make ``dst``, with which transformers, torch DCP, TorchTitan or ``load_checkpoint`` continue on plain torch.
 
     ``src`` is recognised by its files: a tag of neuronx-distributed's or of ours, a checkpoint of
-    neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), torch-xla (``*.pth``), torch DCP or
-    SageMaker's tiered storage. Model and optimizer get Hugging Face's names (TorchTitan's for that), whole tensors on
+    neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), neuronx-nemo-megatron
+    (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP or SageMaker's tiered storage. Model and optimizer get Hugging Face's names (TorchTitan's for that), whole tensors on
     one rank; where NxD's optimizer kept master weights they are the model. The input is only read, its digests are
     verified on the way, and ``dst`` appears when all of it is written. Keywords are the fields of
     :class:`~nxd_ckpt.options.migration.MigrateOptions`.

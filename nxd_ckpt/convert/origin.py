@@ -15,7 +15,7 @@ from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_meta
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.mappings import INFERENCE, Given
+from nxd_ckpt.layout.mappings import INFERENCE, NEMO, Given
 from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES
 from nxd_ckpt.layout.writers import STAGE_METADATA, Recognised, Writer, recognise
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -72,7 +72,7 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
     describe = _DESCRIBED.get(found.writer)
     if describe is None:
         raise UnsupportedState(f"{place.path} was written by {found.writer.value}; {_HINTS[found.writer]}")
-    if found.writer is Writer.TIERED:
+    if found.writer in (Writer.TIERED, Writer.NEMO):
         place = Location(place.directory, found.tag, options)
     elif found.tag != place.name:
         place = Location(join(place.directory, place.name), found.tag.rpartition("/")[2], options)
@@ -115,6 +115,23 @@ def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool)
         scheduler=scheduler,
         content=rest or None,
         left_out=left_out,
+    )
+
+
+def _nemo(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """Neuronx-nemo-megatron: Lightning's dict, with the scheduler apart."""
+    described = _tag(origin, storage, found, names)
+    content = described.content or {}
+    step = content.get("global_step")
+    has_zero1 = _inside(content, "hyper_parameters", "cfg").get("wrap_with_zero") is True
+    lost = ["the ZeRO-1 optimizer, whose files are not there"] if has_zero1 and not origin.opened.parts.optimizer else []
+    return replace(
+        described,
+        mapping=NEMO,
+        left_out=(*described.left_out, *lost),
+        kv_size_multiplier=1,
+        param_names=group_names(origin.opened) if names else None,
+        step=step if isinstance(step, int) else None,
     )
 
 
@@ -183,6 +200,7 @@ _DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin
     Writer.TIERED: _script,
     Writer.PRESHARDED: _presharded,
     Writer.OPTIMUM: _optimum,
+    Writer.NEMO: _nemo,
 }
 _NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
 _HINTS: Mapping[Writer, str] = {

@@ -83,7 +83,7 @@ def _rules_of(rule: Rule) -> Iterator[Rule]:
             yield whole
             continue
         for member in whole.members:
-            yield replace(whole, members=(RuleMember(member.name),), dim=None)
+            yield replace(whole, members=(RuleMember(member.name),), dim=None, interleaved=False)
 
 
 def _renamed(rule: Rule, nxd: str, name: Any) -> Rule:

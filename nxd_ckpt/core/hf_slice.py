@@ -60,16 +60,13 @@ def hf_slices(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlic
     """
     rule = match.rule
     _check_dimensions(match, shape)
-    lengths = _lengths(match, shape, sizes)
+    places = _places(rule, _lengths(match, shape, sizes), sizes)
     found = []
     for index, numbers in _stack(match, shape, sizes):
-        start = 0
-        for member, length in zip(rule.members, lengths, strict=True):
-            runs = _runs(member, length, sizes)
+        for member, runs in zip(rule.members, places, strict=True):
             laid_out = _laid_out(rule, shape, runs)
-            pieces = tuple(_pieces(rule, laid_out, start, index, runs))
+            pieces = tuple(_pieces(rule, laid_out, index, runs))
             found.append(HfSlice(member.name.fill(numbers), _in_file(rule, laid_out), pieces))
-            start += length
     return found
 
 
@@ -110,12 +107,15 @@ def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) ->
         return Partition(expert=expert)
     lengths = _lengths(match, shape, sizes)
     for member, length in zip(rule.members, lengths, strict=True):
-        count, what = (length // sizes.get("head_dim"), "heads") if member.heads else (length, "elements")
+        head_dim = length // sizes.get("kv_heads") if rule.interleaved else sizes.get("head_dim") if member.heads else 1
+        count, what = (length // head_dim, "heads") if member.heads else (length, "elements")
         if count % tp:
             raise TopologyMismatch(
                 f"{match.name}: the {count} {what} of {member.name.text} along dimension {rule.dim} cannot be "
                 f"divided equally among {tp} tensor-parallel ranks; choose another size, or another kv_size_multiplier"
             )
+    if rule.interleaved:
+        return Partition(rule.dim, 1, tp, expert=expert)
     if len(set(lengths)) == 1:
         return Partition(rule.dim, len(lengths), tp, expert=expert)
     return Partition(rule.dim, expert=expert, fused=tuple(Section(length, tp) for length in lengths))
@@ -161,6 +161,24 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
     return [share if length is None else length for length in known]
 
 
+def _places(rule: Rule, lengths: Sequence[int], sizes: Sizes) -> list[list[HeadRun]]:
+    """Where each member's elements lie along NxD's dimension."""
+    found, start = [], 0
+    if not rule.interleaved:
+        for member, length in zip(rule.members, lengths, strict=True):
+            found.append([run._replace(nxd=start + run.nxd) for run in _runs(member, length, sizes)])
+            start += length
+        return found
+    if sizes.kv_size_multiplier != 1:
+        raise InvalidArgument(f"{rule.nxd.text} holds each key-value head once; leave out kv_size_multiplier")
+    groups = sizes.get("kv_heads")
+    group = sum(lengths) // groups
+    for share in (length // groups for length in lengths):
+        found.append([HeadRun(start + number * group, number * share, share) for number in range(groups)])
+        start += share
+    return found
+
+
 def _runs(member: RuleMember, length: int, sizes: Sizes) -> list[HeadRun]:
     """The stretches of a member's elements along the dimension, counted from its own start."""
     if member.heads:
@@ -181,14 +199,14 @@ def _laid_out(rule: Rule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tu
 
 
 def _pieces(
-    rule: Rule, laid_out: tuple[int, ...], start: int, index: int | None, runs: Sequence[HeadRun]
+    rule: Rule, laid_out: tuple[int, ...], index: int | None, runs: Sequence[HeadRun]
 ) -> Iterator[Piece]:
     whole = Box.whole(laid_out)
     for run in runs:
         local = there = whole
         if rule.dim is not None:
             local = whole.narrowed(rule.dim, run.hf, run.length)
-            there = whole.narrowed(rule.dim, start + run.nxd, run.length)
+            there = whole.narrowed(rule.dim, run.nxd, run.length)
         yield Piece(local, there if index is None else there.narrowed(0, index, 1))
 
 

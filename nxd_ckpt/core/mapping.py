@@ -86,6 +86,7 @@ class Rule:
         dim: the dimension of the NxD tensor that is cut over tensor-parallel ranks, each member by itself; None where
             all ranks hold it whole.
         transposed: the last two dimensions are swapped.
+        interleaved: members do not lie side by side, but head by head: for each key-value head, its part of each.
         stacked: the placeholder that only ``members`` have: the NxD tensor has a first dimension more, one index for
             each number of it, which is cut over expert-parallel ranks.
         optional: not every model has it (a bias).
@@ -97,6 +98,7 @@ class Rule:
     members: tuple[RuleMember, ...]
     dim: int | None = None
     transposed: bool = False
+    interleaved: bool = False
     stacked: str | None = None
     optional: bool = False
     variant: str | None = None

@@ -54,6 +54,7 @@ def _rule(document: Any, where: str) -> Rule:
         tuple(RuleMember(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
         dim=reader.take("dim", int, None),
         transposed=reader.take("transposed", bool, False),
+        interleaved=reader.take("interleaved", bool, False),
         stacked=reader.take("stacked", str, None),
         optional=reader.take("optional", bool, False),
         variant=reader.take("variant", str, None),
@@ -73,6 +74,8 @@ def _check_rule(rule: Rule, where: str) -> None:
             raise InvalidArgument(f"{where}: heads must be 'query' or 'kv', found {member.heads!r}")
         if member.rows is not None and member.rows not in CONFIG_KEYS:
             raise InvalidArgument(f"{where}: rows must be one of {[*CONFIG_KEYS]}, found {member.rows!r}")
+    if rule.interleaved and not all(member.heads for member in rule.members):
+        raise InvalidArgument(f"{where}: interleaved tensors need heads, 'query' or 'kv' for each")
     if rule.dim is not None and rule.dim < (rule.stacked is not None):
         raise InvalidArgument(f"{where}: dim must be a dimension of the tensor, and not the stacked one")
     if rule.dim is None and (len(rule.members) > 1 or rule.members[0].heads or rule.members[0].rows):

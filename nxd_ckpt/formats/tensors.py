@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.limits import TENSOR_NBYTES, shown
+from nxd_ckpt.core.limits import TENSOR_NBYTES, check_sizes, shown
 from nxd_ckpt.errors import HostExhausted, InvalidArgument, MalformedFile
 
 Path = tuple[Any, ...]
@@ -185,22 +185,25 @@ class TensorReference:
     """Stands for a tensor kept in another file, ``NAME.pt.tensors/tensor_{tid}.pt``.
 
     On disk it is torch-xla's class of this name (``torch_xla.utils.serialization``), which is neither
-    imported nor needed here.
+    imported nor needed here. That of neuronx-nemo-megatron knows dtype and shape of the tensor too, ``about`` it.
     """
 
-    __slots__ = ("tid",)
+    __slots__ = ("about", "tid")
 
     def __init__(self, tid: int) -> None:
-        self.tid = tid
+        self.tid, self.about = tid, dict[str, Any]()
 
     def __getstate__(self) -> dict[str, int]:
         return {"tid": self.tid}
 
     def __setstate__(self, state: object) -> None:
-        tid = state.get("tid") if isinstance(state, dict) else None
+        state = state if isinstance(state, dict) else {}
+        tid = state.get("tid")
         if type(tid) is not int or not 0 <= tid <= TENSOR_NBYTES:
             raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {shown(tid)}")
-        self.tid = tid
+        self.tid, self.about = tid, {}
+        if isinstance(state.get("dtype"), torch.dtype) and "shape" in state:
+            self.about = {"dtype": state["dtype"], "shape": check_sizes(state["shape"], "a tensor reference")}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorReference) and self.tid == other.tid

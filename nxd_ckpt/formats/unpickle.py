@@ -157,7 +157,7 @@ class _Trusting(pickle.Unpickler):
 
 
 def _is_reference(module: str, name: str) -> bool:
-    return name == "TensorReference" and module.startswith(("torch_xla.", "neuronx_distributed."))
+    return name == "TensorReference" and module.startswith(("torch_xla.", "neuronx_distributed.", "nemo."))
 
 
 class _Parts:

@@ -159,7 +159,7 @@ class TagFiles:
 
         def follow(reference: TensorReference) -> TensorStub | MissingTensor:
             path = paths[reference.tid]
-            about = info.get(reference.tid, {})
+            about = info.get(reference.tid, reference.about)
             tensor_file = names.tensor_file(file, reference.tid)
             if not self.has(tensor_file) and about.get("expert_model_parallel") is False:
                 tensor_file = elsewhere.get(path, tensor_file)
@@ -175,7 +175,7 @@ class TagFiles:
                 )
             if (dtype, shape) not in ((None, None), (stub.dtype, stub.shape)):
                 raise MalformedFile(
-                    f"{self.key(tensor_file)}: {names.info_file(file)} says {dtype} {shape}, "
+                    f"{self.key(tensor_file)}: {names.info_file(file) if info else file} says {dtype} {shape}, "
                     f"found {stub.dtype} {stub.shape}: the tag mixes files of two saves"
                 )
             return stub

@@ -24,6 +24,9 @@ Given = str | os.PathLike[str] | Mapping[str, Any] | None
 INFERENCE = "nxd_inference"
 """The one whose names are those of NxD inference."""
 
+NEMO = "nemo_llama"
+"""The one whose names are those of a Llama of neuronx-nemo-megatron."""
+
 _YAML = (".yaml", ".yml")
 
 

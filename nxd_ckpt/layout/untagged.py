@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.layout import presharded, torch_xla_files
+from nxd_ckpt.layout import nemo, presharded, torch_xla_files
 from nxd_ckpt.layout.dcp_directory import DcpDirectory
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.tag import TagLayout
@@ -30,6 +30,8 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     """
     if storage.is_file(key):
         folder, _, file = key.rpartition("/")
+        if nemo.is_of_rank(key):
+            return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0]), file)
         return torch_xla_files.open_files(TagFiles(storage, folder), file)
     files = TagFiles(storage, key)
     listing = set(files.names())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
-from nxd_ckpt.layout import legacy, names, presharded, tiered, torch_xla_files
+from nxd_ckpt.layout import legacy, names, nemo, presharded, tiered, torch_xla_files
 from nxd_ckpt.layout.torch_dcp import METADATA
 from nxd_ckpt.storage.base import Storage
 
@@ -48,7 +48,6 @@ STAGE_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
 
 _SHARDS = "shards"
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
-_NEMO_RANK = re.compile(r"tp_rank_\d{2,}(?:_pp_rank_\d{3,})?")
 
 _Names = Mapping[str, bool]
 """Name -> whether it is a directory."""
@@ -62,12 +61,14 @@ def recognise(storage: Storage, folder: str) -> Recognised:
         MalformedFile: it is two at once.
     """
     if storage.is_file(folder):
-        return Recognised(Writer.TORCH_XLA, folder, folder.rpartition("/")[0])
+        writer = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
+        return Recognised(writer, folder, folder.rpartition("/")[0])
     listing = dict(storage.list(folder))
     where = f"{storage.url}/{folder}" if folder else storage.url
     found = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
-    if found == [Writer.TIERED]:
-        return Recognised(Writer.TIERED, _only(tiered.saves(storage, folder), where), folder)
+    if found in ([Writer.TIERED], [Writer.NEMO]):
+        saves = (tiered if found == [Writer.TIERED] else nemo).saves(storage, folder)
+        return Recognised(found[0], _only(saves, where), folder)
     if len(found) > 1:
         both = " and ".join(writer.value for writer in found)
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
@@ -126,14 +127,9 @@ def _is_adapter(storage: Storage, folder: str, listing: _Names) -> bool:
     return any(name == "adapter_shards" or storage.is_dir(_in(folder, name, "adapter_shards")) for name in inside)
 
 
-def _is_nemo(storage: Storage, folder: str, listing: _Names) -> bool:
-    ranks = (name for name in _directories(listing) if _NEMO_RANK.fullmatch(name))
-    return any(entry.name.endswith(".ckpt") for rank in ranks for entry in storage.list(_in(folder, rank)))
-
-
 def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
     is_rank = any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing)
-    return is_rank and not _is_nemo(storage, folder, listing)
+    return is_rank and not nemo.saves(storage, folder)
 
 
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
@@ -147,7 +143,7 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.OPTIMUM: _is_optimum,
     Writer.OPTIMUM_ADAPTER: _is_adapter,
     Writer.OPTIMUM_OLD: lambda storage, folder, listing: listing.get("tensor_parallel_shards") is True,
-    Writer.NEMO: _is_nemo,
+    Writer.NEMO: lambda storage, folder, listing: bool(nemo.saves(storage, folder)),
     Writer.NXD_LEGACY: _is_legacy,
     Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
     Writer.PRESHARDED: lambda storage, folder, listing: presharded.are_there(listing),
