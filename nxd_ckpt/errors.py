@@ -5,7 +5,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     CheckpointError
     ├── InvalidArgument (ValueError)             a parameter that no rank could honour
     │   └── InvalidTag
-    ├── UnsupportedState                         SPMD, context parallel, ...: named, with what to use instead
+    ├── UnsupportedState                         SPMD, sparse tensors, ...: named, with what to use instead
     ├── UnsupportedSystem                        this operating system lacks what was asked for
     ├── CheckpointNotFound (FileNotFoundError)   no directory, no complete tag, no such tag
     │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
@@ -55,7 +55,7 @@ class InvalidTag(InvalidArgument):
 
 
 class UnsupportedState(CheckpointError):
-    """State that this library does not save (SPMD, ``Partial`` DTensors, context parallel)."""
+    """State that this library does not save (SPMD, ``Partial`` DTensors, context parallel experts)."""
 
 
 class UnsupportedSystem(CheckpointError):

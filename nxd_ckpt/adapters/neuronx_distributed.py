@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,27 +17,29 @@ _PARALLEL_STATE = "neuronx_distributed.parallel_layers.parallel_state"
 def live_topology() -> Topology | None:
     """The topology of ``parallel_state``'s replica groups, or None where they are not initialised.
 
-    neuronx-distributed is never imported: a process that uses it has done so. Raises UnsupportedState under context
-    parallelism, InvalidArgument where the ranks that NxD names files by do not follow from its groups.
+    Context-parallel ranks hold the same model, and ZeRO-1 shards over them too: to files they are data-parallel ranks,
+    ``dp_rank * cp + cp_rank``. So each writes what no other has, though NxD calls the files of all of them alike.
+
+    neuronx-distributed is never imported: a process that uses it has done so. Raises UnsupportedState for experts under
+    context parallelism, InvalidArgument where the ranks that NxD names files by do not follow from its groups.
     """
     parallel = sys.modules.get(_PARALLEL_STATE)
     if parallel is None or not parallel.model_parallel_is_initialized():
         return None
-    context = _size(parallel, "context_model")
-    if context > 1:
+    context, experts = _size(parallel, "context_model"), _size(parallel, "expert_model")
+    if context > 1 and experts > 1:
         raise UnsupportedState(
-            f"context parallelism of size {context} is not supported: its ranks share NxD's file names, and ZeRO-1 "
-            "shards over them too; save and load with context_parallel_size=1"
+            f"context parallelism of size {context} with expert parallelism of size {experts}: which ranks share an "
+            "expert is not known; save and load with context_parallel_size=1, or without experts"
         )
-    tp_groups, dp_groups, pp_groups = (_groups(parallel, name) for name in ("tensor_model", "data", "pipeline_model"))
-    topology = topology_from_groups(
-        _global_rank(parallel, tp_groups, dp_groups, pp_groups),
-        tp_groups,
-        dp_groups,
-        pp_groups,
-        ep=_size(parallel, "expert_model"),
-    )
-    _check(parallel, topology)
+    dimensions = ["tensor_model", "data", "pipeline_model", *(["context_model"] if context > 1 else [])]
+    groups = {name: _groups(parallel, name) for name in dimensions}
+    rank = _global_rank(parallel, groups)
+    tp_groups, dp_groups, pp_groups, *cp_groups = groups.values()
+    if cp_groups:
+        dp_groups = _joined(dp_groups, *cp_groups)
+    topology = topology_from_groups(rank, tp_groups, dp_groups, pp_groups, ep=experts)
+    _check(parallel, topology, context)
     return topology
 
 
@@ -53,21 +56,30 @@ def _groups(parallel: ModuleType, name: str) -> list[list[int]]:
     return [list(group) for group in get()]
 
 
-def _global_rank(parallel: ModuleType, tp: list[list[int]], dp: list[list[int]], pp: list[list[int]]) -> int:
+def _joined(dp: list[list[int]], cp: list[list[int]]) -> list[list[int]]:
+    """The data-parallel groups with the context-parallel ranks of each member, in the order of ZeRO-1's shards."""
+    context = {group[0]: group for group in cp}
+    return [[rank for first in group for rank in context[first]] for group in dp if group[0] in context]
+
+
+def _global_rank(parallel: ModuleType, groups: Mapping[str, list[list[int]]]) -> int:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    positions = ((tp, "tensor_model"), (dp, "data"), (pp, "pipeline_model"))
     candidates = [
-        {group[int(getattr(parallel, f"get_{name}_parallel_rank")())] for group in groups} for groups, name in positions
+        {group[int(getattr(parallel, f"get_{name}_parallel_rank")())] for group in found}
+        for name, found in groups.items()
     ]
     (rank,) = set.intersection(*candidates)
     return rank
 
 
-def _check(parallel: ModuleType, topology: Topology) -> None:
-    ours = {"tensor_model": topology.tp_rank, "data": topology.dp_rank, "pipeline_model": topology.pp_rank}
+def _check(parallel: ModuleType, topology: Topology, context: int) -> None:
+    dp_rank, cp_rank = divmod(topology.dp_rank, context)
+    ours = {"tensor_model": topology.tp_rank, "data": dp_rank, "pipeline_model": topology.pp_rank}
+    if context > 1:
+        ours["context_model"] = cp_rank
     if topology.ep > 1:
         ours["expert_model"] = topology.ep_rank
     theirs = {name: int(getattr(parallel, f"get_{name}_parallel_rank")()) for name in ours}

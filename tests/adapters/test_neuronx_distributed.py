@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from nxd_ckpt.adapters.neuronx_distributed import live_topology
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from tests.interop.saving import save_as_every_rank
 from tests.rigs.parallel_state import FakeParallelState, installed_parallel_state
 
 pytestmark = pytest.mark.plain
@@ -55,11 +57,45 @@ def test_older_versions_give_groups_as_lists():
         assert Topology(dp=2, tp=2, rank=3) == live_topology()
 
 
-def test_context_parallelism_is_refused():
-    """Ranks of a context group would overwrite each other's files."""
-    state = FakeParallelState(world=2)
+def context_parallel(rank: int) -> Topology:
+    """What a rank of dp=2, cp=2, tp=2 finds."""
+    with installed_parallel_state(FakeParallelState(tp=2, cp=2, world=8, rank=rank)):
+        topology = live_topology()
+    assert topology is not None
+    return topology
+
+
+def test_context_parallel_ranks_are_data_parallel_ranks_to_files():
+    """In the order of ZeRO-1's shards: those of one data-parallel rank are neighbours."""
+    found = [context_parallel(rank) for rank in range(8)]
+    assert [Topology(dp=4, tp=2, rank=rank) for rank in range(8)] == found
+    assert [0, 0, 1, 1, 2, 2, 3, 3] == [topology.dp_rank for topology in found]
+
+
+def test_context_parallel_ranks_write_the_model_once_and_their_own_shards(tmp_path):
+    """NxD calls the files of all of them alike, and each would overwrite another's."""
+    topologies = [context_parallel(rank) for rank in range(8)]
+
+    def what(rank):
+        state = {0: {"step": 3, "exp_avg": torch.full((1, 4), float(topologies[rank].dp_rank))}}
+        options = {"lr": 0.1, "params": [0]}
+        shapes = {0: torch.Size([4, 4])}
+        optimizer = {"state": {}, "param_groups": [options], "base_state": state, "shape_info": shapes}
+        return {"model": {"w": torch.ones(4, 4)}, "optimizer": optimizer, "param_names": [["w"]]}
+
+    save_as_every_rank(tmp_path, "t", topologies, what, durable=False, zero1_optimizer=True)
+    expected = {f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_00.pt": float(dp) for dp in range(4) for tp in range(2)}
+    written = {path.name: torch.load(path)["base_state"][0]["exp_avg"] for path in (tmp_path / "t/optim").iterdir()}
+    assert expected == {name: shard.unique().item() for name, shard in written.items()}
+    ranks = [f"dp_rank_00_tp_rank_0{tp}_pp_rank_00.pt" for tp in range(2)]
+    assert ranks == sorted(path.name for path in (tmp_path / "t/model").iterdir())
+
+
+def test_context_parallelism_with_experts_is_refused():
+    """How NxD then shares experts among ranks is not known."""
+    state = FakeParallelState(ep=2, world=2)
     vars(state)["get_context_model_parallel_size"] = lambda: 2
-    with installed_parallel_state(state), pytest.raises(UnsupportedState, match="context parallelism of size 2"):
+    with installed_parallel_state(state), pytest.raises(UnsupportedState, match="of size 2 with expert parallelism"):
         live_topology()
 
 

@@ -17,10 +17,11 @@ class FakeParallelState:
     """The query functions of NxD's ``parallel_state``, as rank ``rank`` of ``world`` would see them.
 
     ``get_D_parallel_rank()``, ``get_D_parallel_size()`` and ``get_D_parallel_replica_groups()`` for D in
-    data, tensor_model, pipeline_model, expert_model and expert_data; groups hold global ranks.
+    data, tensor_model, pipeline_model, expert_model and expert_data, and context_model with ``cp`` above 1; groups hold
+    global ranks.
 
     Args:
-        tp, pp, ep, world: sizes; data parallel is what is left of ``world``.
+        tp, pp, ep, cp, world: sizes; data parallel is what is left of ``world``.
         rank: the global rank that asks.
         tp_groups: the tensor-parallel groups, where they are not runs of ``tp`` consecutive ranks: in order
             of pipeline stage, then data-parallel rank, each in order of tensor-parallel rank. Trn1 with tp =
@@ -28,7 +29,7 @@ class FakeParallelState:
             ranks: ``[[0, 2, 4, 6], [1, 3, 5, 7]]``.
         initialized: what ``model_parallel_is_initialized()`` says.
 
-    Source: neuronx-distributed 0.18. Ranks are ordered pp outermost, then dp, then tp; ep splits dp, ep
+    Source: neuronx-distributed 0.18. Ranks are ordered pp outermost, then dp, then cp, then tp; ep splits dp, ep
     faster.
 
     Raises:
@@ -45,8 +46,9 @@ class FakeParallelState:
         *,
         tp_groups: Sequence[Sequence[int]] | None = None,
         initialized: bool = True,
+        cp: int = 1,
     ) -> None:
-        dp, rest = divmod(world, tp * pp)
+        dp, rest = divmod(world, tp * pp * cp)
         if rest or dp < 1 or dp % ep or not 0 <= rank < world:
             raise InvalidArgument(f"rank {rank} of {world} with tp={tp}, pp={pp}, ep={ep}: the sizes do not fit")
         groups = [list(group) for group in tp_groups or [range(i, i + tp) for i in range(0, world, tp)]]
@@ -54,16 +56,18 @@ class FakeParallelState:
             raise InvalidArgument(f"tp_groups={groups}: expected groups of {tp} that hold {world} ranks once each")
         self._rank = rank
         self._initialized = initialized
-        stages = [groups[first : first + dp] for first in range(0, pp * dp, dp)]
-        data = [list(ranks) for stage in stages for ranks in zip(*stage, strict=True)]
+        stages = [groups[first : first + dp * cp] for first in range(0, pp * dp * cp, dp * cp)]
+        data = [list(ranks) for stage in stages for at in range(cp) for ranks in zip(*stage[at::cp], strict=True)]
+        context = [groups[first : first + cp] for first in range(0, pp * dp * cp, cp)]
         self._groups: dict[str, list[list[int]]] = {
             "data": data,
             "tensor_model": groups,
             "pipeline_model": [list(ranks) for ranks in zip(*(_flat(stage) for stage in stages), strict=True)],
             "expert_model": [group[i : i + ep] for group in data for i in range(0, dp, ep)],
             "expert_data": [group[i::ep] for group in data for i in range(ep)],
+            "context_model": [list(ranks) for group in context for ranks in zip(*group, strict=True)],
         }
-        for dimension in _DIMENSIONS:
+        for dimension in (*_DIMENSIONS, *(["context_model"] if cp > 1 else [])):
             for kind in ("rank", "size", "replica_groups"):
                 setattr(self, f"get_{dimension}_parallel_{kind}", self._query(dimension, kind))
 
