@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.convert.conversion import convert
-from nxd_ckpt.convert.export import export_checkpoint
+from nxd_ckpt.convert.export import Export, export_checkpoint
 from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.job import HuggingFaceTarget, Job, metrics_of
 from nxd_ckpt.convert.locations import locate_apart, locate_output
@@ -27,7 +27,9 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.layout.mappings import INFERENCE, Given, find_mapping, inference_sizes
+from nxd_ckpt.layout.writers import Writer
 from nxd_ckpt.options.execution import ExecutionOptions
+from nxd_ckpt.options.hugging_face import ExportKeywords
 from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
 from nxd_ckpt.options.torch_forms import ToDcpOptions
 from nxd_ckpt.runtime.views.dcp_state import DcpState
@@ -70,9 +72,10 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
 
     ``src`` is recognised by its files: a tag of neuronx-distributed's or of ours, a checkpoint of
     neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), neuronx-nemo-megatron
-    (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP or SageMaker's tiered storage. Model and optimizer get Hugging Face's names (TorchTitan's for that), whole tensors on
-    one rank; where NxD's optimizer kept master weights they are the model. The input is only read, its digests are
-    verified on the way, and ``dst`` appears when all of it is written. Keywords are the fields of
+    (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP or SageMaker's tiered storage. Model and optimizer get
+    Hugging Face's names (TorchTitan's for that), whole tensors on one rank; where NxD's optimizer kept master weights
+    they are the model. Of an adapter PEFT's files are made. The input is only read, its digests are verified on the
+    way, and ``dst`` appears when all of it is written. Keywords are the fields of
     :class:`~nxd_ckpt.options.migration.MigrateOptions`.
 
     Args:
@@ -92,6 +95,10 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     whole = not chosen.model_only
     unnamed = whole and chosen.saved_param_names is None
     origin = find_origin(src, chosen.storage_options, optimizer=whole, names=unnamed)
+    if origin.writer is Writer.OPTIMUM_ADAPTER:
+        done = _as_adapter(origin, dst, chosen)
+        found = (done.target, origin.writer.value, chosen.to, done.mapping, None, done.nbytes, origin.left_out)
+        return Migration(os.fspath(src), *found)
     with origin.opened.kept():
         terms = _terms(origin, chosen)
         seen = HuggingFaceTag(origin.opened, terms)
@@ -189,25 +196,40 @@ def _sizes(origin: Origin, chosen: MigrateOptions, mapping: ModelMapping, config
 def _as_hugging_face(
     origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
 ) -> tuple[str, int]:
-    done = export_checkpoint(
-        join(origin.place.directory, origin.place.name),
-        dst,
-        config=_config(origin, chosen),
-        mapping=_given(origin, chosen),
-        kv_size_multiplier=terms.sizes.kv_size_multiplier,
-        hardware=_named(terms.sizes.hardware),
-        dtype=chosen.dtype,
-        size_per_shard=chosen.size_per_shard,
-        optimizer=seen.parts.optimizer is not None,
-        saved_param_names=terms.param_names,
-        overwrite=chosen.overwrite,
-        dry_run=chosen.dry_run,
-        storage_options=chosen.storage_options,
-        output_options=chosen.output_options,
-        durable=chosen.durable,
-        progress=chosen.progress,
-    )
+    of_tag: ExportKeywords = {
+        "kv_size_multiplier": terms.sizes.kv_size_multiplier,
+        "hardware": _named(terms.sizes.hardware),
+        "optimizer": seen.parts.optimizer is not None,
+        "saved_param_names": terms.param_names,
+    }
+    done = _exported(origin, dst, chosen, of_tag)
     return done.target, done.nbytes
+
+
+def _as_adapter(origin: Origin, dst: StrPath, chosen: MigrateOptions) -> Export:
+    if chosen.to != "hf":
+        raise UnsupportedState(
+            f"{origin.place.path} is an adapter without its base model, and training continues with both; migrate it "
+            "to the form hf, which peft loads onto the base"
+        )
+    return _exported(origin, dst, chosen, {"kv_size_multiplier": origin.kv_size_multiplier or 1})
+
+
+def _exported(origin: Origin, dst: StrPath, chosen: MigrateOptions, terms: ExportKeywords) -> Export:
+    options: ExportKeywords = {
+        **terms,
+        "config": _config(origin, chosen),
+        "mapping": _given(origin, chosen),
+        "dtype": chosen.dtype,
+        "size_per_shard": chosen.size_per_shard,
+        "overwrite": chosen.overwrite,
+        "dry_run": chosen.dry_run,
+        "storage_options": chosen.storage_options,
+        "output_options": chosen.output_options,
+        "durable": chosen.durable,
+        "progress": chosen.progress,
+    }
+    return export_checkpoint(join(origin.place.directory, origin.place.name), dst, **options)
 
 
 def _named(hardware: str) -> Hardware:

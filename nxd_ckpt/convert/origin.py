@@ -11,19 +11,21 @@ from nxd_ckpt.adapters.parameters import is_tensor
 from nxd_ckpt.convert.locations import Location, locate_any
 from nxd_ckpt.convert.source import open_any, refuse_mixed_ranks
 from nxd_ckpt.core import document
-from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_metadata
+from nxd_ckpt.core.optimum_metadata import SHARDED_METADATA, TIED_HEAD, OptimumMetadata, old_mapping, read_metadata
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.mappings import INFERENCE, NEMO, Given
-from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES
+from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES, are_trainers
 from nxd_ckpt.layout.writers import STAGE_METADATA, Recognised, Writer, recognise
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.group_names import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, join
 
 _SHOWN = 8
+_OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
 _STEP = re.compile(r"step=(\d+)")
 
 
@@ -75,7 +77,8 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
     if found.writer in (Writer.TIERED, Writer.NEMO):
         place = Location(place.directory, found.tag, options)
     elif found.tag != place.name:
-        place = Location(join(place.directory, place.name), found.tag.rpartition("/")[2], options)
+        above, _, tag = found.tag.rpartition("/")
+        place = Location(join(place.directory, above), tag, options)
     opened = open_any(place)
     with opened.kept():
         if optimizer:
@@ -124,7 +127,8 @@ def _nemo(origin: Origin, storage: Storage, found: Recognised, names: bool) -> O
     content = described.content or {}
     step = content.get("global_step")
     has_zero1 = _inside(content, "hyper_parameters", "cfg").get("wrap_with_zero") is True
-    lost = ["the ZeRO-1 optimizer, whose files are not there"] if has_zero1 and not origin.opened.parts.optimizer else []
+    is_lost = has_zero1 and origin.opened.parts.optimizer is None
+    lost = ["the ZeRO-1 optimizer, whose files are not there"] if is_lost else []
     return replace(
         described,
         mapping=NEMO,
@@ -140,6 +144,16 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
     opened, beside = origin.opened, TagFiles(storage, found.beside)
     metadata = _metadata(TagFiles(storage, found.tag), opened)
     _refuse_other_model(metadata, beside, opened)
+    return replace(
+        _with_trainer(origin, beside, origin.place.directory),
+        mapping=metadata.document,
+        kv_size_multiplier=metadata.kv_size_multiplier or 1,
+        param_names=group_names(opened, metadata.stages) if names else None,
+    )
+
+
+def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
+    """With what transformers' trainer left in ``folder``."""
     state = _json(beside, "trainer_state.json")
     step, tokens = state.get("global_step"), state.get("num_input_tokens_seen")
     scheduler, left_out = _plain(beside, "scheduler.pt")
@@ -147,13 +161,9 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
         left_out.append("training_args.bin (a pickled object of transformers)")
     if any(map(RANDOM_STATES.fullmatch, beside.names())):
         left_out.append("the ranks' state of random numbers (rng_state*.pth)")
-    place = origin.place
     return replace(
         origin,
-        config=place.directory if beside.has("config.json") else None,
-        mapping=metadata.document,
-        kv_size_multiplier=metadata.kv_size_multiplier or 1,
-        param_names=group_names(opened, metadata.stages) if names else None,
+        config=folder if beside.has("config.json") else None,
         step=step if isinstance(step, int) else None,
         tokens=tokens if isinstance(tokens, int) else 0,
         scheduler=scheduler,
@@ -162,10 +172,43 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
     )
 
 
+def _adapter(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """An adapter that optimum-neuron trained: a tag without an optimizer; what else is there is of the whole run."""
+    name = directory_and_name(origin.place.directory)[1].partition("_")[2]
+    metadata = _metadata(TagFiles(storage, found.tag), origin.opened, adapter=name)
+    beside = TagFiles(storage, found.beside)
+    return replace(
+        origin,
+        mapping=metadata.document,
+        kv_size_multiplier=metadata.kv_size_multiplier or 1,
+        left_out=tuple(file for file in _OF_THE_RUN if beside.has(file)),
+    )
+
+
+def _old_optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """Optimum-neuron before 0.0.22: NxD's files of ranks, which say of each parameter along which dimension it is cut;
+    config.json and the trainer's files beside them."""
+    described = _tag(origin, storage, found, names)
+    files, cuts, computed = TagFiles(storage, found.tag), dict[str, Any](), list[str]()
+    for rank in legacy.first_of_stages(files):
+        content = files.tree(rank)
+        cuts |= _inside(content, SHARDED_METADATA)
+        computed += [name for name in _inside(content, "model") if name.endswith(COMPUTED)]
+    return replace(
+        _with_trainer(described, TagFiles(storage, found.beside), origin.place.directory),
+        mapping=old_mapping(cuts, computed, origin.opened.where),
+        kv_size_multiplier=1,
+        param_names=group_names(origin.opened) if names else None,
+    )
+
+
 def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
     """A script's own dict, by torch-xla or torch DCP: names are those of the model that it trained."""
     opened = origin.opened
     described = _tag(origin, storage, found, names)
+    beside = TagFiles(storage, found.beside)
+    if found.writer is Writer.TORCH_XLA and found.tag == found.beside and are_trainers(beside.names()):
+        described = _with_trainer(described, beside, join(origin.place.directory, origin.place.name))
     if not opened.parts.model:
         raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[found.writer]}")
     model = opened.model_tree(Coordinates())
@@ -177,7 +220,7 @@ def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) ->
     steps = (value for key in ("step", "global_step") if type(value := (described.content or {}).get(key)) is int)
     return replace(
         described,
-        step=next(steps, None),
+        step=described.step if described.step is not None else next(steps, None),
         mapping={"format_version": 1, "name": "the model's own names", "rules": rules},
         kv_size_multiplier=1,
         param_names=group_names(opened, [list(first.values())]) if names else None,
@@ -200,6 +243,8 @@ _DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin
     Writer.TIERED: _script,
     Writer.PRESHARDED: _presharded,
     Writer.OPTIMUM: _optimum,
+    Writer.OPTIMUM_ADAPTER: _adapter,
+    Writer.OPTIMUM_OLD: _old_optimum,
     Writer.NEMO: _nemo,
 }
 _NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
@@ -212,7 +257,7 @@ _HINTS: Mapping[Writer, str] = {
 }
 
 
-def _metadata(files: TagFiles, opened: OpenTag) -> OptimumMetadata:
+def _metadata(files: TagFiles, opened: OpenTag, adapter: str | None = None) -> OptimumMetadata:
     """What describes the stages. Raises PartNotFound where a stage lacks it, UnsupportedState for the older form."""
     found = {int(match[1]): match[0] for match in map(STAGE_METADATA.fullmatch, files.names()) if match is not None}
     missing = [number for number in range(opened.topology.pp) if number not in found]
@@ -227,7 +272,8 @@ def _metadata(files: TagFiles, opened: OpenTag) -> OptimumMetadata:
             f"{files.where(old[0])}: metadata of optimum-neuron before 0.2.1, which is not carried; pass "
             "the tag itself to `nxd-ckpt export`, with config= and kv_size_multiplier= of the job"
         )
-    metadata = read_metadata({files.where(found[stage]): _json(files, found[stage]) for stage in sorted(found)})
+    by_name = {files.where(found[stage]): _json(files, found[stage]) for stage in sorted(found)}
+    metadata = read_metadata(by_name, adapter)
     if metadata.tp not in (None, opened.topology.tp):
         raise MalformedFile(
             f"{opened.where}: its metadata is of {metadata.tp} tensor-parallel ranks, its files are of "
@@ -242,6 +288,8 @@ def _refuse_other_names(metadata: OptimumMetadata, opened: OpenTag) -> None:
         held = opened.model_tree(Coordinates(stage))
         absent = [name for name in names if name not in held]
         unlisted = [name for name in held if name not in {*names, TIED_HEAD} and not name.endswith(COMPUTED)]
+        if metadata.adapter is not None:  # biases are listed as the base's
+            unlisted = []
         if absent or unlisted:
             raise MalformedFile(
                 f"{opened.where}: metadata of stage {stage} lists {', '.join(absent[:_SHOWN]) or 'nothing'} that the "

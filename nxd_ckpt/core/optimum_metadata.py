@@ -12,14 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nxd_ckpt.core.adapter_mapping import PREFIX
 from nxd_ckpt.core.entries import checked
+from nxd_ckpt.core.lora import is_adapter, without_base_layer
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_WHOLE = "modules_to_save"
+"""What is trained as a whole beside an adapter."""
+_ADAPTED = re.compile(rf"\.original_module|\.{_WHOLE}\.[^.]+")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Optimum-neuron pads these to a multiple of the ranks."""
 TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Of tied ones, the name that is not listed, and the one that is."""
+SHARDED_METADATA = "sharded_metadata"
+"""The key of each rank's dict under which versions before 0.0.22 say how parameters are cut."""
 
 
 @dataclass
@@ -31,6 +38,8 @@ class OptimumMetadata:
         stages: the parameters of each stage, in the model's order.
         tp: tensor-parallel ranks; None where nothing was cut or made of several.
         heads, kv_heads, kv_size_multiplier: of the attention layers; None where they were not changed.
+        adapter: which adapter of the model was saved, in place of the model itself; then ``document`` is about the
+            base, under the names that it has there, and ``stages`` are of that adapter.
     """
 
     document: dict[str, Any]
@@ -39,17 +48,18 @@ class OptimumMetadata:
     heads: int | None = None
     kv_heads: int | None = None
     kv_size_multiplier: int | None = None
+    adapter: str | None = None
     _rules: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
 
-def read_metadata(files: Mapping[str, Mapping[str, Any]]) -> OptimumMetadata:
-    """What the files say, by name in order of their stages.
+def read_metadata(files: Mapping[str, Mapping[str, Any]], adapter: str | None = None) -> OptimumMetadata:
+    """What the files say, by name in order of their stages; of a model, or of that ``adapter`` of one.
 
     Raises:
         MalformedFile: they are not such metadata, or contradict each other.
         UnsupportedState: they describe what no rule can.
     """
-    found = OptimumMetadata({}, [])
+    found = OptimumMetadata({}, [], adapter=adapter)
     for where, content in files.items():
         try:
             _add_stage(found, content, where)
@@ -57,24 +67,53 @@ def read_metadata(files: Mapping[str, Mapping[str, Any]]) -> OptimumMetadata:
             raise MalformedFile(
                 f"{where}: not the metadata of optimum-neuron 0.2.1 to 0.4 ({type(error).__name__}: {error})"
             ) from error
-    if TIED_HEAD not in found._rules and _EMBEDDING in found._rules:  # tied: one parameter under two names
-        found._rules[TIED_HEAD] = {**found._rules[_EMBEDDING], "nxd": TIED_HEAD, "hf": [TIED_HEAD], "optional": True}
-    found.document = {
+    found.document = _document(found._rules)
+    return found
+
+
+def old_mapping(cuts: Mapping[str, Any], computed: Sequence[str], where: str) -> dict[str, Any]:
+    """The mapping that ``sharded_metadata`` of all stages says: nothing was fused, renamed or repeated. What is
+    ``computed`` is left out.
+
+    Raises MalformedFile for another structure.
+    """
+    try:
+        rules = {name: _old_rule(name, cut) for name, cut in checked(dict, cuts).items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedFile(
+            f"{where}: expected sharded_metadata of optimum-neuron before 0.0.22 ({type(error).__name__}: {error})"
+        ) from error
+    return _document(rules, computed)
+
+
+def _document(rules: dict[str, dict[str, Any]], computed: Sequence[str] = ()) -> dict[str, Any]:
+    if TIED_HEAD not in rules and _EMBEDDING in rules:  # tied: one parameter under two names
+        rules[TIED_HEAD] = {**rules[_EMBEDDING], "nxd": TIED_HEAD, "hf": [TIED_HEAD], "optional": True}
+    return {
         "format_version": 1,
         "name": "optimum-neuron",
         "tied": {TIED_HEAD: _EMBEDDING},
-        "rules": list(found._rules.values()),
+        "ignored": list(computed),
+        "rules": list(rules.values()),
     }
-    return found
+
+
+def _old_rule(name: str, cut: Mapping[str, Any]) -> dict[str, Any]:
+    if cut["kind"] != "sharded":
+        return {"nxd": name, "hf": [name]}
+    heads = {"heads": ["kv"]} if ".k_proj." in name or ".v_proj." in name else {}  # their number is compared
+    rows = {"rows": "vocab"} if name.endswith(_VOCABULARY) else {}
+    return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **heads, **rows}
 
 
 def _add_stage(found: OptimumMetadata, content: Mapping[str, Any], where: str) -> None:
     parameters: Mapping[str, Mapping[str, Any]] = checked(dict, content["parameters"])
-    found.stages.append(list(parameters))
+    found.stages.append(_saved(found, parameters))
+    parameters = {_in_base(name): cut for name, cut in parameters.items() if not is_adapter(name)}
     made: set[str] = set()
     for module in content["model_weight_transformation_specs"]:
         for kind, spec in module["specs"]:
-            if spec["peft_type"] is not None:
+            if spec["peft_type"] is not None and (found.adapter is None or spec["peft_type"] != "lora"):
                 raise UnsupportedState(
                     f"{where}: {module['module_fully_qualified_name']} has {spec['peft_type']} adapters, which are "
                     "not carried; merge them into the model with optimum-neuron first"
@@ -89,6 +128,19 @@ def _add_stage(found: OptimumMetadata, content: Mapping[str, Any], where: str) -
             _add(found, _plain(name, cut, where), where)
         if cut["tensor_model_parallel"]:
             _agree(found, "tp", checked(int, cut["num_partitions"]), where)
+
+
+def _saved(found: OptimumMetadata, parameters: Mapping[str, Any]) -> list[str]:
+    """The names in the tag of those of a model, or of the adapter."""
+    if found.adapter is None:
+        return list(parameters)
+    own = re.compile(rf"(?<=lora_[AB])\.{re.escape(found.adapter)}\b|\.{_WHOLE}\.{re.escape(found.adapter)}\b")
+    return [own.sub("", name) for name in parameters if own.search(name)]
+
+
+def _in_base(name: str) -> str:
+    """What a tensor was called before the model got adapters."""
+    return _ADAPTED.sub("", without_base_layer(name))
 
 
 def _plain(name: str, cut: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -164,7 +216,8 @@ def _tensors(spec: Mapping[str, Any]) -> Sequence[str]:
 
 def _add(found: OptimumMetadata, rule: dict[str, Any], where: str) -> None:
     """The rule for all layers at once. They are alike."""
-    general = {**rule, "nxd": _any_layer(rule["nxd"]), "hf": [_any_layer(name) for name in rule["hf"]]}
+    names = [_any_layer(name.removeprefix(PREFIX)) for name in rule["hf"]]
+    general = {**rule, "nxd": _any_layer(rule["nxd"]), "hf": names}
     known = found._rules.setdefault(general["nxd"], general)
     if known != general:
         raise MalformedFile(

@@ -52,6 +52,16 @@ def parse_zero1(name: str) -> ParsedName | None:
     return None if match is None else ParsedName(int(match[1]), None, int(match[2]), 0)
 
 
+def first_of_stages(files: TagFiles) -> list[str]:
+    """The file of the first tensor-parallel rank of each pipeline stage."""
+    found = [(ranks, name) for name in files.names() if (ranks := parse(name)) is not None]
+    return [_payload_file(files, name) for ranks, name in sorted(found) if ranks.tp == ranks.dp == 0]
+
+
+def _payload_file(files: TagFiles, name: str) -> str:
+    return f"{name}/{_INNER}" if files.names()[name] else name
+
+
 class LegacyTag:
     """One such directory; see :class:`nxd_ckpt.layout.tag.TagLayout` for what the methods promise."""
 
@@ -134,7 +144,7 @@ class LegacyTag:
 
     def _payload(self, at: Coordinates) -> Payload:
         name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
-        payload = self.files.joined(f"{name}/{_INNER}" if self.files.names()[name] else name)
+        payload = self.files.joined(_payload_file(self.files, name))
         if not isinstance(payload, dict):
             raise MalformedFile(
                 f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}"

@@ -59,7 +59,8 @@ def saves(storage: Storage, folder: str) -> list[str]:
 
 
 def open_files(files: TagFiles, name: str) -> NemoFiles:
-    """The checkpoint of that name. Raises PartNotFound where ranks' files are missing, MalformedFile for two layouts."""
+    """The checkpoint of that name. Raises PartNotFound where a rank's file is missing, MalformedFile for two layouts.
+    """
     folders = [folder for folder, is_dir in files.names().items() if is_dir and _parse(folder)]
     ranks = {parsed: folder for folder in folders if (parsed := _parse(folder))}
     if len(ranks) < len(folders):
@@ -161,7 +162,8 @@ class NemoFiles(PayloadFile):
             [_layers(chunk) for chunk in self._chunks(self._read_payload(self._file(at)), at)] for at in stages
         ]
         if len({len(chunks) for chunks in counts}) > 1:
-            raise MalformedFile(f"{self.where}: stages hold {list(map(len, counts))} virtual stages; expected one number")
+            numbers = list(map(len, counts))
+            raise MalformedFile(f"{self.where}: stages have {numbers} virtual stages; expected one number")
         first, found = 0, [[0] * len(chunks) for chunks in counts]
         for chunk in range(len(counts[0])):
             for stage, layers in enumerate(counts):

@@ -1,4 +1,5 @@
-"""Checkpoints that torch-xla's scripts save with ``xm.save``: one file, or with FSDP one of each rank."""
+"""Checkpoints that torch-xla's scripts save with ``xm.save``: one file, or with FSDP one of each rank; of transformers'
+trainer two of each, model and optimizer."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from nxd_ckpt.layout.payload_file import PayloadFile
 RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
 """What transformers' trainer, and so optimum-neuron's, keeps of random numbers beside the model, for each rank."""
 
+_TRAINERS = re.compile(r"(rank\d+-of-\d+-)pytorch_model\.bin")
+_OPTIMIZER = "optimizer.pt"
 _SHOWN = 8
 _RANK, _WORLD_SIZE = "rank", "world_size"
 
@@ -24,6 +27,11 @@ _RANK, _WORLD_SIZE = "rank", "world_size"
 def are_there(names: Iterable[str]) -> bool:
     """Whether a directory of these files holds such a checkpoint."""
     return any(map(_is_payload, names))
+
+
+def are_trainers(names: Iterable[str]) -> bool:
+    """Whether it is one of transformers' trainer, which keeps the whole model beside the ranks' files."""
+    return any(map(_TRAINERS.fullmatch, names))
 
 
 def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
@@ -50,18 +58,35 @@ def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
         return PayloadFile(files, alone[0], found[alone[0]])
     with parsing(where, "a checkpoint of torch-xla's FSDP"):
         ordered = _by_rank(sharded, where)
+    without = [name for name, payload in sharded.items() if payload.optimizer is None]
+    if 0 < len(without) < len(sharded):
+        raise PartNotFound(f"{where}: no optimizer is beside {_listed(without)}, and one beside others")
     return FsdpFiles(files, ordered, [sharded[name] for name in ordered])
 
 
 def _is_payload(name: str) -> bool:
-    return name.endswith(".pth") and not RANDOM_STATES.fullmatch(name)
+    return _TRAINERS.fullmatch(name) is not None or (name.endswith(".pth") and not RANDOM_STATES.fullmatch(name))
 
 
 def _payload(files: TagFiles, name: str) -> Payload:
+    content = _dict(files, name)
+    of_trainer = _TRAINERS.fullmatch(name)
+    if of_trainer is None or not files.has(f"{of_trainer[1]}{_OPTIMIZER}"):
+        return Payload(content)
+    optimizer = _dict(files, f"{of_trainer[1]}{_OPTIMIZER}")
+    if optimizer.get(METADATA) != content.get(METADATA):
+        raise MalformedFile(
+            f"{files.where(name)} and {of_trainer[1]}{_OPTIMIZER} have different shard_metadata; files of two saves "
+            "are mixed"
+        )
+    return Payload({**optimizer, **content})
+
+
+def _dict(files: TagFiles, name: str) -> dict[str, Any]:
     tree = files.tree(name)
     if not isinstance(tree, dict):
         raise MalformedFile(f"{files.where(name)}: expected a dict, found {type(tree).__name__}")
-    return Payload(tree)
+    return tree
 
 
 def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:

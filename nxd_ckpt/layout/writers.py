@@ -24,7 +24,7 @@ class Writer(Enum):
     NXD_LEGACY = "neuronx-distributed 0.1 to 0.5"
     OPTIMUM = "optimum-neuron"
     OPTIMUM_ADAPTER = "optimum-neuron, a PEFT adapter"
-    OPTIMUM_OLD = "optimum-neuron before 0.0.25"
+    OPTIMUM_OLD = "optimum-neuron before 0.0.22"
     NEMO = "neuronx-nemo-megatron"
     TIERED = "SageMaker's tiered storage"
     PRESHARDED = "NxD inference"
@@ -46,7 +46,9 @@ class Recognised:
 STAGE_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
 """Optimum-neuron's description of a pipeline stage."""
 
-_SHARDS = "shards"
+_SHARDS, _OLD_SHARDS, _ADAPTER_SHARDS = "shards", "tensor_parallel_shards", "adapter_shards"
+_INSIDE = {Writer.OPTIMUM: _SHARDS, Writer.OPTIMUM_OLD: _OLD_SHARDS}
+"""Where in a directory the tensors are."""
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
 
 _Names = Mapping[str, bool]
@@ -66,9 +68,9 @@ def recognise(storage: Storage, folder: str) -> Recognised:
     listing = dict(storage.list(folder))
     where = f"{storage.url}/{folder}" if folder else storage.url
     found = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
-    if found in ([Writer.TIERED], [Writer.NEMO]):
-        saves = (tiered if found == [Writer.TIERED] else nemo).saves(storage, folder)
-        return Recognised(found[0], _only(saves, where), folder)
+    if found and found[0] in _SEVERAL and len(found) == 1:
+        save = _only(_SEVERAL[found[0]](storage, folder), where)
+        return Recognised(found[0], save, folder)
     if len(found) > 1:
         both = " and ".join(writer.value for writer in found)
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
@@ -91,9 +93,9 @@ def _only(saves: Sequence[str], where: str) -> str:
 
 def _located(writer: Writer, folder: str) -> Recognised:
     parent, _, name = folder.rpartition("/")
-    if writer is Writer.OPTIMUM:
-        is_tag = name == _SHARDS
-        return Recognised(writer, folder if is_tag else _in(folder, _SHARDS), parent if is_tag else folder)
+    if writer in _INSIDE:
+        is_tag = name == _INSIDE[writer]
+        return Recognised(writer, folder if is_tag else _in(folder, _INSIDE[writer]), parent if is_tag else folder)
     if writer is Writer.NXD and name.endswith(".ckpt"):
         return Recognised(Writer.NXDT, folder, folder)
     return Recognised(writer, folder, folder)
@@ -118,31 +120,38 @@ def _is_nxd(storage: Storage, folder: str, listing: _Names) -> bool:
 
 def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
     if _is_tag(storage, folder, listing) and _has_metadata(listing):
-        return True
+        return not _is_in(folder, _ADAPTER_SHARDS)
     return listing.get(_SHARDS) is True and _has_metadata(dict(storage.list(_in(folder, _SHARDS))))
 
 
-def _is_adapter(storage: Storage, folder: str, listing: _Names) -> bool:
-    inside = [name for name, is_dir in listing.items() if is_dir and name.startswith("adapter_")]
-    return any(name == "adapter_shards" or storage.is_dir(_in(folder, name, "adapter_shards")) for name in inside)
+def _adapters(storage: Storage, folder: str) -> list[str]:
+    """The tag of each adapter in the directory, or of the one that it is of."""
+    if _is_in(folder, _ADAPTER_SHARDS):
+        return [folder]
+    inside = [entry.name for entry in storage.list(folder) if entry.is_dir and entry.name.startswith("adapter_")]
+    if _ADAPTER_SHARDS in inside:
+        return [_in(folder, _ADAPTER_SHARDS)]
+    found = (_in(folder, name, _ADAPTER_SHARDS) for name in inside)
+    return sorted(key for key in found if storage.is_dir(key))
 
 
 def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
     is_rank = any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing)
-    return is_rank and not nemo.saves(storage, folder)
+    return is_rank and not _is_in(folder, _OLD_SHARDS) and not nemo.saves(storage, folder)
 
 
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
     weights = any(name.endswith(".safetensors") and not presharded.are_there([name]) for name in listing)
-    return weights and "config.json" in listing and not _is_optimum(storage, folder, listing)
+    others = _is_optimum(storage, folder, listing) or torch_xla_files.are_trainers(listing)
+    return weights and "config.json" in listing and not others
 
 
 _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.NXD_CKPT: _is_ours,
     Writer.NXD: _is_nxd,
     Writer.OPTIMUM: _is_optimum,
-    Writer.OPTIMUM_ADAPTER: _is_adapter,
-    Writer.OPTIMUM_OLD: lambda storage, folder, listing: listing.get("tensor_parallel_shards") is True,
+    Writer.OPTIMUM_ADAPTER: lambda storage, folder, listing: bool(_adapters(storage, folder)),
+    Writer.OPTIMUM_OLD: lambda _, folder, names: names.get(_OLD_SHARDS) is True or _is_in(folder, _OLD_SHARDS),
     Writer.NEMO: lambda storage, folder, listing: bool(nemo.saves(storage, folder)),
     Writer.NXD_LEGACY: _is_legacy,
     Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
@@ -153,12 +162,24 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
 }
 
 
+_SEVERAL: Mapping[Writer, Callable[[Storage, str], list[str]]] = {
+    Writer.OPTIMUM_ADAPTER: _adapters,
+    Writer.TIERED: tiered.saves,
+    Writer.NEMO: nemo.saves,
+}
+"""Those who put several checkpoints into a directory: the key of each."""
+
+
 def _has_metadata(listing: Iterable[str]) -> bool:
     return any(map(STAGE_METADATA.fullmatch, listing))
 
 
 def _directories(listing: _Names) -> set[str]:
     return {name for name, is_dir in listing.items() if is_dir}
+
+
+def _is_in(folder: str, name: str) -> bool:
+    return folder.rpartition("/")[2] == name
 
 
 def _in(*names: str) -> str:

@@ -14,15 +14,15 @@ import transformers
 from nxd_ckpt import Topology, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.errors import PartNotFound
-from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
 from tests.hugging_face.sharded import CausalLM
 from tests.interop.saving import save_as_every_rank
+from tests.lora.adapters import ALPHA, RANK, adapters_of, adapters_of_rank
 from tests.lora.doubles import LoraConfig, LoraModel
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-RANK, ALPHA = 2, 8
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "separate": (4, {"tp": 2}),
     "linear": (2, {"tp": 4, "qkv": "linear", "copies": 2}),
@@ -36,40 +36,14 @@ def model_of(kv_heads: int) -> Model:
     return Model("llama", 2, 4, kv_heads, 4, 12, 24)
 
 
-def adapters_of(model: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """(A, B) of every Hugging Face layer; layers that NxD fuses have the same A."""
-    torch.manual_seed(5)
-    shared: dict[tuple[str, str], torch.Tensor] = {}
-    found = {}
-    for name, weight in model.state().items():
-        layer, _, last = name.removesuffix(".weight").rpartition(".")
-        if last.endswith("_proj"):
-            fused = last if last in ("o_proj", "down_proj") else layer
-            a = shared.setdefault((layer, fused), torch.randn(RANK, weight.shape[1]))
-            found[f"{layer}.{last}"] = a, torch.randn(len(weight), RANK)
-    return found
-
-
 def live(job: Job, at: Topology, **options: Any) -> LoraModel:
     """A rank's model with its part of these adapters: cut, ordered and fused as the weights that they are added to."""
-    adapters = adapters_of(job.model)
     model = LoraModel(CausalLM(job, at), LoraConfig(RANK, ALPHA, target_modules=TARGETS, **options), at)
-    # Weights whose columns are all one column of B, or whose rows are one row of A, go through the job as weights do.
-    held: dict[str, list[State]] = {"A": [], "B": []}
-    for one in range(RANK):
-        by_rows = {f"{name}.weight": a[one].expand(len(b), -1) for name, (a, b) in adapters.items()}
-        by_columns = {f"{name}.weight": b[:, one, None].expand(-1, a.shape[1]) for name, (a, b) in adapters.items()}
-        for letter, weights in (("A", by_rows), ("B", by_columns)):
-            held[letter].append(job.rank({**job.model.state(), **weights}, at.tp_rank))
+    held = adapters_of_rank(job, at.tp_rank)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            layer, found, rest = name.rpartition(".lora_")
-            letter, _, weight = rest.partition(".")
-            if found:
-                source = next(key for key in held["A"][0] if key.startswith(f"{layer}.{weight}"))
-                parts = [state[source] for state in held[letter]]
-                rows = torch.stack([part[0] if letter == "A" else part[:, 0] for part in parts])
-                parameter.copy_(rows if letter == "A" else rows.T)
+            if ".lora_" in name:
+                parameter.copy_(held[name])
     return model
 
 

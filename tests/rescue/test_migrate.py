@@ -21,13 +21,20 @@ from transformers import LlamaForCausalLM
 
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import Migration, migrate
-from nxd_ckpt.errors import CheckpointNotFound
+from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
 from tests.rescue.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
-from tests.rescue.written import names_by_group, write_legacy, write_nxd, write_nxdt, write_optimum
+from tests.rescue.written import (
+    names_by_group,
+    write_legacy,
+    write_nxd,
+    write_nxdt,
+    write_old_optimum,
+    write_optimum,
+)
 from tests.rescue.written_by_dcp import by_name, by_number, write_tiered
-from tests.rescue.written_by_torch_xla import write_fsdp, write_xm_save
+from tests.rescue.written_by_torch_xla import write_fsdp, write_trainer, write_xm_save
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -236,6 +243,14 @@ def test_a_checkpoint_from_before_tags_continues(tmp_path: Path, runs: dict[str,
     assert run.next_losses == train(model, optimizer, scheduler, range(STEPS, STEPS + 2))
 
 
+def test_a_run_of_the_first_optimum_neuron_continues(tmp_path: Path) -> None:
+    """NxD's files of ranks, which say how each parameter is cut; nothing is fused."""
+    run = old_run(Job(Model(heads=4, kv_heads=4, head_dim=4), tp=2, pp=2, fused_mlp=False))
+    done = migrate(write_old_optimum(tmp_path, run), tmp_path / "run" / "step_3", to="tag")
+    assert ("optimum-neuron before 0.0.22", STEPS) == (done.writer, done.step)
+    continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS}})
+
+
 def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """A plain tag says neither which model it is nor the order of its optimizer: both are asked for."""
     run = runs["q k v apart"]
@@ -254,6 +269,19 @@ def test_a_run_of_torch_xlas_fsdp_continues(tmp_path: Path, runs: dict[str, OldR
     done = migrate(write_fsdp(tmp_path / "old", run, rows=rows), tmp_path / "run" / "step_3", to="tag")
     assert ("torch-xla", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"epoch": 7})
+
+
+def test_a_run_of_transformers_trainer_with_fsdp_continues(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """Two files of each rank, and the model as a whole beside them, which is no layout of its own then."""
+    run = runs["q k v apart"]
+    place = write_trainer(tmp_path / "old", run)
+    done = migrate(place, tmp_path / "run" / "step_3", to="tag")
+    assert ("torch-xla", STEPS) == (done.writer, done.step)
+    assert "the ranks' state of random numbers (rng_state*.pth)" in done.left_out
+    continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS}})
+    (place / "rank1-of-3-optimizer.pt").unlink()
+    with pytest.raises(PartNotFound, match=r"no optimizer is beside rank1-of-3-pytorch_model\.bin"):
+        migrate(place, tmp_path / "run" / "step_4", to="tag")
 
 
 def continues(directory: Path, run: OldRun, content: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def test_one_of_several_checkpoints_is_named(tmp_path: Path) -> None:
     last = NEMO_NAME.replace(".ckpt", "-last.ckpt")
     write_nemo(place, replace(run, weights={name: one + 1 for name, one in run.weights.items()}), NemoJob(dp=2), last)
     config = write_config(tmp_path / "config", run.job.model.config)
-    with pytest.raises(CheckpointNotFound, match="several checkpoints, expected one: .*-last.ckpt, .*"):
+    with pytest.raises(CheckpointNotFound, match=r"several checkpoints, expected one: .*-last.ckpt, .*"):
         migrate(place, tmp_path / "hf", config=config)
     migrate(place / "mp_rank_00" / last, tmp_path / "hf", config=config)
     assert torch.equal(run.weights["lm_head.weight"] + 1, weights(tmp_path / "hf")["lm_head.weight"])
@@ -135,8 +135,8 @@ def _of_two_layouts(place: Path) -> None:
 
 def _of_another_model(place: Path) -> None:
     def change(content: Any) -> None:
-        at = "model.language_model.encoder.layers.0.mlp"
-        content["state_dict"][f"{at}.dense_h_to_4h_2.weight"] = content["state_dict"][f"{at}.dense_h_to_4h.weight"]
+        state = content["state_dict"]
+        content["state_dict"] = {name.replace("4h.weight", "4h_2.weight"): tensor for name, tensor in state.items()}
 
     _changed(place / "tp_rank_00_pp_rank_000" / NEMO_NAME, change)
 
@@ -160,7 +160,6 @@ def test_what_contradicts_itself(
     place = write_nemo(tmp_path / "checkpoints", run, NemoJob(pp=2, dp=2))
     damage(place)
     (tmp_path / "config.json").write_text(json.dumps(run.job.model.config))
-    names = [["x"]]
     with pytest.raises(kind, match=complaint):
-        migrate(place, tmp_path / "out", config=tmp_path / "config.json", saved_param_names=[names, names])
+        migrate(place, tmp_path / "out", config=tmp_path / "config.json")
     assert not (tmp_path / "out").exists()

@@ -251,8 +251,6 @@ def _files(*names: str) -> Callable[[Path], None]:
         (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
         (_files("config.json", "model.safetensors"), UnsupportedState, "it needs no migration"),
         (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "it needs no migration"),
-        (_files("adapter_default/adapter_shards/model/x"), UnsupportedState, "a PEFT adapter; .* not carried"),
-        (_files("tensor_parallel_shards/tp_rank_00/checkpoint.pt"), UnsupportedState, "before 0.0.25; .* not carried"),
         (
             _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
             CheckpointNotFound,

@@ -219,3 +219,29 @@ def _zero1(run: OldRun, tp: int, pp: int, dp: int, dp_rank: int, masters: bool) 
 def _shard(tensor: torch.Tensor, dp: int, dp_rank: int) -> torch.Tensor:
     missing = -len(tensor) % dp
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]).chunk(dp)[dp_rank].clone()
+
+
+def write_old_optimum(folder: Path, run: OldRun) -> Path:
+    """``checkpoint-N`` of optimum-neuron before 0.0.22 (v0.0.20, ``distributed/base.py``): NxD's files of ranks."""
+    place = folder / f"checkpoint-{STEPS}"
+    for pp, tp in product(range(run.job.pp), range(run.job.tp)):
+        rank = place / "tensor_parallel_shards" / f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
+        rank.mkdir(parents=True)
+        held = _local(run, run.weights, tp, pp)
+        cuts = {name: _cut(run, name) for name in held}
+        content = {
+            "model": {**held, "model.rotary_emb.inv_freq": torch.ones(2)},
+            "sharded_metadata": {
+                name: {
+                    "kind": "sharded" if cut["tensor_model_parallel"] else "tied",
+                    "partition_dim": cut.get("partition_dim"),
+                }
+                for name, cut in cuts.items()
+            },
+            "optimizer_state_dict": _plain(run, tp, pp),
+        }
+        torch.save(content, rank / "checkpoint.pt")
+    (place / "config.json").write_text(json.dumps(run.job.model.config))
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": STEPS}))
+    torch.save(run.scheduler, place / "scheduler.pt")
+    return place

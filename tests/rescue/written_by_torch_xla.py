@@ -4,12 +4,14 @@ sources). tests/rescue/test_fsdp.py compares these files with those of the real 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from tests.hugging_face.reference import State
 from tests.rescue.old_run import ADAMW, GROUPS, STEPS, OldRun, is_decayed
@@ -53,6 +55,26 @@ def write_fsdp(folder: Path, run: OldRun, *, flatten: bool = False, rows: bool =
         }
         torch.save(content, folder / f"ckpt_rank-{rank:08d}-of-{WORLD_SIZE:08d}.pth")
     return folder
+
+
+def write_trainer(folder: Path, run: OldRun) -> Path:
+    """``checkpoint-N`` of transformers' trainer with torch-xla's FSDP (4.57, ``trainer.py``, ``_save_tpu`` and
+    ``_save_optimizer_and_scheduler``): two files of each rank, beside the whole model."""
+    place = folder / f"checkpoint-{STEPS}"
+    place.mkdir(parents=True)
+    for rank in range(WORLD_SIZE):
+        shards = FsdpRank(run.weights, rank, flatten=False, rows=False)
+        model = {"model": shards.state_dict, "shard_metadata": shards.metadata}
+        optimizer = {"optimizer": _optimizer(run, shards), "shard_metadata": shards.metadata}
+        for name, content in (("pytorch_model.bin", model), ("optimizer.pt", optimizer)):
+            torch.save(content, place / f"rank{rank}-of-{WORLD_SIZE}-{name}")
+        (place / f"rng_state_{rank}.pth").write_bytes(b"a pickle of generators")
+    save_file({name: tensor.clone() for name, tensor in run.weights.items()}, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps(run.job.model.config))
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": STEPS}))
+    (place / "training_args.bin").write_bytes(b"a pickle of transformers' TrainingArguments")
+    torch.save(run.scheduler, place / "scheduler.pt")
+    return place
 
 
 class FsdpRank:

@@ -1,0 +1,144 @@
+"""Adapters that optimum-neuron trained become PEFT's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nxd_ckpt.convert import migrate
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.layout.names import rank_file
+from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.saved import differences, write_config
+from tests.lora.adapters import ALPHA, RANK, adapters_of, adapters_of_rank
+from tests.rescue.old_run import STEPS, OldRun
+from tests.rescue.written import metadata_of
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+JOBS = {
+    "q k v apart": Job(Model(heads=4, kv_heads=4, head_dim=4), tp=2, pp=2),
+    "copies of heads": Job(Model(heads=8, head_dim=2), tp=4, qkv="linear", copies=2),
+    "fused copies": Job(Model(heads=8, head_dim=2), tp=4, pp=2, qkv="fused", copies=2),
+}
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_ABOVE = "base_model.model."
+
+
+def write_adapter(folder: Path, job: Job, name: str = "default") -> Path:
+    """``checkpoint-N/adapter_NAME`` of optimum-neuron 0.2.1 to 0.4.5 (``peft/peft_model.py``, ``save_pretrained``)."""
+    place = folder / f"checkpoint-{STEPS}"
+    shards = place / f"adapter_{name}" / "adapter_shards"
+    (shards / "model").mkdir(parents=True)
+    run = OldRun(job, job.model.state(), {}, {}, 0.1, [])
+    for pp in range(job.pp):
+        for tp in range(job.tp):
+            held = {key: one for key, one in adapters_of_rank(job, tp).items() if job.stage(key) == pp}
+            content = {f"{_ABOVE}{key}": tensor.clone() for key, tensor in held.items()}
+            torch.save(content, shards / "model" / rank_file(0, None, tp, pp))
+        (shards / f"mp_metadata_pp_rank_{pp}.json").write_text(json.dumps(_metadata(run, pp, list(held), name)))
+    for marker in ("checkpoint", "done"):
+        (shards / marker).write_text("1")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": LAYERS,
+        "bias": "none", "base_model_name_or_path": None, "inference_mode": True,
+    }  # fmt: skip
+    (place / f"adapter_{name}" / "adapter_config.json").write_text(json.dumps(config))
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": STEPS}))
+    return place
+
+
+def _metadata(run: OldRun, stage: int, adapters: list[str], name: str) -> dict[str, Any]:
+    """That of the whole model, whose layers are wrapped."""
+    found = metadata_of(run, stage)
+    parameters = {}
+    for key, cut in found["parameters"].items():
+        layer, _, last = key.rpartition(".")
+        parameters[f"{_ABOVE}{layer}.base_layer.{last}" if layer.endswith("_proj") else f"{_ABOVE}{key}"] = cut
+    for key in adapters:
+        layer, _, last = key.rpartition(".")
+        parameters[f"{_ABOVE}{layer}.{name}.{last}"] = {"tensor_model_parallel": False}
+    for module in found["model_weight_transformation_specs"]:
+        module["module_fully_qualified_name"] = f"{_ABOVE}{module['module_fully_qualified_name']}"
+        for _, spec in module["specs"]:
+            spec["peft_type"] = "lora"
+    return {**found, "parameters": parameters}
+
+
+def config_of(folder: Path, job: Job) -> Path:
+    return write_config(folder / "config", job.model.config)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_each_adapter_is_that_of_its_layer(tmp_path: Path, name: str) -> None:
+    """Under PEFT's names, what NxD fuses apart again, with the configuration that was beside it."""
+    job = JOBS[name]
+    place = write_adapter(tmp_path, job)
+    done = migrate(place, tmp_path / "out", config=config_of(tmp_path, job))
+    assert ("optimum-neuron, a PEFT adapter", ("trainer_state.json",)) == (done.writer, done.left_out)
+    expected: State = {}
+    for layer, (a, b) in adapters_of(job.model).items():
+        expected |= {f"{_ABOVE}{layer}.lora_A.weight": a, f"{_ABOVE}{layer}.lora_B.weight": b}
+    assert [] == differences(expected, load_file(tmp_path / "out" / "adapter_model.safetensors"))
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert json.loads((place / "adapter_default" / "adapter_config.json").read_text()) == written
+
+
+@pytest.mark.soak
+def test_peft_takes_the_files(tmp_path: Path) -> None:
+    """The real client loads them onto the base, and nothing is missing."""
+    import peft
+    import transformers
+
+    job = JOBS["copies of heads"]
+    migrate(write_adapter(tmp_path, job), tmp_path / "out", config=config_of(tmp_path, job))
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job.model.config))
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
+    for layer, (a, b) in adapters_of(job.model).items():
+        assert torch.equal(a, tuned[f"{_ABOVE}{layer}.lora_A.default.weight"])
+        assert torch.equal(b, tuned[f"{_ABOVE}{layer}.lora_B.default.weight"])
+
+
+def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
+    """By its directory, or by that of its shards."""
+    job = JOBS["q k v apart"]
+    for name in ("default", "other"):
+        place = write_adapter(tmp_path, job, name)
+    config = config_of(tmp_path, job)
+    with pytest.raises(CheckpointNotFound, match=r"adapter_default/adapter_shards, .*adapter_other/adapter_shards"):
+        migrate(place, tmp_path / "out", config=config)
+    for number, path in enumerate((place / "adapter_other", place / "adapter_other" / "adapter_shards")):
+        assert migrate(path, tmp_path / f"out-{number}", config=config).nbytes > 0
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Forms that need the base, the base's sizes unknown, no configuration, another kind, missing adapters."""
+    job = JOBS["copies of heads"]
+    place, config = write_adapter(tmp_path, job), config_of(tmp_path, job)
+    for form in ("tag", "dcp", "torchtitan"):
+        with pytest.raises(UnsupportedState, match="is an adapter without its base model"):
+            migrate(place, tmp_path / "out", to=form, config=config)
+    with pytest.raises(InvalidArgument, match=r"config\.json does not say num_attention_heads"):
+        migrate(place, tmp_path / "out")
+    peft_config = place / "adapter_default" / "adapter_config.json"
+    peft_config.write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(UnsupportedState, match="peft_type='IA3'; only LORA adapters"):
+        migrate(place, tmp_path / "out", config=config)
+    peft_config.unlink()
+    with pytest.raises(PartNotFound, match="not what they are multiplied by"):
+        migrate(place, tmp_path / "out", config=config)
+    shards = place / "adapter_default" / "adapter_shards"
+    path = shards / "model" / rank_file(0, None, 0, 0)
+    content = torch.load(path)
+    name = content.popitem()[0]
+    torch.save(content, path)
+    with pytest.raises(MalformedFile, match=f"lists {name} that the model's files do not have"):
+        migrate(place, tmp_path / "out", config=config)
+    shutil.rmtree(shards / "model")
+    assert not (tmp_path / "out").exists()
