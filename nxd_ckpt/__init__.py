@@ -12,6 +12,7 @@
 ``diff_checkpoints``          what two tags differ in, and by how much
 ``Last``, ``Every``           rules for which tags to keep, for ``retain=``
 ``Best``, ``Within``
+``Tier``                      one of the places that checkpoints go to, for ``tiers=``
 ``remove_checkpoint``         removes one tag, also while this job saves there
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
 ``ResumeProbe``               whether a run that was just loaded is what was saved
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.doctor import examine_checkpoint
     from nxd_ckpt.resume_probe import ResumeProbe
     from nxd_ckpt.runtime.save.pending import PendingSave
+    from nxd_ckpt.runtime.tier import Tier
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
     from nxd_ckpt.statistics import checkpoint_statistics
 
@@ -71,6 +73,7 @@ __all__ = [
     "PendingSave",
     "ResumeProbe",
     "Section",
+    "Tier",
     "Topology",
     "Within",
     "__version__",
@@ -107,6 +110,7 @@ _MODULE_OF = {
     "PendingSave": "runtime.save.pending",
     "ResumeProbe": "resume_probe",
     "Section": "core.section",
+    "Tier": "runtime.tier",
     "Topology": "core.topology",
     "Within": "core.retention",
     "capture_data_position": "adapters.data_position",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.runtime.tier import Tier, checked_tiers
 from nxd_ckpt.storage.system import in_forked_children
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
@@ -80,6 +81,7 @@ def save_checkpoint(
     avoid_saving_lower_precision_weights: bool = False,
     *,
     path: StrPath | None = None,
+    tiers: Sequence[Tier] | None = None,
     rank_content: Any = None,
     tag_values: Mapping[str, Any] | None = None,
     save_overwrite: bool | None = None,
@@ -103,6 +105,9 @@ def save_checkpoint(
         user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of them.
         async_save: return once the state is copied, and write in the background.
         path: another name for ``checkpoint_dir_str``.
+        tiers: the places that checkpoints go to, such as ``[Tier("/mnt/nvme/run7", keep=2), Tier("s3://bucket/run7",
+            every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. What is visible there is copied to
+            the others in the background. They count at a directory's first save in a process.
         rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
             positions in it (:func:`capture_data_position`) are re-split for other sizes.
         tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
@@ -111,11 +116,12 @@ def save_checkpoint(
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
     """
-    directory = _directory(checkpoint_dir_str, path)
+    directory = _directory(checkpoint_dir_str, path, tiers)
     shared, own = parted(CheckpointerOptions, options)
     own["overwrite"] = _overwrite(options.get("overwrite"), save_overwrite)
     shared["topology"] = topology = options.get("topology") or default_topology()
-    with _kept((_resolved(directory), topology), lambda: Checkpointer(directory, **shared)) as checkpointer:
+    key = _resolved(directory), topology
+    with _kept(key, lambda: Checkpointer(directory, tiers=tiers, **shared)) as checkpointer:
         return checkpointer.save(
             "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
             model,
@@ -148,6 +154,7 @@ def load_checkpoint(
     use_zero1_dcp: bool = False,
     *,
     checkpoint_dir_str: StrPath | None = None,
+    tiers: Sequence[Tier] | None = None,
     **options: Unpack[_LoadKeywords],
 ) -> Any:
     """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
@@ -164,6 +171,8 @@ def load_checkpoint(
         optimizer: an optimizer of the same parameters; or a dict.
         scheduler: anything with ``load_state_dict()``; or a dict.
         checkpoint_dir_str: another name for ``path``.
+        tiers: the places that may have the checkpoint, as a save has them; the newest one is loaded from the nearest
+            that has it.
 
     Returns:
         The user content as it was saved, plain data of any type (hence ``Any``), or None if none was.
@@ -174,13 +183,15 @@ def load_checkpoint(
         TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag``, the load goes on with the
             latest one that there is then.
     """
-    directory = _directory(path, checkpoint_dir_str)
+    directory = _directory(path, checkpoint_dir_str, tiers)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
     shared, own = parted(DirectoryOptions, options)
     shared["topology"] = topology = options.get("topology") or default_topology()
     with _lock:
         writing = _open.get((_resolved(directory), topology))
-    checkpointer = writing or Checkpointer(directory, **shared)
+    if writing is not None and tiers is not None and tuple(tiers) != writing.tiers:
+        raise InvalidArgument(f"{directory} is saved to with tiers={list(writing.tiers)}: pass the same ones to load")
+    checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
     return checkpointer.load(
         tag,
         model,
@@ -277,7 +288,11 @@ def _checkpointers() -> list[Checkpointer]:
         return list(_open.values())
 
 
-def _directory(first: StrPath | None, other: StrPath | None) -> StrPath:
+def _directory(
+    first: StrPath | None, other: StrPath | None = None, tiers: Sequence[Tier] | None = None
+) -> StrPath:
+    if first is None and other is None and tiers is not None:
+        return checked_tiers(None, tiers)[0].path
     if (first is None) == (other is None):
         raise InvalidArgument("pass the checkpoint directory once: as the first argument or by name")
     directory = first if first is not None else other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -23,21 +23,21 @@ from nxd_ckpt.runtime.environment import default_topology, versions
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
-from nxd_ckpt.runtime.progress import watched
 from nxd_ckpt.runtime.save.capture import capture
 from nxd_ckpt.runtime.save.commit import clean_up, retire
-from nxd_ckpt.runtime.save.counting import Counting
 from nxd_ckpt.runtime.save.failures import Failures
 from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions, understood
 from nxd_ckpt.runtime.save.pending import InFlight, PendingSave, SaveProgress
-from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned
-from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
+from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned, await_decided
+from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.save.saving import Saving
 from nxd_ckpt.runtime.save.session import Session, open_session
+from nxd_ckpt.runtime.tier import Tier
 from nxd_ckpt.runtime.turns import Turns
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
-from nxd_ckpt.storage.urls import StrPath, open_storage
+from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tiers import Tiers
 
 _GRACE = 5.0
 """Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
@@ -62,19 +62,27 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     @takes(CheckpointerOptions, PreemptionOptions)
-    def __init__(self, path: StrPath, *, storage: Storage | None = None, **options: Unpack[WholeKeywords]) -> None:
+    def __init__(
+        self,
+        path: StrPath | None = None,
+        *,
+        storage: Storage | None = None,
+        tiers: Sequence[Tier] | None = None,
+        **options: Unpack[WholeKeywords],
+    ) -> None:
         """What all saves and loads of a directory have in common.
 
         Args:
             path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
             storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
+            tiers: the places that checkpoints go to, of which the first is ``path``, which may be left out. What is
+                visible there is copied to the others in the background (``docs/tiers.md``).
         """
         preemption, shared = parted(PreemptionOptions, options)
         self._options = chosen = CheckpointerOptions(**shared)
         chosen.validate()
-        if storage is None:
-            storage = open_storage(path, chosen.durable, chosen.storage_options)
-        self.storage = storage
+        self._places = Tiers(path, tiers, storage, chosen)
+        self.storage, self.tiers = self._places.first, self._places.tiers
         self.topology = chosen.topology or default_topology()
         self._counter = 0
         self._session: Session | None = None
@@ -152,7 +160,7 @@ class Checkpointer:
                 self._in_flight.raise_unreported()
             saving = self._begun(pending, lambda: self._begin(pending, captured, chosen, async_save, started))
         if not async_save and saving is not None:
-            self._wait_for(saving, pending)
+            await_decided(saving, pending, shown=self._options.progress and self.topology.rank == 0)
         return pending.future
 
     @as_checkpoint_errors()
@@ -190,10 +198,8 @@ class Checkpointer:
         with self._turns.taken("load"):
             self._in_flight.settle()
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
-            agreement = self._meet("load")
-            return load(
-                self.storage, self.topology, agreement, tag, model, optimizer, scheduler, chosen, self._options.timeout
-            )
+            given, timeout = (model, optimizer, scheduler), self._options.timeout
+            return load(self._places.storages, self.topology, self._meet("load"), tag, given, chosen, timeout)
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], Saving]) -> Saving | None:
         """What ``begin`` gives; None where a first save failed, on all ranks, and that need not be raised."""
@@ -225,7 +231,11 @@ class Checkpointer:
                 planned = self._pipeline.plan(captured())
             except BaseException as problem:
                 error = problem
-        saving = self._saving(tag, planned.plan if planned is not None else None, error, options)
+        assert self._session is not None
+        plan = None if planned is None else planned.plan
+        saving = Saving(self._session, tag, plan, options, error, self._pipeline.writers)
+        saving.versions, saving.draining = self._versions, self._places.drains
+        saving.rules = saving.rules or self._places.rules
         self._pipeline.submit(saving.begin)
         self._in_flight.add(pending)
         try:
@@ -247,14 +257,6 @@ class Checkpointer:
         if error is not None and raise_now:
             raise error
         return saving
-
-    def _wait_for(self, saving: Saving, pending: SaveProgress) -> None:
-        """Until it is decided, with a bar of what this rank writes; raises what failed."""
-        total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
-        with watched("save", total, lambda: saving.nbytes, self._options.progress and self.topology.rank == 0):
-            pending.future.wait_decided()
-        if not pending.tolerated:
-            pending.future.wait()
 
     @as_checkpoint_errors()
     def step(self, number: int) -> bool:
@@ -294,11 +296,19 @@ class Checkpointer:
         return self._session is not None
 
     @as_checkpoint_errors()
-    def wait(self) -> None:
-        """Wait for every save in flight; raise the first failure that was not raised before."""
+    def wait(self, tier: int = 0) -> None:
+        """Wait for every save in flight; raise the first failure that was not raised before.
+
+        With the number of a lower ``tier``, wait until it has what it is to have, too, and raise what its last copy
+        failed with. Then all ranks call this.
+        """
         require_own(self._pid, self.storage.url)
+        self._places.require(tier)
         self._in_flight.wait()
         self._in_flight.raise_unreported()
+        if tier:
+            with self._turns.taken(f"wait for tier {tier}"):
+                self._places.wait(tier, self._meet(f"wait for tier {tier}"))
 
     @as_checkpoint_errors()
     def close(self) -> None:
@@ -347,37 +357,22 @@ class Checkpointer:
         self._versions = versions()  # reads files: not on a later save's way
         shared = self._options
         try:
+            self._places.claim(self.topology, agreement)
             session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
         except BaseException:
+            self._places.close(0.0)
             # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.
             self._counter += agreement is None
             raise
         self._session, session.counter = session, self._counter
         close_at_exit(self)
+        self._places.resume()
         return session
 
     def _meet(self, call: str) -> Agreement | None:
         """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""
-        return meet(self.topology.rank, self.topology.world_size, self._options.timeout, call)
-
-    def _saving(
-        self, tag: str, plan: SavePlan | None, error: BaseException | None, options: SaveOptions
-    ) -> Saving:
-        assert self._session is not None
-        saving = Saving(
-            self._session,
-            tag,
-            plan,
-            num_workers=options.writers_on_host,
-            overwrite=options.overwrite,
-            error=error,
-            threads=self._pipeline.writers,
-        )
-        saving.versions = self._versions
-        if plan is not None:  # else the options may be what is wrong
-            saving.rules, saving.metrics = options.rules, options.recorded_metrics
-            saving.counting = Counting(plan.files, self._pipeline.writers) if options.stats else None
-        return saving
+        several = f", {len(self._places)} tiers" if len(self._places) > 1 else ""
+        return meet(self.topology.rank, self.topology.world_size, self._options.timeout, call + several)
 
     def _shut(self, grace: float | None) -> None:
         with self._preemption.leaving():
@@ -385,11 +380,12 @@ class Checkpointer:
                 self._session.leaves_at = host.monotonic() + grace
             with suppress(TimeoutError), self._turns.taken("close", grace):
                 if self._in_flight.finish(grace):
-                    self._tear_down(at_once=grace is not None)
+                    self._tear_down(grace)
 
-    def _tear_down(self, *, at_once: bool) -> None:
-        """Nothing is in flight: give everything back."""
-        self._pipeline.stop(at_once=at_once)
+    def _tear_down(self, grace: float | None) -> None:
+        """Nothing is in flight: give everything back, once the other tiers have it; with a ``grace``, without them."""
+        self._pipeline.stop(at_once=grace is not None)
+        self._places.close(grace)
         if self._session is not None:
             if self.topology.rank == 0:
                 clean_up(self._session, self._session.counter + 1)

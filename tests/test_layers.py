@@ -19,7 +19,7 @@ LEVELS = (
     ("", "cli", "api", "integrations", "__main__"),
     (
         *("convert", "verify", "diff", "retention", "doctor", "resume_probe", "statistics"),
-        *("checkpointer", "checkpoint", "options"),
+        *("checkpointer", "checkpoint", "options", "tiers"),
     ),
     ("runtime",),
     ("adapters",),

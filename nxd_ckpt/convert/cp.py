@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -14,16 +13,16 @@ from typing_extensions import Unpack
 from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source
-from nxd_ckpt.convert.throttle import Throttle
-from nxd_ckpt.convert.weight_files import bytes_of
+from nxd_ckpt.convert.throttle import Pace
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.names import tensors_dirs
 from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
 from nxd_ckpt.runtime.coordination.agreement import Alone
-from nxd_ckpt.runtime.progress import Counter, report, watched
+from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.save.publication import Publication, copy_publication
 from nxd_ckpt.runtime.save.session import Session, open_session
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -89,12 +88,14 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
         return planned
     storage = target.open(chosen.durable)
     with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
-        counter = Counter()
-        with watched("copy", planned.nbytes, lambda: counter.nbytes, chosen.progress):
-            saved = None if opened.manifest is None else opened.manifest.attempt
-            publication = copy_publication(session, target.name, chosen.overwrite, saved)
-            with opened.kept(verified=True):
-                brought = _copy(opened, files, publication, session, chosen, rate, counter.add)
+        pace, saved = Pace(rate), None if opened.manifest is None else opened.manifest.attempt
+        publication = copy_publication(session, target.name, chosen.overwrite, saved)
+        with (
+            watched("copy", planned.nbytes, lambda: pace.nbytes, chosen.progress),
+            ThreadPoolExecutor(chosen.num_workers, "nxd_ckpt-copy") as threads,
+            opened.kept(verified=True),
+        ):
+            brought = copy_files(opened, files, publication, session, pace, threads, hard_links=chosen.hard_links)
     done = Copy(
         planned.source,
         planned.target,
@@ -109,31 +110,31 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     return done
 
 
-def _copy(
+def copy_files(
     opened: OpenTag,
     files: Sequence[TagFile],
     publication: Publication,
     session: Session,
-    chosen: CopyOptions,
-    rate: int | None,
-    progress: Callable[[int], None],
+    pace: Pace,
+    threads: Executor,
+    *,
+    hard_links: bool = False,
+    readers: Executor | None = None,
 ) -> list[Brought]:
-    """Bring all files, and make the tag visible."""
+    """Bring all files of the tag ``opened``, and make it visible; how each file came.
+
+    Each of the ``threads`` brings one file at a time. ``readers`` read ahead for them, at least as many; without them
+    each file has a thread of its own for that.
+    """
     order_time = _order_time(opened, files)
     publication.begin(session)
     folder = publication.folder
-    stop, throttle = threading.Event(), Throttle(rate)
-
-    def go_on(nbytes: int) -> None:
-        if stop.is_set():
-            raise CheckpointError("stopped: another file could not be copied")
-        progress(nbytes)
-        stop.wait(throttle.delay(nbytes))
-
-    bringing = Bringing(opened, session.storage, folder, hard_links=chosen.hard_links, progress=go_on)
+    bringing = Bringing(
+        opened, session.storage, folder, hard_links=hard_links, progress=pace.moved, readers=readers
+    )
     for name in bringing.surplus(files):
         session.storage.remove(f"{folder}/{name}")
-    brought = _bring_all(bringing, files, chosen.num_workers, stop)
+    brought = _bring_all(bringing, files, threads, pace)
     for directory in tensors_dirs(file.name for file in files):
         session.storage.make_dir(f"{folder}/{directory}")
     for directory in _directories(files):
@@ -149,20 +150,19 @@ def _copy(
     return brought
 
 
-def _bring_all(
-    bringing: Bringing, files: Sequence[TagFile], num_workers: int, stop: threading.Event
-) -> list[Brought]:
-    """How each came. After the first that fails, ``stop`` is set, and no other is begun."""
-    with ThreadPoolExecutor(num_workers, "nxd_ckpt-copy") as threads:
-        tasks = [threads.submit(bringing.bring, file) for file in files]
-        try:
-            for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
-                task.result()
-            return [task.result() for task in tasks]
-        except BaseException:
-            stop.set()
-            threads.shutdown(cancel_futures=True)
-            raise
+def _bring_all(bringing: Bringing, files: Sequence[TagFile], threads: Executor, pace: Pace) -> list[Brought]:
+    """How each came. After the first that fails, all stop, and no other is begun."""
+    tasks = [threads.submit(bringing.bring, file) for file in files]
+    try:
+        for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
+            task.result()
+        return [task.result() for task in tasks]
+    except BaseException:
+        pace.stop.set()
+        for task in tasks:
+            task.cancel()
+        wait(tasks)
+        raise
 
 
 def _directories(files: Sequence[TagFile]) -> list[str]:

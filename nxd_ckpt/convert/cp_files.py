@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -87,11 +88,22 @@ class Bringing:
     """Brings files of the tag ``opened`` below ``folder`` of ``target``. Several threads may.
 
     ``hard_links`` says that files of ours may be linked where that works: none of them is ever modified in place.
+    ``readers`` read ahead, at least one for each of those threads; without them each makes its own.
     """
 
-    def __init__(self, opened: OpenTag, target: Storage, folder: str, *, hard_links: bool, progress: Progress) -> None:
+    def __init__(
+        self,
+        opened: OpenTag,
+        target: Storage,
+        folder: str,
+        *,
+        hard_links: bool,
+        progress: Progress,
+        readers: Executor | None = None,
+    ) -> None:
         self._opened, self._target, self._folder = opened, target, folder
         self._hard_links, self._progress = hard_links and opened.manifest is not None, progress
+        self._readers = readers
         self._there: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
 
     def surplus(self, files: Sequence[TagFile]) -> list[str]:
@@ -114,7 +126,7 @@ class Bringing:
                 return Brought.KEPT
             self._target.remove(key)
         if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
-            _must_be(file, digest(self._target, key, self._progress), f"{source.url}/{source_key}")
+            _must_be(file, digest(self._target, key, self._progress, self._readers), f"{source.url}/{source_key}")
             return Brought.LINKED
         self._copy(file, source, source_key, key)
         return Brought.COPIED
@@ -123,13 +135,15 @@ class Bringing:
         """Whether an earlier attempt brought all of the file."""
         if self._target.size(key) != file.nbytes:
             return False
-        found = digest(self._target, key, self._progress)
-        return found == (file.entry or digest(source, source_key, self._progress))
+        found = digest(self._target, key, self._progress, self._readers)
+        return found == (file.entry or digest(source, source_key, self._progress, self._readers))
 
     def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
         where = f"{source.url}/{source_key}"
         try:
-            found, blocks = copy(source, source_key, self._target, key, file.records, self._progress)
+            found, blocks = copy(
+                source, source_key, self._target, key, file.records, self._progress, self._readers
+            )
         except FileNotFoundError as error:
             raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
         verify(file, found, blocks, where)

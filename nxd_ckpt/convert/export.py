@@ -18,11 +18,12 @@ from nxd_ckpt.convert.locations import Location, locate_any, locate_apart
 from nxd_ckpt.convert.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
 from nxd_ckpt.convert.output import Output
 from nxd_ckpt.convert.source import open_any
-from nxd_ckpt.convert.weight_files import WeightFile, bytes_of, index_of, plan_weight_files
+from nxd_ckpt.convert.weight_files import WeightFile, index_of, plan_weight_files
 from nxd_ckpt.convert.worker_pool import joined
 from nxd_ckpt.core.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.options import takes
+from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import closing
 from itertools import groupby
 
@@ -47,24 +48,36 @@ def bring(
 
 
 def copy(
-    source: Storage, source_key: str, target: Storage, key: str, records: Mapping[int, int], progress: Progress
+    source: Storage,
+    source_key: str,
+    target: Storage,
+    key: str,
+    records: Mapping[int, int],
+    progress: Progress,
+    readers: Executor | None = None,
 ) -> tuple[FileEntry, dict[int, list[int]]]:
     """Copy a file; its size and CRC-32, and the CRC-32s of the blocks of each record (offset: bytes), by its offset.
 
-    While a piece is written, the next one is read: memory for two, of 8 MiB.
+    While a piece is written, the next one is read, by ``readers`` if they are given: memory for two, of 8 MiB.
     """
     writer = target.create(key, source.size(source_key))
     with completed(writer):
-        return pour(source, source_key, writer, 0, records, progress)
+        return pour(source, source_key, writer, 0, records, progress, readers)
 
 
 def pour(
-    source: Storage, source_key: str, writer: Writer, at: int, records: Mapping[int, int], progress: Progress
+    source: Storage,
+    source_key: str,
+    writer: Writer,
+    at: int,
+    records: Mapping[int, int],
+    progress: Progress,
+    readers: Executor | None = None,
 ) -> tuple[FileEntry, dict[int, list[int]]]:
     """As :func:`copy`, into a file that is being written, from byte ``at`` on."""
     nbytes = source.size(source_key)
     digests = _Digests(nbytes, records)
-    for start, piece in _read(source, source_key, nbytes):
+    for start, piece in _read(source, source_key, nbytes, readers):
         digests.take(piece)
         writer.write_at(at + start, piece)
         writer.settle()  # the memory will be read into again
@@ -72,10 +85,10 @@ def pour(
     return FileEntry(nbytes, digests.whole), digests.blocks
 
 
-def digest(storage: Storage, key: str, progress: Progress) -> FileEntry:
+def digest(storage: Storage, key: str, progress: Progress, readers: Executor | None = None) -> FileEntry:
     """The size and CRC-32 of a file, by reading it."""
     nbytes, found = storage.size(key), 0
-    for _, piece in _read(storage, key, nbytes):
+    for _, piece in _read(storage, key, nbytes, readers):
         found = crc32.crc32(piece, found)
         progress(len(piece))
     return FileEntry(nbytes, found)
@@ -103,7 +116,9 @@ def sync(storage: Storage, key: str) -> None:
     sync_path(storage.path(key))
 
 
-def _read(storage: Storage, key: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+def _read(
+    storage: Storage, key: str, nbytes: int, readers: Executor | None
+) -> Iterator[tuple[int, memoryview]]:
     """The file's pieces and where each begins; a piece is valid until the next one is asked for."""
     with closing(storage.open(key)) as reader:
 
@@ -112,7 +127,7 @@ def _read(storage: Storage, key: str, nbytes: int) -> Iterator[tuple[int, memory
             reader.read_ranges([(start, piece)])
             return start, piece
 
-        yield from prefetched(range(0, nbytes, _PIECE), fill, _PIECE)
+        yield from prefetched(range(0, nbytes, _PIECE), fill, _PIECE, readers)
 
 
 class _Digests:

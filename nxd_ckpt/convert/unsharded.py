@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, get_args
 
-from nxd_ckpt.convert.weight_files import bytes_of
+from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors
 from nxd_ckpt.options.torch_forms import Strategy, StrategyName

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.layout.hugging_face import SINGLE
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
 
-_UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
-_UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
 _METADATA = {"format": "pt"}
 """transformers refuses files that do not say this."""
 
@@ -70,12 +66,3 @@ def index_of(files: Sequence[WeightFile]) -> bytes:
     places = {form.name: file.name for file in files for form in file.forms}
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return json.dumps(document, indent=2).encode() + b"\n"
-
-
-def bytes_of(size: int | str, what: str = "size_per_shard") -> int:
-    """``5GB``, ``512MiB`` or a number of bytes. Raises InvalidArgument, naming ``what`` it is."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
-    unit = found[2].upper() if found else ""
-    if found is None or unit not in _UNITS or float(found[1]) * _UNITS[unit] < 1 or isinstance(size, bool):
-        raise InvalidArgument(f"{what} must be bytes, or such as 5GB or 512MiB, found {size!r}")
-    return int(float(found[1]) * _UNITS[unit])

@@ -1,8 +1,14 @@
-"""Sizes as people read them."""
+"""Sizes as people read and write them."""
 
 from __future__ import annotations
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+import re
+
+from nxd_ckpt.errors import InvalidArgument
+
+_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_WRITTEN = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
+_WRITTEN |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 def size(nbytes: int) -> str:
@@ -10,8 +16,17 @@ def size(nbytes: int) -> str:
     if nbytes < 1024:
         return f"{nbytes} B"
     value = float(nbytes)
-    for unit in _UNITS:
+    for unit in _SHOWN:
         value /= 1024
-        if value < 1023.95 or unit == _UNITS[-1]:
+        if value < 1023.95 or unit == _SHOWN[-1]:
             break
     return f"{value:.1f} {unit}"
+
+
+def bytes_of(size: int | str, what: str = "size_per_shard") -> int:
+    """``5GB``, ``512MiB`` or a number of bytes. Raises InvalidArgument, naming ``what`` it is."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
+    unit = found[2].upper() if found else ""
+    if found is None or unit not in _WRITTEN or float(found[1]) * _WRITTEN[unit] < 1 or isinstance(size, bool):
+        raise InvalidArgument(f"{what} must be bytes, or such as 5GB or 512MiB, found {size!r}")
+    return int(float(found[1]) * _WRITTEN[unit])

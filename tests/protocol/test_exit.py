@@ -18,13 +18,14 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 # Every data file takes a second to sync, or fails to; rank 1 of two exists on paper only where WORLD is 2.
 PROLOGUE = """
 import sys, torch, nxd_ckpt
-from nxd_ckpt import Checkpointer, Topology, finalize_checkpoint, save_checkpoint, checkpointer
+from nxd_ckpt import Checkpointer, Topology, finalize_checkpoint, save_checkpoint
+from nxd_ckpt.runtime import tier
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, delaying, failing
 
 path = sys.argv[1]
 hook = delaying("close", "*/model/*", 1.0)
-checkpointer.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
+tier.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
 state = {"weight": torch.ones(5)}
 """
 FAILING = 'hook = failing("close", "*-2/model/*", OSError(28, "No space left on device"))\n'

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def async_failure(rank: int, path: Path) -> list[str]:
     """The failure of an async save as this rank meets it, at each of the calls that follow."""
     saver = checkpointer(path, rank, 2, failing("close", "*-2/model/*", FULL) if rank == 1 else None)
     save(saver, "first", 1)
-    calls = [
+    calls: list[Callable[[], Any]] = [
         lambda: save(saver, "second", 2, async_save=True),
         lambda: save(saver, "third", 3, async_save=True),
         saver.wait,

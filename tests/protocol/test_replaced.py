@@ -40,7 +40,7 @@ from nxd_ckpt.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-MODULES = ("verify", "checkpoint", "checkpointer", "api", "cli.tags", "convert.locations")
+MODULES = ("verify", "checkpoint", "runtime.tier", "api", "cli.tags", "convert.locations")
 """Where a reader opens its storage."""
 
 
@@ -235,13 +235,11 @@ def test_all_ranks_go_on_with_the_same_tag(directory: Directory) -> None:
         def rank(number: int, storage: Storage) -> int:
             loaded: dict[str, Any] = {}
             content = load_on_ranks(
-                storage,
+                [storage],
                 Topology(dp=2, rank=number),
                 StoreAgreement(store, number, 2, timeout=600),
                 None,
-                loaded,
-                None,
-                None,
+                (loaded, None, None),
                 LoadOptions(),
                 60.0,
             )

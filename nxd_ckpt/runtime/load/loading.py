@@ -33,8 +33,8 @@ from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import PARTLY, overwriting
 from nxd_ckpt.runtime.load.prepared import PreparedLoad, garbage_left
 from nxd_ckpt.runtime.progress import report
-from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
+from nxd_ckpt.runtime.tag.nearest import Copy, choose_nearest
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 
@@ -42,46 +42,49 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def load(
-    storage: Storage,
+    storages: Sequence[Storage],
     topology: Topology,
     agreement: Agreement | None,
     tag: Tag | None,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
+    given: tuple[Any, Any, Any],
     options: LoadOptions,
     timeout: float,
 ) -> Any:
-    """Load what is not None, and return the user content or None. See Checkpointer.load."""
+    """Load what is not None of ``given``, which are model, optimizer and scheduler; the user content or None.
+
+    ``storages`` are the places that may have the tag, the nearest first. See Checkpointer.load.
+    """
     agreement = agreement or Alone()
     started = host.monotonic()
     asked = agreement.gather([tag, word_of(options)])
     wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
 
     touched: list[str] = []
-    damaged: dict[str, str] = {}
-    downloaded_anew: set[str] = set()
-    empty = [given for given in (model, optimizer, scheduler) if isinstance(given, dict) and not given]
+    damaged: dict[Copy, str] = {}
+    downloaded_anew: set[Copy] = set()
+    empty = [one for one in given if isinstance(one, dict) and not one]
 
     def read() -> Any:
         before = len(damaged), len(downloaded_anew)
-        for given in empty:  # what an earlier try put into it is of a tag that was given up
-            given.clear()
+        for one in empty:  # what an earlier try put into it is of a tag that was given up
+            one.clear()
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
-        with overwriting(storage.url) if touched else nullcontext():
+        with overwriting(storages[0].url) if touched else nullcontext():
             content = read_tag()
         return content if (len(damaged), len(downloaded_anew)) == before else read()
 
     def read_tag() -> Any:
         """The user content; None too where a tag is damaged, and another one may be read."""
-        chosen = decided_by_rank0(agreement, lambda: _tag_at(storage, wanted, damaged))
-        if chosen is None:
-            _must_be_one(agreement, storage.url)
-            load_hugging_face(storage, topology, agreement, model, (optimizer, scheduler), options)
+        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, wanted, damaged))
+        if decided is None:
+            model, *others = given
+            _must_be_one(agreement, storages[0].url)
+            load_hugging_face(storages[0], topology, agreement, model, others, options)
             return None
-        given = (model, optimizer, scheduler)
+        chosen = Copy(*decided)
         try:
-            prepared = _load(storage, topology, agreement, chosen, given, options, timeout, touched)
+            storage = storages[chosen.place]
+            prepared = _load(storage, topology, agreement, chosen.tag, given, options, timeout, touched)
         except Exception as error:  # the rank that met an error raises it as it is, and is needed here too
             if wanted is not None or not options.fallback or isinstance(error, (TagReplaced, PeerTimeout)):
                 raise
@@ -143,19 +146,19 @@ def _load(
     return prepared
 
 
-def _tag_at(storage: Storage, tag: Tag | None, damaged: Mapping[str, str]) -> str | None:
+def _tag_at(storages: Sequence[Storage], tag: Tag | None, damaged: Mapping[Copy, str]) -> Copy | None:
     """The tag to load, none that is ``damaged``; None where there is none, but a Hugging Face directory.
 
-    Raises as :func:`choose_tag`, and CorruptCheckpoint where all are damaged.
+    Raises as :func:`choose_nearest`, and CorruptCheckpoint where all are damaged.
     """
     try:
-        return choose_tag(storage, tag, damaged)
+        return choose_nearest(storages, tag, damaged)
     except CheckpointNotFound as error:
         if damaged:
             raise CorruptCheckpoint(
-                f"{storage.url}: no complete tag is undamaged. {_passed_over(damaged)}; restore one from a copy"
+                f"{storages[0].url}: no complete tag is undamaged. {_passed_over(damaged)}; restore one from a copy"
             ) from error
-        if tag is None and is_hugging_face(storage):
+        if tag is None and is_hugging_face(storages[0]):
             return None
         raise
 
@@ -175,13 +178,13 @@ def _damage(agreement: Agreement, error: Exception, downloads: bool) -> tuple[st
     return found, any_downloads
 
 
-def _say_passed_over(agreement: Agreement, where: str, damaged: Mapping[str, str]) -> None:
+def _say_passed_over(agreement: Agreement, where: str, damaged: Mapping[Copy, str]) -> None:
     if damaged and agreement.rank == 0:
         logger.warning("%s was loaded, not the latest tag: %s", where, _passed_over(damaged))
 
 
-def _passed_over(damaged: Mapping[str, str]) -> str:
-    return "; ".join(f"{tag!r} is damaged ({why})" for tag, why in damaged.items())
+def _passed_over(damaged: Mapping[Copy, str]) -> str:
+    return "; ".join(f"{copy.tag!r} is damaged ({why})" for copy, why in damaged.items())
 
 
 def _must_be_one_save(agreement: Agreement, prepared: PreparedLoad) -> None:

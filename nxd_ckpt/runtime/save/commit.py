@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt import host
@@ -38,6 +38,7 @@ from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import Publication, publication_of
 from nxd_ckpt.runtime.save.retention import judged, pinned
 from nxd_ckpt.runtime.save.session import Session
+from nxd_ckpt.runtime.tier import Draining
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -48,7 +49,7 @@ class Commit:
     """What rank 0 knows of an attempt that is about to be decided.
 
     ``rules`` say which tags stay, None that all do. ``parameters`` are those of its own index, ``groups`` those of a
-    mesh job.
+    mesh job; ``draining`` is there if there are more tiers than this one.
     """
 
     publication: Publication
@@ -59,6 +60,7 @@ class Commit:
     parameters: Mapping[str, ParameterSpec] | None = None
     groups: Sequence[MeshGroup] | None = None
     metrics: Metrics = field(default_factory=dict)
+    draining: Draining | None = None
 
     def leaders(self, topology: Topology) -> list[int]:
         """One rank of each pipeline stage and expert group, or of each group of a mesh job: together they hold every
@@ -87,7 +89,8 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
     # Whole seconds: not every file system keeps the fraction of the marker's time.
-    order_time = float(math.ceil(next_order_time(host.time(), list_tags(storage))))
+    elsewhere = 0.0 if request.draining is None else request.draining.newest
+    order_time = float(math.ceil(next_order_time(max(host.time(), elsewhere), list_tags(storage))))
     manifest = Manifest(
         tag=publication.tag,
         attempt=publication.attempt,
@@ -109,7 +112,8 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     publication.put(storage, names.MANIFEST, dump_manifest(manifest))
     publication.publish(session, order_time)
     if request.rules is not None:
-        _retain(storage, publication, request.rules)
+        held = () if request.draining is None else request.draining.held
+        retain(storage, publication, request.rules, held)
 
 
 def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
@@ -224,11 +228,13 @@ def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
     return storage.read(key), f"{storage.url}/{key}"
 
 
-def _retain(storage: Storage, publication: Publication, rules: Sequence[Rule]) -> None:
-    """Make surplus tags invisible. Never fails the save: the new tag is already safe."""
+def retain(
+    storage: Storage, publication: Publication, rules: Sequence[Rule], held: Collection[str] = ()
+) -> None:
+    """Make surplus tags invisible, but those that are ``held``. Never fails the save: the new tag is already safe."""
     try:
         for tag in judged(storage, list_tags(storage), rules).surplus:
-            if tag != publication.tag and tag not in pinned(storage):  # it may have been pinned since
+            if tag not in (publication.tag, *held) and tag not in pinned(storage):  # it may have been pinned since
                 publication.retire(storage, tag)
     except (OSError, CheckpointError) as error:
         logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

@@ -13,7 +13,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.runtime.arena import Arena, default_cap
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.progress import report
+from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.save.background import Helpers, Worker
 from nxd_ckpt.runtime.save.counting import Counting
 from nxd_ckpt.runtime.save.mesh_agreement import agree_on_groups, with_words
@@ -141,6 +141,15 @@ class Pipeline:
                 saving.counting.settle()  # the next wave comes into the same memory
 
 
+def await_decided(saving: Saving, pending: SaveProgress, *, shown: bool) -> None:
+    """Until it is decided, with a bar of what this rank writes, if it is to be ``shown``; raises what failed."""
+    total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
+    with watched("save", total, lambda: saving.nbytes, shown):
+        pending.future.wait_decided()
+    if not pending.tolerated:
+        pending.future.wait()
+
+
 def _must_agree(words: list[Any] | None) -> None:
     for rank, word in enumerate(words or []):
         if words is not None and word != words[0]:
@@ -165,6 +174,7 @@ def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
     session = saving.session
     if error is None and session.topology.rank == 0:
         report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
+        saving.hand_over()  # before anybody who waits for the save may wait for the tiers
     pending.settle(error)
     if error is None:
         saving.keep_counts()

@@ -128,6 +128,7 @@ class InPlace:
         if not self.overwrite:
             _refuse_existing(storage, self.tag)
         if self.resumes:
+            _refuse_what_is_no_checkpoint(storage, self.tag)
             storage.remove(f"{self.tag}/{DONE}")  # what is to be replaced is a checkpoint no more
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
@@ -228,10 +229,13 @@ def publication_of(session: Session, counter: int, tag: str, overwrite: bool | N
     return kind(session.attempt(counter), tag, overwrite)
 
 
-def copy_publication(session: Session, tag: str, overwrite: bool, saved: str | None) -> Publication:
-    """That of this session's one copy, of the attempt ``saved``. Whether a tag may be replaced was asked before."""
+def copy_publication(
+    session: Session, tag: str, overwrite: bool | None, saved: str | None, counter: int = 1
+) -> Publication:
+    """That of this session's copy ``counter``, of the attempt ``saved``. Whether a tag may be replaced was asked
+    before."""
     if session.storage.renames:
-        return Staged(session.attempt(1), tag, overwrite, resumes=True)
+        return Staged(session.attempt(counter), tag, overwrite, resumes=True)
     return InPlace(saved or "", tag, overwrite, resumes=True)
 
 

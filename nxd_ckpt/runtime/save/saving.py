@@ -31,11 +31,13 @@ from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
 from nxd_ckpt.runtime.save.counting import Counting
 from nxd_ckpt.runtime.save.host_semaphore import writing_slot
+from nxd_ckpt.runtime.save.options import SaveOptions
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.publication import is_visible, publication_of
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.runtime.save.waves import Wave
 from nxd_ckpt.runtime.save.writing import FileWriter, write_index, write_small
+from nxd_ckpt.runtime.tier import Draining
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -50,21 +52,21 @@ class Saving:
         self,
         session: Session,
         tag: str,
-        plan: SavePlan | None = None,
-        *,
-        num_workers: int | None = None,
-        overwrite: bool | None = None,
-        error: BaseException | None = None,
+        plan: SavePlan | None,
+        options: SaveOptions,
+        error: BaseException | None,
         threads: Executor,
     ) -> None:
         self.session, self.tag, self.plan, self._threads = session, tag, plan, threads
-        self._overwrite = overwrite
+        self._overwrite = options.overwrite
         self._patience = session.timeout
-        self.num_workers = num_workers
+        self.num_workers = options.writers_on_host
         self.error = error
-        self.rules: Sequence[Rule] | None = None
-        self.metrics: Metrics = {}
-        self.counting: Counting | None = None
+        # Without a plan the options may be what is wrong.
+        self.rules: Sequence[Rule] | None = None if plan is None else options.rules
+        self.metrics: Metrics = {} if plan is None else options.recorded_metrics
+        self.counting = Counting(plan.files, threads) if plan is not None and options.stats else None
+        self.draining: Draining | None = None
         self.timings: dict[str, float] = {}
         self.versions: dict[str, str] = {}
         self.saved_nbytes = 0
@@ -299,7 +301,15 @@ class Saving:
                 raise SaveFailed("rank 0 staged nothing")
             own, groups = (None, None) if self.plan is None else (self.plan.parameters, self.plan.groups)
             request = Commit(
-                self.publication, parts, self.rules, self.timings, self.versions, own, groups, self.metrics
+                self.publication,
+                parts,
+                self.rules,
+                self.timings,
+                self.versions,
+                own,
+                groups,
+                self.metrics,
+                self.draining,
             )
             commit(session, session.topology, votes, request)
             self.saved_nbytes = sum(vote.nbytes for vote in votes)
@@ -332,6 +342,11 @@ class Saving:
         """Once the tag is visible: keep what is counted of it, as soon as that is done. Nobody has to wait for that."""
         if self.counting is not None:
             self.counting.keep(self.session.storage, self.tag, self.attempt, self.session.topology.rank)
+
+    def hand_over(self) -> None:
+        """Rank 0, once the tag is visible: to the drains of the other tiers."""
+        if self.draining is not None:
+            self.draining.saved(self.tag, self.saved_nbytes, self._overwrite)
 
     def tidy(self) -> None:
         """Rank 0, once the outcome is known: delete what attempts and retention left behind. Nobody has to wait for

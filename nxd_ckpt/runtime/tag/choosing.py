@@ -24,6 +24,11 @@ _LOOKS = 3
 
 
 def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> str:
+    """The name of the tag to load; see :func:`choose`."""
+    return choose(storage, tag, without).tag
+
+
+def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> TagInfo:
     """The tag to load: the one asked for if it is complete, else the latest complete one that is not in ``without``.
 
     A tag that is asked for may lack every marker, like those of NxD's converter; a warning says so.
@@ -42,7 +47,7 @@ def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ())
         if newest is None:
             raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
         _refuse_guess(storage, tags, newest)
-        return newest.tag
+        return newest
     found = next((info for info in tags if info.tag == wanted), None)
     if found is None and is_whole_without_marks(storage, wanted):
         logger.warning(
@@ -52,7 +57,7 @@ def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ())
             wanted,
             names.DONE,
         )
-        return wanted
+        return TagInfo(wanted, 0.0, complete=True, ours=False)
     if found is None:
         raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
     if found.damage is not None:
@@ -62,7 +67,7 @@ def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ())
             f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
             f"{describe_incomplete(storage)}"
         )
-    return wanted
+    return found
 
 
 def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:

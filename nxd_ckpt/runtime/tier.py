@@ -1,0 +1,155 @@
+"""Tiers: the places that a job's checkpoints go to, from the nearest to the one that lasts longest."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nxd_ckpt.core.retention import Rule, rules_of
+from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One of the places that a job's checkpoints go to, all of which every rank can reach.
+
+    Attributes:
+        path: the directory or URL.
+        every: the first save of a launch goes there, and of those after it every so many. The first tier takes all.
+        keep: complete tags to keep there, at least 1; None keeps all.
+        retain: rules for which tags to keep there, as of a save. ``keep`` beside it is one rule more.
+        max_bytes_per_second: how fast tags are copied there at most, as a number or such as "20MB"; by default as fast
+            as it goes.
+        storage_options: what a URL is opened with; by default what the Checkpointer was given.
+        storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
+    """
+
+    path: StrPath
+    every: int = 1
+    keep: int | None = None
+    retain: Sequence[Rule] | None = None
+    max_bytes_per_second: int | str | None = None
+    storage_options: StorageOptions | None = field(default=None, repr=False)
+    storage: Storage | None = None
+
+    @property
+    def name(self) -> str:
+        """As errors and logs name it."""
+        return without_password(os.fspath(self.path))
+
+    @property
+    def rules(self) -> tuple[Rule, ...] | None:
+        """Which complete tags stay; None keeps all."""
+        return rules_of(self.keep, self.retain)
+
+    @property
+    def rate(self) -> int | None:
+        """Bytes per second at most."""
+        limit = self.max_bytes_per_second
+        return None if limit is None else bytes_of(limit, f"max_bytes_per_second of tier {self.name}")
+
+    def open(self, durable: bool, storage_options: StorageOptions | None) -> Storage:
+        """Its storage; ``storage_options`` are for a URL that has none of its own."""
+        if self.storage is not None:
+            return self.storage
+        own = self.storage_options
+        return open_storage(self.path, durable, options_for(self.path, storage_options) if own is None else own)
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for what has no meaning."""
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise InvalidArgument(f"the path of a tier must be a directory or URL, found {self.path!r}")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise InvalidArgument(f"every of tier {self.name} must be a number of saves, at least 1: {self.every!r}")
+        if self.keep is not None and (not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1):
+            raise InvalidArgument(
+                f"keep of tier {self.name} must be None (keep all) or at least 1, found {self.keep!r}; 0 would keep "
+                "nothing"
+            )
+        _ = self.rules, self.rate
+
+
+class Draining(Protocol):
+    """What copies tags of the first tier to the others, as a save sees it."""
+
+    @property
+    def held(self) -> Collection[str]:
+        """Tags of the first tier that are still to be read: retention leaves them."""
+
+    @property
+    def newest(self) -> float:
+        """The order time of the newest tag on the other tiers: what is saved from now on comes after it."""
+
+    def saved(self, tag: str, nbytes: int, overwrite: bool | None) -> None:
+        """A save is visible on the first tier; ``overwrite`` is what it was told."""
+
+
+def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
+    """``tiers``, or where there are none the directory ``path`` as the only one.
+
+    Raises InvalidArgument: no tier at all, one that has no meaning, two that are the same place or lie in each other,
+    a first one that is not ``path``, or that leaves saves out.
+    """
+    if tiers is None:
+        if path is None:
+            raise InvalidArgument("pass the checkpoint directory, or tiers=, the first of which is that directory")
+        return (Tier(path),)
+    if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(one, Tier) for one in tiers):
+        raise InvalidArgument(
+            f"tiers={tiers!r:.200}: expected a list of at least one Tier, such as [Tier('/mnt/nvme/run7', keep=2), "
+            "Tier('s3://bucket/run7', every=10)]"
+        )
+    for tier in tiers:
+        tier.validate()
+    first = tiers[0]
+    if first.every != 1 or first.max_bytes_per_second is not None:
+        raise InvalidArgument(
+            f"the first tier, {first.name}, is where every save is written, as fast as it goes: every= and "
+            "max_bytes_per_second= are for the tiers after it"
+        )
+    if path is not None and not _overlap(_place(path), _place(first.path), inside=False):
+        raise InvalidArgument(
+            f"the checkpoint directory {without_password(os.fspath(path))} is not the first tier, {first.name}; leave "
+            "one of them out, or make them the same"
+        )
+    _refuse_overlaps(tiers)
+    return tuple(tiers)
+
+
+def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
+    places = [_place(tier.path) for tier in tiers]
+    for later, place in enumerate(places):
+        for earlier in range(later):
+            if _overlap(place, places[earlier]) or _same_storage(tiers[later], tiers[earlier]):
+                raise InvalidArgument(
+                    f"tiers {tiers[earlier].name} and {tiers[later].name} are the same place, or one lies inside the "
+                    "other: each tier needs a directory of its own, else what is lost in one is lost in both"
+                )
+
+
+def _same_storage(one: Tier, other: Tier) -> bool:
+    return one.storage is not None and one.storage is other.storage
+
+
+def _place(path: StrPath) -> str:
+    """The same for all ways to write a place, as far as that can be told: it ends in a slash."""
+    text = os.fspath(path)
+    if not is_url(text):
+        return os.path.realpath(local_path(text)).rstrip("/") + "/"
+    scheme, _, rest = text.rpartition("://")
+    parts = [part for part in re.split("/+", rest) if part not in ("", ".")]
+    return f"{scheme.lower().replace('s3a', 's3')}://{'/'.join(parts)}/"
+
+
+def _overlap(one: str, other: str, *, inside: bool = True) -> bool:
+    """Whether two places are the same, or one lies ``inside`` the other."""
+    if one == other or (inside and (one.startswith(other) or other.startswith(one))):
+        return True
+    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)

@@ -1,0 +1,103 @@
+"""SIGKILL while a tag is copied to the next tier: what is visible is whole, and the next launch goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Tier
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
+from tests.convert.tags import remains
+from tests.protocol.job import Died, Job
+from tests.tiers.saving import damaged, save, tags_in
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def save_and_die(rank: int, path: Path, name: str, pattern: str) -> None:
+    """Killed just before that operation on the second tier."""
+    far = HookedStorage(LocalStorage(path / "far"), killing(name, pattern))
+    with Checkpointer(tiers=[Tier(path / "near", keep=1), Tier("far", storage=far)]) as saver:
+        save(saver, 1)
+
+
+def save_until(rank: int, path: Path, number: int) -> int:
+    """Killed before that many operations on the second tier; how many there are, if there are fewer."""
+    log: list[Operation] = []
+
+    def hook(operation: Operation) -> None:
+        log.append(operation)
+        if len(log) > number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    far = HookedStorage(LocalStorage(path / "far"), hook)
+    with Checkpointer(tiers=[Tier(path / "near", keep=1), Tier("far", keep=1, storage=far)]) as saver:
+        save(saver, 1, 2)
+        saver.wait(tier=1)
+    return len(log)
+
+
+def go_on(path: Path, step: int) -> None:
+    """Another launch; everything that is visible is whole, and the new tag arrives."""
+    near, far = path / "near", path / "far"
+    before = tags_in(far)
+    assert [] == damaged([near, far])
+    with Checkpointer(tiers=[Tier(near, keep=1), Tier(far)]) as saver:
+        save(saver, step)
+    assert f"step_{step}" in tags_in(near)
+    assert {*before, f"step_{step}"} <= {*tags_in(far)}
+    assert [] == [*damaged([near, far]), *remains(far)]
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("write_at", "*/model/*"), ("rename", "*copies*")])
+def test_a_job_that_is_killed_while_a_tag_is_copied(tmp_path: Path, name: str, pattern: str) -> None:
+    """In the middle of it, and just before it becomes visible."""
+    (outcome,) = Job(1, save_and_die, tmp_path, name, pattern).outcomes()
+    assert isinstance(outcome, Died)
+    assert (["step_1"], []) == (tags_in(tmp_path / "near"), tags_in(tmp_path / "far"))
+    go_on(tmp_path, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_job_that_is_killed_before_each_operation(tmp_path: Path) -> None:
+    """On the second tier, from the claim to the retention: the same holds."""
+    kills = 0
+    while isinstance(Job(1, save_until, tmp_path / str(kills), kills).outcomes()[0], Died):
+        go_on(tmp_path / str(kills), 3)
+        kills += 1
+    assert kills >= 100
+
+
+@pytest.mark.soak
+def test_a_process_that_ends_copies_what_is_left(tmp_path: Path) -> None:
+    """Without a call of close: the last tag is on all tiers."""
+    program = """
+import sys, torch
+from nxd_ckpt import Tier, save_checkpoint
+tiers = [Tier(sys.argv[1] + "/near"), Tier(sys.argv[1] + "/far", max_bytes_per_second="100KB")]
+for step in range(3):
+    save_checkpoint(tag=step, model={"weight": torch.ones(10000)}, tiers=tiers, async_save=True)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert "2" in tags_in(tmp_path / "far")
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    """Over 200 saves that are all copied."""
+    model, peaks = {"weight": torch.ones(2**20)}, []
+    with Checkpointer(tiers=[Tier(tmp_path / "near", keep=1), Tier(tmp_path / "far", keep=1)], durable=False) as saver:
+        for step in range(200):
+            saver.save(f"step_{step}", model)
+            saver.wait(tier=1)
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks[-1] - peaks[40] < 8 * 1024  # KiB: two of the model's 4 MiB
