@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import MISSING
 from importlib import import_module
 from typing import Any
 
@@ -35,7 +36,7 @@ def _table(what: str, name: str) -> str:
 
 def _fields(kind: type[Any]) -> list[tuple[str, str, str]]:
     order = sorted(fields_of(kind), key=list(kind.__dataclass_fields__.values()).index)
-    return [_row(field.name, field.default, docs_of(kind)[field.name]) for field in order]
+    return [_row(field.name, field.default, docs_of(kind)[field.name]) for field in order if field.default != MISSING]
 
 
 def _keywords(function: Any) -> list[tuple[str, str, str]]:
