@@ -35,7 +35,7 @@ from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
 from nxd_ckpt.storage.system import in_forked_children
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path
 
 _Key = tuple[str, Topology]
 _open: dict[_Key, Checkpointer] = {}
@@ -210,10 +210,13 @@ def has_checkpoint(
     *,
     path: StrPath | None = None,
     storage_options: StorageOptions | None = None,
+    tiers: Sequence[Tier] | None = None,
 ) -> bool:
-    """Whether the directory holds a complete checkpoint, one that ``load_checkpoint(tag=None)`` would load."""
-    storage = open_storage(_directory(checkpoint_dir_str, path), storage_options=storage_options)
-    return any(info.complete for info in settled_tags(storage))
+    """Whether the directory, or any of the ``tiers``, holds a complete checkpoint, which ``load_checkpoint(tag=None)``
+    would load."""
+    places = checked_tiers(_directory(checkpoint_dir_str, path, tiers), tiers)
+    storages = (tier.open(True, storage_options) for tier in places)
+    return any(info.complete for storage in storages for info in settled_tags(storage))
 
 
 @as_checkpoint_errors()

@@ -113,6 +113,8 @@ class Drain:
         if grace is not None:
             self._stopping.set()
             self._pace.stop.set()
+        elif self.held:
+            logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.held)))
         if not self._idle(grace):
             return
         self._worker.stop()

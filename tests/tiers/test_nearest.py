@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, Tier, Topology, host, load_checkpoint
+from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, host, load_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, PeerTimeout, RanksDisagree, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -50,6 +50,7 @@ def test_the_newest_counts_before_the_nearest(tiers: list[Tier], caplog: pytest.
     shutil.rmtree(Path(tiers[0].path) / "step_2")
     assert (1, "near") == loaded_from(tiers, caplog)
     shutil.rmtree(tiers[0].path)
+    assert [True, False] == [has_checkpoint(tiers=tiers), has_checkpoint(tiers=tiers[:1])]
     assert (1, "far") == loaded_from(tiers, caplog)
     assert (1, "far") == loaded_from(tiers, caplog, tag="step_1")
     with pytest.raises(CheckpointNotFound, match="near"):
