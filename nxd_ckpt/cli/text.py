@@ -123,13 +123,11 @@ def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Lines of a name and what there is to say of it, the latter aligned."""
     lines = list(facts)
     longest, limit = max(len(name) for name, _ in lines), width()
-    room = sys.maxsize if limit is None else max(20, limit - longest - 4)
-    told = ((name, textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False)) for name, fact in lines)
-    return [
-        f"  {(name if not number else '').ljust(longest)}  {part}"
-        for name, parts in told
-        for number, part in enumerate(parts)
-    ]
+    if limit is None:
+        return [f"  {name.ljust(longest)}  {fact}" for name, fact in lines]
+    below = " " * (longest + 4)
+    told = (f"  {name.ljust(longest)}  {fact}" for name, fact in lines)
+    return [part for line in told for part in (_wrapped(line, limit, below) if len(line) > limit else [line])]
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
@@ -155,8 +153,11 @@ def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool, wi
 
 
 def _broken(line: str, limit: int) -> list[str]:
+    return _wrapped(line, limit, " " * (len(line) - len(line.lstrip())) + _BELOW)
+
+
+def _wrapped(line: str, limit: int, below: str) -> list[str]:
     """At spaces alone: a path stays in one piece."""
-    below = " " * (len(line) - len(line.lstrip())) + _BELOW
     return textwrap.wrap(line, limit, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
 
 
