@@ -62,7 +62,8 @@ def _run(rank: int, directory: Path, name: str, optimizer: str, seed: int) -> No
     with Checkpointer(directory, durable=False) as checkpointer:
         done = 0
         for steps in (2, 1, 3, 10, 1, 20):
-            jobs.train(model, stepped, steps)
+            for _ in range(steps):
+                jobs.train(model, stepped, 1)
             done += steps
             checkpointer.save(str(done), model, stepped, user_content={"step": done})
 
@@ -70,7 +71,7 @@ def _run(rank: int, directory: Path, name: str, optimizer: str, seed: int) -> No
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["fsdp", "fsdp x tp", "hsdp"])
-@pytest.mark.parametrize("optimizer", ["adamw", "fast", "momentum", "sgd", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", "fast", "rmsprop", "adagrad"])
 def test_runs_are_well(gloo_ranks: RankPool, tmp_path: Path, name: str, optimizer: str, seed: int) -> None:
     """Five pairs of tags of each run: no finding."""
     gloo_ranks.run(_run, tmp_path, name, optimizer, seed)
