@@ -32,7 +32,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-scale demo
+.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-scale demo
 
 # Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
 test:
@@ -74,6 +74,9 @@ bench-reshard: $(PLAIN_READY)
 
 bench-hf: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.hugging_face $(BENCH_ARGS)
+
+bench-migrate: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench.migrate $(BENCH_ARGS)
 
 bench-diff: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.diff $(BENCH_ARGS)
