@@ -149,10 +149,8 @@ def go_elsewhere(work: Path, place: str, plan: Plan, reference: Job, resumed: Jo
     start, back = plan.crossing, plan.crossing + plan.save_every
     fsdp2_sizes = f"FSDP{SIZES.dp} x TP{SIZES.tp}"
 
-    def going_on(
-        name: str, before: Job, step: int, sizes: nxd_ckpt.Topology, *more: str, module: Sequence[str] = NXD
-    ) -> Job:
-        arguments = [*plan.arguments(sizes), "--resume_from", before.checkpoints, "--loading_step", str(step), *more]
+    def going_on(name: str, before: Job, step: int, sizes: nxd_ckpt.Topology, module: Sequence[str] = NXD) -> Job:
+        arguments = [*plan.arguments(sizes), "--resume_from", before.checkpoints, "--loading_step", str(step)]
         return Job(name, work, f"{place}/checkpoints_{name}", arguments, module)
 
     print(f"\n[4/5] step_{start}, saved on {_short(SIZES)}, is resumed on {_short(OTHER_SIZES)} ...", flush=True)
@@ -160,9 +158,9 @@ def go_elsewhere(work: Path, place: str, plan: Plan, reference: Job, resumed: Jo
         print("[5/5] Beside that it is taken up by FSDP2 x tensor parallelism, without torch-xla ...", flush=True)
         with going_on("fsdp2", resumed, start, SIZES, module=FSDP2) as fsdp2:
             fsdp2.must_succeed()
-        # FSDP2 has no bf16 weights beside the fp32 ones, and a load casts nothing.
-        print(f"      Its step_{back} is resumed on {_short(SIZES)} again, with weights of fp32 ...", flush=True)
-        with going_on("returned", fsdp2, back, SIZES, "--dtype", "float32") as returned:
+        # FSDP2's one fp32 parameter becomes the master weight, and its rounding the bf16 weight beside that.
+        print(f"      Its step_{back} is resumed on {_short(SIZES)} again ...", flush=True)
+        with going_on("returned", fsdp2, back, SIZES) as returned:
             returned.must_succeed()
         crossed.must_succeed()
 

@@ -5,7 +5,7 @@ It takes the same options, and goes on from the other script's checkpoints as th
     torchrun --nproc_per_node 4 examples/train_llama_fsdp2.py --checkpoint_dir /tmp/llama-fsdp2 \\
         --resume_from /tmp/llama --loading_step latest_if_exists
 
-Its own checkpoints are taken up by the other script with ``--dtype float32``.
+Its parameters are the other script's fp32 master weights, and become these again there.
 """
 
 from __future__ import annotations

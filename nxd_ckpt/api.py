@@ -90,11 +90,8 @@ def save_checkpoint(
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    :class:`~nxd_ckpt.runtime.save.options.SaveOptions` and of
-    :class:`~nxd_ckpt.runtime.checkpointer_options.CheckpointerOptions`, of which the latter count at a directory's
-    first save in a process. With ``async_save=True`` this returns once the state is copied to
-    host memory; the tag becomes visible by itself, and :func:`finalize_checkpoint` waits for it. What is returned is a
-    :class:`~concurrent.futures.Future` and can be awaited; without ``async_save`` it is done.
+    :class:`~nxd_ckpt.runtime.save.options.SaveOptions` and, at a directory's first save in a process, of
+    :class:`~nxd_ckpt.runtime.checkpointer_options.CheckpointerOptions`. The returned future can be awaited.
 
     Args:
         checkpoint_dir_str: the directory, created by the first save; or the URL of one in a store (``s3://bucket/run``).
@@ -103,42 +100,27 @@ def save_checkpoint(
         optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
         scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
         user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of them.
-        async_save: return once the state is copied, and write in the background.
-        path: another name for ``checkpoint_dir_str``.
+        async_save: return once the state is in host memory; :func:`finalize_checkpoint` waits until tags are visible.
+        path, save_overwrite: other names for ``checkpoint_dir_str`` and ``overwrite``; the latter is OLMo-core's.
         tiers: the places that checkpoints go to, such as ``[Tier("/mnt/nvme/run7", keep=2), Tier("s3://bucket/run7",
             every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. What is visible there is copied to
             the others in the background. They count at a directory's first save in a process.
         rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
             positions in it (:func:`capture_data_position`) are re-split for other sizes.
         tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
-        save_overwrite: another name for ``overwrite``, OLMo-core's.
 
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
     """
-    directory = _directory(checkpoint_dir_str, path, tiers)
     shared, own = parted(CheckpointerOptions, options)
     own["overwrite"] = _overwrite(options.get("overwrite"), save_overwrite)
-    shared["topology"] = topology = options.get("topology") or default_topology()
-    key = _resolved(directory), topology
-    with _kept(key, lambda: Checkpointer(directory, tiers=tiers, **shared)) as checkpointer:
-        return checkpointer.save(
-            "" if tag is None else tag,  # refused there, where the refusal reaches all ranks
-            model,
-            optimizer,
-            scheduler,
-            user_content,
-            rank_content=rank_content,
-            async_save=async_save,
-            tag_values=tag_values,
-            num_workers=num_workers,
-            use_xser=use_xser,
-            num_kept_ckpts=num_kept_ckpts,
-            zero1_optimizer=zero1_optimizer,
-            use_zero1_dcp=use_zero1_dcp,
-            avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights,
-            **own,
-        )
+    own |= {"num_workers": num_workers, "use_xser": use_xser, "num_kept_ckpts": num_kept_ckpts}
+    own |= {"zero1_optimizer": zero1_optimizer, "use_zero1_dcp": use_zero1_dcp}
+    own["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
+    saved = ("" if tag is None else tag, model, optimizer, scheduler, user_content)  # "" is refused, on all ranks
+    keywords = {"rank_content": rank_content, "async_save": async_save, "tag_values": tag_values, **own}
+    with _kept(_directory(checkpoint_dir_str, path, tiers), tiers, shared) as checkpointer:
+        return checkpointer.save(*saved, **keywords)
 
 
 @as_checkpoint_errors()
@@ -260,10 +242,12 @@ def close_checkpointers() -> None:
 
 
 @contextmanager
-def _kept(key: _Key, made: Callable[[], Checkpointer]) -> Iterator[Checkpointer]:
-    """The one Checkpointer of a directory, which within is not forgotten."""
+def _kept(directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, Any]) -> Iterator[Checkpointer]:
+    """The one Checkpointer of a directory, which within is not forgotten; the first save's has these ``options``."""
+    topology = options["topology"] = options.get("topology") or default_topology()
+    key = _resolved(directory), topology
     with _lock:
-        checkpointer = _open.get(key) or _open.setdefault(key, made())
+        checkpointer = _open.get(key) or _open.setdefault(key, Checkpointer(directory, tiers=tiers, **options))
         _saving[key] += 1
     try:
         yield checkpointer

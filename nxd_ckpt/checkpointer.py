@@ -143,15 +143,7 @@ class Checkpointer:
             if refused is not None:
                 raise refused
             chosen.validate()
-            return capture(
-                self.topology,
-                chosen,
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                user_content=user_content,
-                rank_content=rank_content,
-            )
+            return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content)
 
         pending = SaveProgress(name, self._failures)
         with self._turns.taken(f"save of {name!r}"):

@@ -1,4 +1,5 @@
-"""The architecture: imports point down, the core is pure, torch-xla stays behind the adapters, tests share helpers."""
+"""The architecture: imports point down, the core is pure, torch-xla stays behind the adapters, functions and modules
+are short, tests share helpers."""
 
 from __future__ import annotations
 
@@ -54,6 +55,9 @@ NOT_SIMULATED = ("nxd_ckpt.runtime.coordination.peers",)
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
 MAY_USE_DEVICE = ("adapters", "emulation")
 MAY_USE_DEVICE_AT_IMPORT = ("emulation",)
+
+LINES_OF_A_FUNCTION = 60
+LINES_OF_A_MODULE = 400
 
 
 class Import(NamedTuple):
@@ -226,6 +230,30 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
 def test_a_right_import_is_accepted(module: str, source: str) -> None:
     """What the layers allow gives no complaint."""
     assert [] == violations(module, source)
+
+
+def too_long(module: str, source: str) -> list[str]:
+    """The functions of ``module``, and itself, that have more lines than they may, docstrings included."""
+    measured = [(module, len(source.splitlines()), LINES_OF_A_MODULE)] + [
+        (f"{module}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1, LINES_OF_A_FUNCTION)
+        for node in ast.walk(ast.parse(source, module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+    ]
+    return [f"{name}: {lines} lines, at most {most}" for name, lines, most in measured if lines > most]
+
+
+def test_functions_fit_on_a_screen() -> None:
+    """No function of the package has more than 60 lines, and no module more than 400."""
+    found = [sentence for module, path in sorted(_modules().items()) for sentence in too_long(module, path.read_text())]
+    assert [] == found, "\n".join(found)
+
+
+def test_what_is_too_long_is_named() -> None:
+    """The check counts from the line of the name to the last one, of methods and inner functions too."""
+    body = "        x = 1\n" * LINES_OF_A_FUNCTION
+    source = f"class A:\n    def short(self):\n{body[14:]}\n    def long(self):\n{body}"
+    assert ["m:63 long: 61 lines, at most 60"] == too_long("m", source)
+    assert ["m: 401 lines, at most 400"] == too_long("m", "x = 1\n" * 401)
 
 
 def test_what_tests_share_is_in_no_test_module() -> None:

@@ -50,21 +50,15 @@ def routed_primitives(world: World) -> dict[str, Callable[..., Any]]:
     A token, which orders collectives inside a graph, is passed through: here a call is its own order.
     """
 
-    def peers(groups: Groups, shard_count: int | None = None) -> Peers:
-        members = world.peers(groups)
-        if shard_count not in (None, len(members)):
-            raise InvalidArgument(f"shard_count={shard_count}: rank {world.rank} is in the group {list(members.ranks)}")
-        return members
-
     def all_reduce(kind: str, tensor: Tensor, scale: float, groups: Groups, *_: Any) -> Tensor:
-        return collectives.all_reduce(peers(groups), kind, tensor, scale)
+        return collectives.all_reduce(_peers(world, groups), kind, tensor, scale)
 
     def all_reduce_inplace(kind: str, tensors: list[Tensor], scale: float, groups: Groups, *_: Any) -> None:
         for tensor in tensors:
             collectives.fill(tensor, all_reduce(kind, tensor, scale, groups))
 
     def all_gather(tensor: Tensor, dim: int, count: int, groups: Groups, *_: Any) -> Tensor:
-        return collectives.all_gather(peers(groups, count), tensor, dim)
+        return collectives.all_gather(_peers(world, groups, count), tensor, dim)
 
     def all_gather_out(output: Tensor, tensor: Tensor, token: Any, *args: Any) -> Any:
         collectives.fill(output, all_gather(tensor, *args))
@@ -81,7 +75,7 @@ def routed_primitives(world: World) -> dict[str, Callable[..., Any]]:
     def reduce_scatter(
         kind: str, tensor: Tensor, token: Any, scale: float, dim: int, count: int, groups: Groups, *_: Any
     ) -> tuple[Tensor, Any]:
-        return collectives.reduce_scatter(peers(groups, count), kind, tensor, scale, dim), token
+        return collectives.reduce_scatter(_peers(world, groups, count), kind, tensor, scale, dim), token
 
     def reduce_scatter_out(kind: str, output: Tensor, tensor: Tensor, token: Any, *args: Any) -> Any:
         collectives.fill(output, reduce_scatter(kind, tensor, token, *args)[0])
@@ -100,7 +94,7 @@ def routed_primitives(world: World) -> dict[str, Callable[..., Any]]:
     def all_to_all(
         tensor: Tensor, token: Any, split: int, concat: int, count: int, groups: Groups, *_: Any
     ) -> tuple[Tensor, Any]:
-        return collectives.all_to_all(peers(groups, count), tensor, split, concat), token
+        return collectives.all_to_all(_peers(world, groups, count), tensor, split, concat), token
 
     def collective_permute(tensor: Tensor, token: Any, pairs: Groups) -> tuple[Tensor, Any]:
         return collectives.permute(world.peers(), tensor, pairs), token
@@ -109,6 +103,14 @@ def routed_primitives(world: World) -> dict[str, Callable[..., Any]]:
               all_gather_coalesced_out, reduce_scatter, reduce_scatter_out, reduce_scatter_coalesced,
               reduce_scatter_coalesced_out, all_to_all, collective_permute)  # fmt: skip
     return {f"_xla_{function.__name__}": function for function in routed}
+
+
+def _peers(world: World, groups: Groups, shard_count: int | None = None) -> Peers:
+    """This rank's group, which has to have ``shard_count`` members."""
+    members = world.peers(groups)
+    if shard_count not in (None, len(members)):
+        raise InvalidArgument(f"shard_count={shard_count}: rank {world.rank} is in the group {list(members.ranks)}")
+    return members
 
 
 def unrouted_primitives(available: Sequence[str], routed: Sequence[str]) -> dict[str, Callable[..., NoReturn]]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from nxd_ckpt import Checkpointer, Topology
+from tests.elastic.transformer import layout_of
 from tests.elastic.whole import OPTIONS, Layout, Weight, expected
+from tests.layout.equality import difference
 
 
 def one_rank(weights: Sequence[Weight]) -> Layout:
@@ -23,23 +27,46 @@ def one_rank(weights: Sequence[Weight]) -> Layout:
     return Layout(Topology(), {w.name: Partition() for w in weights}, tuple(groups), zero1=False)
 
 
-class MeshJob:
-    """Four ranks, 2 x 2: matrices are placed as ``matrices`` says, vectors cut along one dimension, buffers plain."""
+@cache
+def mesh_of(sizes: str) -> DeviceMesh:
+    """``pp2fsdp4`` as a mesh of all ranks."""
+    named = [(name, int(size)) for name, size in re.findall(r"([a-z]+)(\d+)", sizes)]
+    return init_device_mesh("cpu", tuple(size for _, size in named), mesh_dim_names=tuple(name for name, _ in named))
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        dtype: torch.dtype | None = None,
-        matrices: Sequence[Placement] = (Shard(1), Shard(0)),
-    ) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+
+def placement(weight: Weight, dim: str) -> Placement:
+    """How a weight lies along a dimension of the mesh: matrices are cut by tensor parallelism the other way than by
+    FSDP, vectors by FSDP alone, experts whole by expert parallelism, over whose ranks all else is sharded too."""
+    dims = len(weight.shape)
+    if dim == "dp" or dims == 0 or (dim == "tp" and dims == 1):
+        return Replicate()
+    if dims == 1:
+        return Shard(0)
+    if dims == 3:
+        return Shard({"ep": 0, "fsdp": 1, "tp": 2}[dim])
+    return Shard(0 if weight.name.endswith("down") != (dim == "tp") else 1)
+
+
+class MeshJob:
+    """The ranks of a mesh with these ``sizes``; pipeline stages are meshes of their own. Buffers are plain."""
+
+    def __init__(self, weights: Sequence[Weight], dtype: torch.dtype | None = None, sizes: str = "fsdp2tp2") -> None:
+        mesh = mesh_of(sizes)
+        names = mesh.mesh_dim_names or ()
+        if "pp" in names:
+            stages = mesh.size(names.index("pp"))
+            at = Topology(pp=stages, rank=mesh.get_local_rank("pp"))
+            weights = layout_of(f"pp{stages}", weights).of_stage(weights, at)
+            names = tuple(name for name in names if name != "pp")
+            mesh = mesh[names]
+        self.weights = weights
         self.module = torch.nn.Module()
         for weight in weights:
             if weight.kind == "buffer":
                 self.module.register_buffer(weight.name, weight.value)
                 continue
-            placed: list[Sequence[Placement]] = [[Replicate()] * 2, [Shard(0), Replicate()], matrices]
-            value = distribute_tensor(weight.value.to(dtype or weight.dtype), mesh, placed[min(len(weight.shape), 2)])
+            placements = [placement(weight, name) for name in names]
+            value = distribute_tensor(weight.value.to(dtype or weight.dtype), mesh, placements)
             parameter = torch.nn.Parameter(value, requires_grad=weight.kind == "parameter")
             self.module.register_parameter(weight.name, parameter)
         trained = {name: held for name, held in self.module.named_parameters() if held.requires_grad}
@@ -48,8 +75,8 @@ class MeshJob:
         self.optimizer = torch.optim.AdamW(own)
         self._trained = trained
 
-    def fill_optimizer(self, weights: Sequence[Weight]) -> None:
-        for weight in weights:
+    def fill_optimizer(self) -> None:
+        for weight in self.weights:
             if weight.kind == "parameter" and weight.step is not None:
                 held: Any = self._trained[weight.name]
                 self.optimizer.state[held] = {"step": torch.tensor(float(weight.step))} | {
@@ -79,9 +106,9 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
-def save(rank: int, directory: Path, weights: Sequence[Weight]) -> None:
-    job = MeshJob(weights)
-    job.fill_optimizer(weights)
+def save(rank: int, directory: Path, weights: Sequence[Weight], sizes: str = "fsdp2tp2") -> None:
+    job = MeshJob(weights, sizes=sizes)
+    job.fill_optimizer()
     with Checkpointer(directory) as checkpointer:
         checkpointer.save("step_1", job.module, job.optimizer, user_content={"saved": 1})
 
@@ -92,6 +119,15 @@ def load(rank: int, directory: Path, weights: Sequence[Weight], dtype: torch.dty
     with Checkpointer(directory) as checkpointer:
         assert {"saved": 1} == checkpointer.load(None, job.module, job.optimizer)
     return job.held()
+
+
+def wrong(rank: int, directory: Path, weights: Sequence[Weight], sizes: str) -> str | None:
+    """What is not as it was saved, after a load into a mesh of these sizes."""
+    job = MeshJob(weights, sizes=sizes)
+    job.scramble()
+    with Checkpointer(directory) as checkpointer:
+        assert {"saved": 1} == checkpointer.load(None, job.module, job.optimizer)
+    return difference(loaded(job.weights), job.held())
 
 
 def loaded(weights: Sequence[Weight], *, masters: bool = False) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 One rank saves and loads 25,000, 50,000 and 100,000 tensors of 32 bytes; rank 0 collects, judges and commits what 256,
 1,024 and 4,096 ranks voted, whose votes are written to disk by this process; and the same on a mesh of that many ranks,
-fsdp x tp, which hold 2,000 tensors. Microseconds for each tensor, and for each rank, stay the same if the cost is
-linear.
+fsdp x tp, which hold 2,000 tensors; with the memory that such a rank plans in. Microseconds for each tensor, and for
+each rank, stay the same if the cost is linear.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nxd_ckpt.core.manifest import (
     load_index,
 )
 from nxd_ckpt.core.mesh import Layout, Mesh, Shard
-from nxd_ckpt.core.mesh_groups import MeshPlace, MeshWord, groups_of
+from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, groups_of
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.tensors import Assembly
@@ -47,13 +47,14 @@ from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.paths import staging_dir, verdict_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, commit
-from nxd_ckpt.runtime.save.plan import SaveState, plan_save
+from nxd_ckpt.runtime.save.plan import SavePlan, SaveState, plan_save
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.runtime.save.publication import Staged
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.local import LocalStorage
+from tools.bench.host import peak, reset_peak
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)
 ATTEMPT = "bench-1"
@@ -107,19 +108,30 @@ def many_ranks(directory: Path, count: int) -> dict[str, float]:
 
 def mesh_ranks(directory: Path, count: int) -> dict[str, float]:
     """The same of ``count`` ranks of a mesh; besides, what a first save makes of their words, and a rank's plan."""
-    clock = Clock(time.process_time)
-    topology, held = Topology(dp=count), _mesh_state(count)
-    ranks = tuple(range(count))
-    words = [MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, rank)]) for rank in ranks]
-    words[0] = MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, 0, ranks)])
-    groups = clock("groups", lambda: groups_of(words))
-    plan = clock("one plan", lambda: plan_save(SaveState(held.state), topology, groups))
+    clock, topology = Clock(time.process_time), Topology(dp=count)
+    groups, plan = _mesh_plan(clock, topology)
     entries = (_entry(file, tensor) for file in plan.files for tensor in file.tensors)
     index = RankIndex(topology.coordinates, {}, tuple(entries), plan.parameters, None, plan.mesh)
     written = clock("leader's index", lambda: dump_index(index))
     request = Commit(Staged(ATTEMPT, "step"), plan.parts, parameters=plan.parameters, groups=groups)
     _decide(clock, directory, topology, plan.agreed("step", topology), written, request)
     return clock.seconds
+
+
+def mesh_memory(count: int) -> int:
+    """Bytes by which this process grows at most for what one rank of such a mesh knows and plans."""
+    before = reset_peak()
+    _mesh_plan(Clock(time.process_time), Topology(dp=count))
+    return peak() - before
+
+
+def _mesh_plan(clock: Clock, topology: Topology) -> tuple[list[MeshGroup], SavePlan]:
+    """What a first save makes of all ranks' words, and the plan of rank 0."""
+    held, ranks = _mesh_state(topology.world_size), tuple(range(topology.world_size))
+    words = [MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, rank)]) for rank in ranks]
+    words[0] = MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, 0, ranks)])
+    groups = clock("groups", lambda: groups_of(words))
+    return groups, clock("one plan", lambda: plan_save(SaveState(held.state), topology, groups))
 
 
 def _decide(
@@ -198,9 +210,11 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="bench_scale_", dir=args.directory))
     try:
         many_tensors(directory / "warm-up", 1_000)
+        memory = [mesh_memory(count) for count in RANKS]  # first: what others have freed would be used again
         table("tensors", TENSORS, many_tensors, directory)
         table("ranks, CPU", RANKS, many_ranks, directory)
         table("mesh ranks, CPU", RANKS, mesh_ranks, directory)
+        print(f"{'memory':>16}" + "".join(f"{nbytes / 2**20:>9.1f} MiB{'':>9}" for nbytes in memory))
     finally:
         shutil.rmtree(directory)
 

@@ -25,7 +25,6 @@ from nxd_ckpt.runtime.save.plan import SaveState
 def capture(
     topology: Topology,
     options: SaveOptions,
-    *,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
