@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import textwrap
@@ -69,7 +68,7 @@ def parts(held: Mapping[str, Any] | None) -> str:
 
 def width() -> int | None:
     """Columns of the terminal; None where the output goes elsewhere, as to a file or to ``grep``."""
-    return shutil.get_terminal_size().columns if "COLUMNS" in os.environ or sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from unittest import mock
 
 from nxd_ckpt.cli.main import main
 from tests.docs.markdown import REPOSITORY, code_blocks
+from tests.rigs.terminal import Terminal
 
 DOCUMENT = REPOSITORY / "docs" / "cli.md"
 
@@ -44,7 +44,7 @@ def steady(text: str) -> str:
 
 
 def _printed(arguments: str, directory: str) -> str:
-    out = io.StringIO()
+    out = Terminal()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(shlex.split(arguments))
     return out.getvalue().replace(directory, "/data")

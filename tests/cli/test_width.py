@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,19 @@ def test_every_command_fits_80_columns(
         ("unshard", nxd / "step_3", tmp_path / "whole", "--dry-run"),
     ]
     wide = [run(*command).out for command in commands]
-    monkeypatch.setenv("COLUMNS", "80")
+    _on_a_terminal(monkeypatch)
     for command, expected in zip(commands, wide, strict=True):
         narrow = run(*command).out
         too_long = [line for line in narrow.splitlines() if len(line) > 80 and " " in line.strip()]
         assert [] == too_long, command
         if command[0] not in ("list", "diff"):  # a list leaves columns out, and ages change
             assert _words(expected) == _words(narrow), command
+
+
+def _on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
 
 def _words(text: str) -> list[str]:
@@ -47,7 +54,7 @@ def _words(text: str) -> list[str]:
 def test_a_row_goes_on_below(run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal; what is piped to another program is one line."""
     assert "FILE" in _row(run("inspect", examples, "--tensors").out, "NAME")
-    monkeypatch.setenv("COLUMNS", "80")
+    _on_a_terminal(monkeypatch)
     lines = run("inspect", examples, "--tensors").out.splitlines()
     head = next(number for number, line in enumerate(lines) if "NAME" in line)
     assert "FILE" not in lines[head]

@@ -6,7 +6,7 @@ import io
 
 
 class Terminal(io.StringIO):
-    """Standard error, as if somebody watched."""
+    """Output, as if somebody watched."""
 
     def isatty(self) -> bool:
         return True
