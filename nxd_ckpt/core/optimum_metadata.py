@@ -134,7 +134,8 @@ def _saved(found: OptimumMetadata, parameters: Mapping[str, Any]) -> list[str]:
     """The names in the tag of those of a model, or of the adapter."""
     if found.adapter is None:
         return list(parameters)
-    own = re.compile(rf"(?<=lora_[AB])\.{re.escape(found.adapter)}\b|\.{_WHOLE}\.{re.escape(found.adapter)}\b")
+    name_alone = rf"{re.escape(found.adapter)}(?=\.|$)"
+    own = re.compile(rf"(?<=lora_[AB])\.{name_alone}|\.{_WHOLE}\.{name_alone}")
     return [own.sub("", name) for name in parameters if own.search(name)]
 
 

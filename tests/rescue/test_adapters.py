@@ -117,6 +117,27 @@ def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
         assert migrate(path, tmp_path / f"out-{number}", config=config).nbytes > 0
 
 
+def test_one_adapter_has_a_name_that_another_begins_with(tmp_path: Path) -> None:
+    """The metadata of each lists both, for it is of the whole model: only its own are expected in its files."""
+    job = JOBS["q k v apart"]
+    for name in ("a", "a-2"):
+        place = write_adapter(tmp_path, job, name)
+    for path in place.glob("adapter_*/adapter_shards/mp_metadata_*.json"):
+        other = "a" if path.parts[-3] == "adapter_a-2" else "a-2"
+        content = json.loads(path.read_text())
+        layers = [key.rsplit(".", 2)[0] for key in content["parameters"] if ".lora_" in key]
+        for layer in (*layers, f"{_ABOVE}lm_head.modules_to_save"):
+            content["parameters"][f"{layer}.{other}.weight"] = {"tensor_model_parallel": False}
+        path.write_text(json.dumps(content))
+    config = config_of(tmp_path, job)
+    for name in ("a", "a-2"):
+        migrate(place / f"adapter_{name}", tmp_path / f"out-{name}", config=config)
+    written = [load_file(tmp_path / f"out-{name}" / "adapter_model.safetensors") for name in ("a", "a-2")]
+    assert written[0].keys() == written[1].keys() == {
+        f"{_ABOVE}{layer}.lora_{part}.weight" for layer in adapters_of(job.model) for part in "AB"
+    }
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     """Forms that need the base, the base's sizes unknown, no configuration, another kind, missing adapters."""
     job = JOBS["copies of heads"]
