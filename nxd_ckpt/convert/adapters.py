@@ -12,6 +12,7 @@ from nxd_ckpt.core.adapter_mapping import PREFIX
 from nxd_ckpt.core.lora import CONFIG, is_adapter
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound, UnsupportedState
+from nxd_ckpt.layout.writers import ADAPTER_SHARDS
 from nxd_ckpt.runtime.tag.opened import OpenTag
 
 ADAPTER_MODEL = "adapter_model.safetensors"
@@ -21,7 +22,8 @@ _AS_IN_NXD = ("lora_alpha", "lora_dropout", "bias", "use_rslora")
 
 
 def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
-    """NxD's ``LoraConfig`` of the adapters in the tag, or PEFT's beside it; None of a tag without adapters.
+    """NxD's ``LoraConfig`` of the adapters in the tag, or PEFT's beside optimum-neuron's tag of one; None of a tag
+    without adapters.
 
     Raises PartNotFound for adapters without either: what they are multiplied by is not known.
     """
@@ -31,7 +33,8 @@ def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
         found = opened.model_tree(Coordinates(stage)).get(CONFIG)
         if isinstance(found, Mapping):
             return found
-    if opened.storage.is_file(_ADAPTER_CONFIG):
+    # Beside other tags it may be of any adapter.
+    if opened.tag == ADAPTER_SHARDS and opened.storage.is_file(_ADAPTER_CONFIG):
         return _peft_config(opened)
     raise PartNotFound(
         f"{opened.where} holds LoRA adapters, but not what they are multiplied by: neuronx_distributed keeps that in "

@@ -45,8 +45,10 @@ class Recognised:
 
 STAGE_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
 """Optimum-neuron's description of a pipeline stage."""
+ADAPTER_SHARDS = "adapter_shards"
+"""Optimum-neuron's tag of an adapter, beside PEFT's configuration of it."""
 
-_SHARDS, _OLD_SHARDS, _ADAPTER_SHARDS = "shards", "tensor_parallel_shards", "adapter_shards"
+_SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
 _INSIDE = {Writer.OPTIMUM: _SHARDS, Writer.OPTIMUM_OLD: _OLD_SHARDS}
 """Where in a directory the tensors are."""
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
@@ -120,18 +122,18 @@ def _is_nxd(storage: Storage, folder: str, listing: _Names) -> bool:
 
 def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
     if _is_tag(storage, folder, listing) and _has_metadata(listing):
-        return not _is_in(folder, _ADAPTER_SHARDS)
+        return not _is_in(folder, ADAPTER_SHARDS)
     return listing.get(_SHARDS) is True and _has_metadata(dict(storage.list(_in(folder, _SHARDS))))
 
 
 def _adapters(storage: Storage, folder: str) -> list[str]:
     """The tag of each adapter in the directory, or of the one that it is of."""
-    if _is_in(folder, _ADAPTER_SHARDS):
+    if _is_in(folder, ADAPTER_SHARDS):
         return [folder]
     inside = [entry.name for entry in storage.list(folder) if entry.is_dir and entry.name.startswith("adapter_")]
-    if _ADAPTER_SHARDS in inside:
-        return [_in(folder, _ADAPTER_SHARDS)]
-    found = (_in(folder, name, _ADAPTER_SHARDS) for name in inside)
+    if ADAPTER_SHARDS in inside:
+        return [_in(folder, ADAPTER_SHARDS)]
+    found = (_in(folder, name, ADAPTER_SHARDS) for name in inside)
     return sorted(key for key in found if storage.is_dir(key))
 
 

@@ -84,8 +84,9 @@ def test_peft_computes_with_exported_adapters(tmp_path: Path, name: str) -> None
 
 
 def test_adapters_without_their_configuration_are_refused(tmp_path: Path) -> None:
-    """What NxD saves by default does not say what they are multiplied by."""
+    """What NxD saves by default does not say what they are multiplied by; nor does another adapter's file beside it."""
     job = Job(model_of(4))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 999}))
     save_checkpoint(tmp_path, "t", live(job, Topology()), ignore_keys=["model/lora_config"], durable=False)
     with pytest.raises(PartNotFound, match="save_lora_config_adapter=True"):
         export_checkpoint(tmp_path / "t", tmp_path / "out", mapping="llama")
