@@ -13,7 +13,7 @@ Here they have the model's numbers. docs/rescue.md has the sources. Only read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import count, takewhile
 from typing import Any
@@ -63,11 +63,7 @@ def open_files(files: TagFiles, name: str) -> NemoFiles:
     """
     folders = [folder for folder, is_dir in files.names().items() if is_dir and _parse(folder)]
     ranks = {parsed: folder for folder in folders if (parsed := _parse(folder))}
-    if len(ranks) < len(folders):
-        raise MalformedFile(
-            f"{files.where('')} has several directories of one rank, {', '.join(sorted(folders)[:8])}; move those of "
-            "one save to a place of their own"
-        )
+    _refuse_several(folders, len(ranks), files.where(""))
     missing = [*holes(ranks), *(rank for rank, folder in ranks.items() if not files.has(f"{folder}/{name}"))]
     if missing:
         raise PartNotFound(
@@ -90,8 +86,8 @@ class NemoFiles(PayloadFile):
 
     @reading
     def topology(self) -> Topology:
-        sizes = spanned(self._ranks)
-        return Topology(dp=max(self._optimizers, default=0) + 1, tp=sizes.tp, pp=sizes.pp)
+        sizes = spanned([*self._ranks, *(ParsedName(dp, None, 0, 0) for dp in self._optimizers)])
+        return Topology(dp=sizes.dp, tp=sizes.tp, pp=sizes.pp)
 
     @reading
     def parts(self) -> Parts:
@@ -146,12 +142,13 @@ class NemoFiles(PayloadFile):
         stem = self._name.removesuffix(_SUFFIX)
         known, last = (stem.removesuffix("-last"), "-last") if stem.endswith("-last") else (stem, "")
         names = (f"{known}-optimizer_states{last}{_SUFFIX}", f"{stem}.optimizer_states")  # the second is older
-        folders = [found for found in map(_DP_RANK.fullmatch, self.files.names(above)) if found]
+        folders = {found[0]: int(found[1]) for found in map(_DP_RANK.fullmatch, self.files.names(above)) if found}
+        _refuse_several(folders, len(set(folders.values())), self.files.where(above))
         return {
-            int(folder[1]): f"{_OPTIMIZERS}/{folder[0]}/{name}"
-            for folder in folders
+            rank: f"{_OPTIMIZERS}/{folder}/{name}"
+            for folder, rank in folders.items()
             for name in names
-            if self.files.has(f"{above}/{folder[0]}/{name}")
+            if self.files.has(f"{above}/{folder}/{name}")
         }
 
     @cached_property
@@ -193,6 +190,14 @@ class NemoFiles(PayloadFile):
 def _parse(folder: str) -> ParsedName | None:
     match = _RANK.fullmatch(folder)
     return None if match is None else ParsedName(0, None, int(match[1] or match[2]), int(match[3] or 0))
+
+
+def _refuse_several(folders: Collection[str], ranks: int, where: str) -> None:
+    if ranks < len(folders):
+        raise MalformedFile(
+            f"{where} has several directories of one rank, {', '.join(sorted(folders)[:8])}; move those of one save to "
+            "a place of their own"
+        )
 
 
 def _by_stage(rank: ParsedName) -> tuple[int, int]:

@@ -133,6 +133,16 @@ def _of_two_layouts(place: Path) -> None:
     shutil.copytree(place / "tp_rank_00_pp_rank_000", place / "mp_rank_00")
 
 
+def _of_too_many_ranks(place: Path) -> None:
+    for rank in place.iterdir():
+        (rank / "optim" / "dp_rank_001").rename(rank / "optim" / f"dp_rank_{2**20}")
+
+
+def _of_a_rank_twice(place: Path) -> None:
+    optimizers = place / "tp_rank_00_pp_rank_000" / "optim"
+    shutil.copytree(optimizers / "dp_rank_000", optimizers / "dp_rank_0000")
+
+
 def _of_another_model(place: Path) -> None:
     def change(content: Any) -> None:
         state = content["state_dict"]
@@ -149,6 +159,8 @@ def _of_another_model(place: Path) -> None:
         (_without_optimizer, PartNotFound, r"no file 'tp_rank_01_pp_rank_001/optim/dp_rank_001"),
         (_of_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
         (_of_two_layouts, MalformedFile, "several directories of one rank, mp_rank_00, tp_rank_00_pp_rank_000"),
+        (_of_too_many_ranks, MalformedFile, f"dp={2**20 + 1}, .* ranks; at most {2**20} are allowed"),
+        (_of_a_rank_twice, MalformedFile, "optim has several directories of one rank, dp_rank_000, dp_rank_0000"),
         (_of_another_model, KeyMismatch, "no rule for 'language_model.encoder.layers.0.mlp.dense_h_to_4h_2.weight'"),
     ],
 )
