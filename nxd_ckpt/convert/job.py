@@ -84,8 +84,8 @@ class Job:
 
 
 def positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[Any, Position]:
-    """The data positions of the tag, for each rank of a ``topology`` that is not its own. What cannot be re-split is
-    named in the log, by the first process."""
+    """The data positions of the tag, for each rank of a ``topology`` that is not its own. What cannot be read or
+    re-split is named in the log, by the first process."""
     if topology == opened.topology:
         return {}
     together, alone = positions_together(opened)

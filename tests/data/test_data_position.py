@@ -25,6 +25,7 @@ from nxd_ckpt import (
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.core.data_position import check_position, position, put_together
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
+from nxd_ckpt.layout.names import rank_content_file
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -303,3 +304,23 @@ def test_a_resharded_tag_has_them(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert len(later) == len(set(later)) == (4 + dp) * BATCH
     reshard(tmp_path / "other" / "t", tmp_path / "again" / "t", dp=1)
     assert tag.rank_content(0) == open_checkpoint(tmp_path / "again").rank_content(0)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"no pickle")], ids=["lost", "damaged"])
+def test_a_resharded_tag_goes_without_those_that_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], Any]
+) -> None:
+    """Of a rank's file that is damaged or lost nothing is taken over, nor of the other ranks: the log says why. The
+    model is what it was."""
+    ranks = [Topology(dp=2, rank=rank) for rank in range(2)]
+    content = [{"data": capture_data_position(ElasticSampler(10, dp=2, dp_rank=rank))} for rank in range(2)]
+    state = {"model": {"w": torch.ones(3)}}
+    save_as_every_rank(tmp_path / "run", "t", ranks, lambda rank: {**state, "rank_content": content[rank]})
+    damage(tmp_path / "run" / "t" / rank_content_file(1))
+
+    reshard(tmp_path / "run" / "t", tmp_path / "other" / "t", dp=3)
+
+    assert "not taken over: the data positions of all ranks" in caplog.text
+    assert rank_content_file(1) in caplog.text
+    tag = open_checkpoint(tmp_path / "other")
+    assert (False, [1.0] * 3) == (tag.parts.rank_content, tag.model_state()["w"].tolist())

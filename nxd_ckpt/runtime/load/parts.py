@@ -10,7 +10,7 @@ from nxd_ckpt.adapters.random_state import is_random_state
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, put_together
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
+from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.runtime.ignoring import RANDOM_STATE
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -78,9 +78,16 @@ def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[A
 
 
 def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]:
-    """The data positions of all ranks, put together, by key; and why others cannot be."""
+    """The data positions of all ranks, put together, by key; and why others cannot be.
+
+    There are none where a rank's file is damaged or lost: it may have held some of each.
+    """
     together, alone = dict[Any, Position](), list[str]()
-    for key, of in _positions(opened).items() if opened.parts.rank_content else ():
+    try:
+        found = _positions(opened) if opened.parts.rank_content else {}
+    except (CorruptCheckpoint, PartLost) as error:
+        return {}, [f"the data positions of all ranks, if there are any: {error}"]
+    for key, of in found.items():
         try:
             together[key] = put_together(of, f"{opened.where}: rank_content[{key!r}]")
         except IncompatibleState as error:
