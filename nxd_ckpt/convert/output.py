@@ -77,12 +77,14 @@ class Output:
             storage.sync_dir(self.folder)
         if not storage.renames:
             return
+        restore = replacement.put_back
         try:
             replacement.make()
+            restore = replacement.undo
             storage.sync_dir("")
         except OSError:
             with suppress(OSError):  # whoever opens it next tries again
-                replacement.undo()
+                restore()
             raise
         self._remove_remains()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.storage import Hook, HookedStorage, failing
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing
 from tests.rigs.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -133,3 +134,24 @@ def test_what_fails_to_be_replaced_stays(tags: Path, monkeypatch: pytest.MonkeyP
                 unshard_checkpoint(tags / "new", output, overwrite=True)
         assert 0 == made_of(output.rename(output.with_name("whole")))
         assert ["whole"] == [path.name for path in output.parent.iterdir()]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_was_to_be_replaced_stays_where_the_new_one_was_removed(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """By another process, just before it was to get the name."""
+    output = tags / "outputs" / "whole"
+    unshard_checkpoint(tags / "old", output)
+
+    def remove(operation: Operation) -> None:
+        if operation.name in ("swap", "rename") and operation.key.startswith((".whole", "whole")):
+            shutil.rmtree(output.with_name(".whole.incomplete"), ignore_errors=True)
+
+    if not exchanges:
+        monkeypatch.setattr(local, "exchange", lambda one, other: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(locations, "open_storage", partial(hooked, remove))
+        with pytest.raises(CheckpointError, match="No such file"):
+            unshard_checkpoint(tags / "new", output, overwrite=True)
+    assert 0 == made_of(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
+from nxd_ckpt.runtime.paths import JOURNAL
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.staging import Stager
 from nxd_ckpt.runtime.save.waves import Wave
+from nxd_ckpt.storage import local
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
@@ -126,6 +129,26 @@ def test_failed_overwrite_leaves_the_old_tag_in_place(tmp_path: Path, name: str,
     assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
     assert ["first", "third"] == visible_tags(tmp_path)
     assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, "third", 2))
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_the_old_tag_stays_where_the_new_one_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """A job that slept was taken for dead, and another one cleaned up. Then it goes on and replaces its tag."""
+    if not exchanges:
+        monkeypatch.setattr(local, "exchange", lambda one, other: False)
+
+    def clean_up(operation: Operation) -> None:
+        if (operation.name, operation.key) == ("write", JOURNAL):
+            shutil.rmtree(tmp_path / ".nxd_ckpt" / "staging")
+
+    with checkpointer(tmp_path, 0, 1, clean_up) as saver:
+        save(saver, "t", 1)
+        with pytest.raises(SaveFailed, match="No such file"):
+            save(saver, "t", 2, overwrite=True)
+        assert 1 == saved_value(tmp_path, "t", 1)
+    assert ["t"] == visible_tags(tmp_path)
 
 
 @pytest.mark.parametrize(

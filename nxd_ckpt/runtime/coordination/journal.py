@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from nxd_ckpt.core.keys import checked_name
@@ -32,15 +33,17 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
+    restore = replacement.put_back
     try:
         if replaces:
             storage.make_dir(TRASH)
             storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
             storage.sync_dir(HIDDEN)
         replacement.make()
+        restore = replacement.undo
         _sync(storage)
     except OSError:
-        _undo(replacement)
+        _restore(replacement, restore)
         raise
     if replaces:
         try:
@@ -55,11 +58,11 @@ def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
     return Replacement(storage, staging_dir(attempt), tag, trash_file(attempt, tag))
 
 
-def _undo(replacement: Replacement) -> None:
+def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
     """The journal stays if this fails: whoever opens the directory next tries again."""
     storage = replacement.storage
     try:
-        replacement.undo()
+        moves()
         _sync(storage)
         _forget(storage)
     except OSError as error:

@@ -33,7 +33,7 @@ class Replacement(NamedTuple):
     aside: str
 
     def make(self) -> None:
-        """Raises OSError; then call :meth:`undo`."""
+        """Raises OSError; then call :meth:`put_back`."""
         storage = self.storage
         if not self.is_there(self.target):
             storage.rename(self.finished, self.target)
@@ -48,10 +48,17 @@ class Replacement(NamedTuple):
             storage.rename(self.finished, self.target)
 
     def undo(self) -> None:
-        """Leave things as they were before :meth:`make`, as far as the storage lets us. Raises OSError."""
-        if self.is_there(self.target) and not self.is_there(self.finished):
-            self.storage.rename(self.target, self.finished)
-        if self.is_there(self.aside):
+        """Leave things as they were before :meth:`make`, which came to its end. Raises OSError."""
+        self.storage.rename(self.target, self.finished)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """The old one to its name, if it is out. Raises OSError.
+
+        What has the name may be the old one even where ``finished`` is not there: somebody who took this process for
+        dead may have removed that.
+        """
+        if self.is_there(self.aside) and not self.is_there(self.target):
             self.storage.rename(self.aside, self.target)
 
     def settle(self) -> None:
