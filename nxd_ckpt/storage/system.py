@@ -152,13 +152,13 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[N
         os.close(fd)
 
 
-def try_lock(fd: int) -> bool:
-    """Whether this descriptor now holds the only lock on its file."""
+def try_lock(fd: int, path: Path) -> bool:
+    """Whether this descriptor, opened at ``path``, now holds the only lock on the file that is there."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
+    return _is_still(fd, path)
 
 
 def unlock(fd: int) -> None:

@@ -17,6 +17,7 @@ from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.runtime.save import host_semaphore
 from nxd_ckpt.runtime.save.host_semaphore import forget_slots, writing_slot
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import try_lock
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job, until
 from tests.runtime.clock import Clock
@@ -36,20 +37,25 @@ def note(log: Path, mark: str) -> None:
     os.close(fd)
 
 
-def saves_and_notes(rank: int, path: Path, log: Path, num_workers: int | None, use_xser: bool) -> None:
-    """Rank of four, each with a file of its own; noted are the begin and the end of its writing."""
+def saves_and_notes(rank: int, path: Path, log: Path, run_id: str, num_workers: int | None) -> None:
+    """Rank of four, each with a file of its own; noted are the first and the last thing it does with that file.
+
+    Nothing later can stand for the end: a rank that gave its slot back may not run again for long.
+    """
 
     def hook(operation: Operation) -> None:
-        if operation.name == "create" and operation.key.endswith("_pp_rank_00.pt"):
+        if not operation.key.endswith("_pp_rank_00.pt"):
+            return
+        if operation.name == "create":
             note(log, "+")
             time.sleep(0.1)
-        elif operation.name == "write" and "/index/" in operation.key:
+        elif operation.name == "close":
             note(log, "-")
 
     topology = Topology(tp=4, rank=rank)
     storage = HookedStorage(LocalStorage(path), hook)
-    with Checkpointer(path, topology=topology, storage=storage, run_id="slots", timeout=600) as saver:
-        saver.save("t", {"weight": torch.ones(3)}, num_workers=num_workers, use_xser=use_xser)
+    with Checkpointer(path, topology=topology, storage=storage, run_id=run_id, timeout=600) as saver:
+        saver.save("t", {"weight": torch.ones(3)}, num_workers=num_workers)
 
 
 def most_at_once(log: Path) -> int:
@@ -62,9 +68,9 @@ def most_at_once(log: Path) -> int:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_no_more_ranks_write_at_once_than_allowed(tmp_path: Path, num_workers: int) -> None:
+def test_no_more_ranks_write_at_once_than_allowed(tmp_path: Path, run_id: str, num_workers: int) -> None:
     """``num_workers`` of a host's four ranks; all get their turn."""
-    Job(4, saves_and_notes, tmp_path / "ckpt", tmp_path / "log", num_workers, False).values()
+    Job(4, saves_and_notes, tmp_path / "ckpt", tmp_path / "log", run_id, num_workers).values()
     assert 8 == len((tmp_path / "log").read_text())
     assert most_at_once(tmp_path / "log") <= num_workers
 
@@ -94,6 +100,33 @@ def test_a_killed_holder_frees_its_slot(tmp_path: Path, run_id: str) -> None:
     forget_slots(run_id)
     assert blocked
     assert waiting.is_set()
+
+
+def test_a_slot_that_is_held_stays_when_the_run_is_forgotten(run_id: str) -> None:
+    """Of two jobs of one ``run_id``, or two ranks, the first that ends gives the others no more slots."""
+    with writing_slot(run_id, 1, 5.0):
+        forget_slots(run_id)
+        with pytest.raises(TimeoutError), writing_slot(run_id, 1, 0.2):
+            pass
+    forget_slots(run_id)
+
+
+def test_a_slot_that_was_removed_while_it_was_opened_counts_for_nothing(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on a file that nobody else finds excludes nobody: the slot is taken anew."""
+    opened: list[Path] = []
+
+    def removed_meanwhile(fd: int, path: Path) -> bool:
+        if not opened:
+            path.unlink()
+        opened.append(path)
+        return try_lock(fd, path)
+
+    monkeypatch.setattr("nxd_ckpt.runtime.save.host_semaphore.try_lock", removed_meanwhile)
+    with writing_slot(run_id, 1, 5.0), pytest.raises(TimeoutError), writing_slot(run_id, 1, 0.2):
+        pass
+    forget_slots(run_id)
 
 
 def test_a_stuck_holder_is_given_up(run_id: str) -> None:
@@ -133,7 +166,7 @@ def test_without_a_limit_no_slot_is_taken(run_id: str) -> None:
         other()
 
 
-def stuck_writer(rank: int, path: Path) -> str:
+def stuck_writer(rank: int, path: Path, run_id: str) -> str:
     """Rank 0's disk hangs in its first write, while rank 1 waits for the one slot."""
 
     stuck = path.with_name("stuck")
@@ -145,7 +178,7 @@ def stuck_writer(rank: int, path: Path) -> str:
 
     topology, timeout = Topology(tp=2, rank=rank), [600.0, 1.0][rank]
     saver = Checkpointer(
-        path, topology=topology, storage=HookedStorage(LocalStorage(path), hook), run_id="stuck", timeout=timeout
+        path, topology=topology, storage=HookedStorage(LocalStorage(path), hook), run_id=run_id, timeout=timeout
     )
     if rank == 1:
         until(stuck.exists)  # rank 0 has the slot then
@@ -156,9 +189,9 @@ def stuck_writer(rank: int, path: Path) -> str:
     return "saved"
 
 
-def test_a_rank_that_waits_for_a_stuck_one_reports_it(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_stuck_one_reports_it(tmp_path: Path, run_id: str) -> None:
     """It does not hang with it."""
-    job = Job(2, stuck_writer, tmp_path / "ckpt")
+    job = Job(2, stuck_writer, tmp_path / "ckpt", run_id)
     outcome = job.outcome(1)
     job.kill_all()
     assert "writing slots" in outcome

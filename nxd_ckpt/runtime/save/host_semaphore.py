@@ -1,7 +1,5 @@
 """How many ranks of a host write at the same time: file-lock slots.
 
-
-
 The kernel frees a lock when its holder dies, so a killed rank never blocks the others. A holder that is alive but stuck
 is waited for until the save's timeout. The lock files live in the host's temporary directory: slots are per host, not
 per checkpoint.
@@ -11,11 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nxd_ckpt import host
-from nxd_ckpt.storage.system import HAS_LOCKS, flags, try_lock, unlock
+from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
 
 _POLL = 0.02
@@ -46,8 +44,9 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
     while True:
         moved = []
         for slot in range(num_workers):
-            fd = os.open(folder / f"{run_id}.{slot}", flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
-            if try_lock(fd):
+            path = folder / f"{run_id}.{slot}"
+            fd = os.open(path, flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
+            if try_lock(fd, path):
                 os.utime(fd)
                 return fd
             moved.append(os.fstat(fd).st_mtime_ns)
@@ -64,7 +63,8 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
 
 
 def forget_slots(run_id: str) -> None:
-    """Remove the lock files of a finished run from this host."""
+    """Remove the lock files of a finished run from this host, but none that another process holds."""
     for path in default_work_dir().glob("*.*") if HAS_LOCKS else ():
         if path.name.rpartition(".")[0] == run_id:
-            path.unlink(missing_ok=True)
+            with suppress(BlockingIOError), locked(path, wait=False):
+                path.unlink()
