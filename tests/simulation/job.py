@@ -42,6 +42,12 @@ class Save:
     """The rank whose arguments are refused."""
     use_xser: bool = False
 
+    @property
+    def removes(self) -> bool:
+        """Whether, where nothing can be renamed, it removes its tag first. Rank 0 does that before other ranks are
+        heard, and not if it is refused itself."""
+        return bool(self.overwrite) and self.fails_on != 0
+
 
 @dataclass
 class Outcome:
@@ -69,6 +75,8 @@ class Job:
     begun: list[tuple[int, Save]] = field(default_factory=list)
     began: dict[Save, float] = field(default_factory=dict)
     """When the first rank began each save."""
+    closed: set[int] = field(default_factory=set)
+    """The ranks whose Checkpointer was closed, and raised nothing."""
     store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
 
     def agreement(self, rank: int, timeout: float, call: str) -> Agreement | None:
@@ -157,6 +165,7 @@ def saving(job: Job, rank: int, storage: Storage, saves: list[Save], late: float
         try:
             with suppress(CheckpointError):  # of a save that is told of above
                 saver.close()
+                job.closed.add(rank)
         finally:
             at_exit.forget(saver)
 

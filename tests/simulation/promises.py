@@ -50,7 +50,7 @@ class Promises:
                 continue
             kept = min((other.num_kept for other in later if other.num_kept is not None), default=None)
             assert found is None, f"save {save.value} of {save.tag!r} became save {found}"
-            if self.in_place and any(other.tag == save.tag and other.overwrite for other in later):
+            if self.in_place and any(other.tag == save.tag and other.removes for other in later):
                 continue
             assert kept is not None, f"save {save.value} of {save.tag!r} is lost: {tags}"
             newer = {other.value for other in later} & set(tags.values())
@@ -98,7 +98,7 @@ class Promises:
         began = {save: time for job in jobs for save, time in job.began.items()}
         tags = set[str]()
         for save in sorted(began, key=lambda save: began[save]) if self.in_place else ():
-            if save.tag in tags and save.overwrite:
+            if save.tag in tags and save.removes:
                 return began[save]
             tags.add(save.tag)
         return inf

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.testing.simulation import Killed, Process, World, inhabited
 from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, run_to_end
 from tests.simulation.stage import Stage
+
+HARMLESS = {"nothing", "stall", "clock"}
+"""With these faults nothing fails that a process asks of the place."""
+
+SHARED = "nxd_ckpt-upload-"
+"""So begin the names of threads that all Checkpointers of a process share, and that last as long as it does."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Run(Stage):
             if schedule.rival and schedule.fault == "nothing" and not refused:
                 self.promises.jobs_keep_apart(self.jobs)
             for job in self.jobs:
-                self.end(job)
+                self._leave(job)
             self.is_out = True
             self.finish("second", schedule.machines[2:3] * 2)
             reader.is_over = True
@@ -109,8 +116,22 @@ class Run(Stage):
     def afterwards(self) -> None:
         """What a place checks at the end. Raises AssertionError."""
 
+    def _leave(self, job: Job) -> None:
+        """A job that was closed may live on, and does nothing any more; a launcher ends one that was not, or that could
+        not give the directory back. Raises AssertionError."""
+        holder = lease.read(self.outside())
+        holds = holder is not None and holder.run_id == job.run_id
+        if len(job.closed) == len(job.processes):
+            tasks = [task for task in self.world.tasks if task.process in job.processes and not task.over]
+            left = [task.stack() for task in tasks if not task.name.startswith(SHARED)]
+            assert not left, "it was closed, and goes on:\n" + "\n".join(left)
+            assert not holds or self.schedule.fault not in HARMLESS, f"{job.run_id} was closed, and holds the lease"
+            if not holds:
+                return
+        self.end(job)
+
     def end(self, job: Job) -> None:
-        """A launcher ends what is left of a job when one of its ranks has died, or all are done."""
+        """A launcher ends what is left of a job."""
         for process in job.processes:
             self.world.kill(process)
 
