@@ -68,5 +68,10 @@ def left_file(attempt: str, rank: int) -> str:
     return f"{votes_dir(attempt)}/rank_{rank:05d}.left"
 
 
+def spared_file(attempt: str) -> str:
+    """A later job has found the attempt decided, and left it to ranks that may still read the verdict."""
+    return f"{votes_dir(attempt)}/spared"
+
+
 def trash_file(attempt: str, tag: str) -> str:
     return f"{TRASH}/{attempt}-{zlib.crc32(tag.encode()):08x}"  # a tag may be as long as a name may be

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from nxd_ckpt import Checkpointer, Partition, Topology
@@ -129,6 +129,34 @@ def test_loads_read_what_ranks_hold(gloo_ranks: RankPool, tmp_path: Path) -> Non
         model: dict[str, torch.Tensor] = {}
         checkpointer.load(None, model, verify=False, partitions=CUTS)
     assert read(log) <= AT_MOST * sum(tensor.nbytes for tensor in model.values())
+
+
+def reads_of_rows(rank: int, directory: Path) -> list[int]:
+    """Bytes read of the files of tensors by a load of three rows onto four ranks, not verified, and while reading."""
+    mesh = init_device_mesh("cpu", (4,))
+
+    def model(dim: int) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(distribute_tensor(torch.rand(3, 4096), mesh, [Shard(dim)]))
+        return module
+
+    with Checkpointer(directory, durable=False) as checkpointer:
+        checkpointer.save("step_1", model(1))
+    found = []
+    for verify in (HOW["not verified"], HOW["verified while reading"]):
+        log: list[Operation] = []
+        with hooked(directory, recording(log)) as checkpointer:
+            checkpointer.load(None, model(0), verify=verify)
+        found.append(read([operation for operation in log if "/model/" in operation.key]))
+    return found
+
+
+def test_a_rank_that_holds_nothing_of_a_tensor_reads_nothing_of_it(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Three rows on four ranks leave the last one without any: it reads what the tensors are called, and none of them."""
+    *others, last = gloo_ranks.run(reads_of_rows, tmp_path)
+    row = 4096 * 4
+    assert all(nbytes < row / 16 for nbytes in last)
+    assert all(row <= nbytes for found in others for nbytes in found)
 
 
 def last_of_bar(rank: int, directory: Path) -> str:

@@ -24,7 +24,7 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     SaveFailed,
 )
-from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.runtime.paths import LEASE, VOTES
 from nxd_ckpt.runtime.save import session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
@@ -272,6 +272,36 @@ def test_votes_of_a_dead_job_under_the_same_run_id_count_for_nothing(tmp_path: P
     errors = Job(2, saves_after_a_killed_job, tmp_path, False, group=True).values()
     assert [SaveFailed, SaveFailed] == [type(error) for error in errors]
     assert ["first"] == visible_tags(tmp_path)
+
+
+def learns_late(rank: int, path: Path, others_saved: Path, closed: Path) -> str:
+    """Rank 1 does not look for the verdict before a later job has saved over the tag."""
+
+    def late(operation: Operation) -> None:
+        if rank == 1 and operation.name == "list" and operation.key.endswith("/verdict") and (path / "t/done").exists():
+            until(others_saved.exists)
+
+    with checkpointer(path, rank, 2, late, run_id="first", timeout=60.0) as saver:
+        save(saver, "t", 1)
+    if rank == 0:
+        closed.touch()
+    return "saved"
+
+
+def test_a_rank_that_is_slow_to_learn_the_verdict_learns_it_from_beside_the_next_job(tmp_path: Path) -> None:
+    """Rank 0 closes without waiting for it, and another job replaces the tag: it still was saved, on all ranks."""
+    path, others_saved, closed = tmp_path / "ckpt", tmp_path / "others_saved", tmp_path / "closed"
+    job = Job(2, learns_late, path, others_saved, closed)
+    until(closed.exists)
+    with checkpointer(path, 0, 1) as saver:
+        save(saver, "t", 2)
+    others_saved.touch()
+    assert ["saved", "saved"] == job.values()
+    assert 2 == saved_value(path, "t", 1)
+    for _ in range(2):
+        with checkpointer(path, 0, 1) as saver:
+            save(saver, "u", 3)
+    assert not [entry.name for entry in LocalStorage(path).list(VOTES) if entry.name.startswith("first-")]
 
 
 def test_several_ranks_need_a_group_or_a_run_id(tmp_path: Path) -> None:

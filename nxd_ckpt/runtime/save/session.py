@@ -20,7 +20,7 @@ from nxd_ckpt.runtime.coordination import intents, journal, lease
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.control_files import make_places
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES
+from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES, spared_file, verdict_file
 from nxd_ckpt.runtime.save.host_semaphore import forget_slots
 from nxd_ckpt.storage.base import Storage
 
@@ -171,7 +171,7 @@ def _claim(session: Session, run_id: str, *, first: bool) -> None:
     session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval)
     session.heartbeat = Heartbeat(storage, session.lease, interval)
     journal.recover(storage)
-    _sweep(storage, None if first else run_id)
+    _sweep(storage, run_id, first=first)
     if storage.renames and not _can_rename(storage, run_id):
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
@@ -253,17 +253,29 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
         host.sleep(0.05)
 
 
-def _sweep(storage: Storage, spared: str | None) -> None:
+def _sweep(storage: Storage, run_id: str, *, first: bool) -> None:
     """Remove what dead jobs left behind.
 
-    We hold the lease, so every other run here, except ``spared``, is dead. What they had begun to do to tags in place
-    is finished, see coordination.intents.
+    We hold the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
+    finished, see coordination.intents.
     """
     for folder in (STAGING, VOTES, PROBES, TRASH):
         for entry in storage.list(folder):
-            if spared is not None and entry.name.startswith(f"{spared}-"):
+            is_ours = entry.name.startswith(f"{run_id}-")
+            if is_ours and not first:
                 continue  # without a process group, another rank of this run may have been faster
             try:
+                if folder == VOTES and not is_ours and _may_be_read(storage, entry.name):
+                    continue
                 intents.clear(storage, f"{folder}/{entry.name}")
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
+
+
+def _may_be_read(storage: Storage, attempt: str) -> bool:
+    """Whether an attempt was decided and no job has begun since: its rank 0 ends without waiting until the others have
+    read the verdict. Of the next job it is not spared again."""
+    if not storage.is_file(verdict_file(attempt)) or storage.is_file(spared_file(attempt)):
+        return False
+    storage.write(spared_file(attempt), b"")
+    return True
