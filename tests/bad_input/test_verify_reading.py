@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,22 @@ def copy(request: pytest.FixtureRequest, kept: dict[str, Path], tmp_path: Path) 
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(tmp_path: Path) -> Iterator[None]:
     """Whatever happens in a load, no thread and no open file is left of it."""
-    before, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    before = set(threading.enumerate())
     yield
     until(lambda: not set(threading.enumerate()) - before)  # an interrupt may come while the load waits for one to end
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert [] == open_below(tmp_path)
+
+
+def open_below(directory: Path) -> list[str]:
+    """The files there that this process has open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # of listing them, or another test's thread
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(f"{directory}/")]
 
 
 def load(directory: Path, **options: Any) -> dict[str, torch.Tensor]:

@@ -152,7 +152,7 @@ def reads_of_rows(rank: int, directory: Path) -> list[int]:
 
 
 def test_a_rank_that_holds_nothing_of_a_tensor_reads_nothing_of_it(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Three rows on four ranks leave the last one without any: it reads what the tensors are called, and none of them."""
+    """Three rows on four ranks leave the last one without any: it reads what they are called, and nothing of them."""
     *others, last = gloo_ranks.run(reads_of_rows, tmp_path)
     row = 4096 * 4
     assert all(nbytes < row / 16 for nbytes in last)

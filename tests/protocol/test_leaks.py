@@ -18,14 +18,17 @@ from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import CheckpointNotFound, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.protocol.job import Job
 from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 WARM = 10
-"""Rounds after which everything that is made once has been made."""
+"""Rounds after which everything that is made once has been made, and what stays for one more job is there."""
 CALLS = 5
 """Calls of a round."""
+AT_MOST = 24 * 3600.0
+"""Seconds. pytest's own timeout is shorter, where there is one."""
 
 
 class Held(NamedTuple):
@@ -48,8 +51,8 @@ class Held(NamedTuple):
         )
 
 
-class Job:
-    """Saves, loads, and failures of both, in one directory; every tenth round with a new Checkpointer."""
+class Rounds:
+    """Saves, loads, and failures of both, in one directory; every fifth round with a new Checkpointer."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.fails = directory, ""
@@ -57,9 +60,9 @@ class Job:
 
     def held_after(self, rounds: range) -> Held:
         """What is held when the last Checkpointer of these is closed: what a save leaves is removed after it."""
-        for first in range(rounds.start, rounds.stop, 10):
+        for first in range(rounds.start, rounds.stop, 5):
             with self._checkpointer() as saver:
-                for number in range(first, min(first + 10, rounds.stop)):
+                for number in range(first, min(first + 5, rounds.stop)):
                     self._round(saver, number)
         return Held.now(self.directory)
 
@@ -85,15 +88,17 @@ class Job:
             raise OSError(errno.ENOSPC, "No space left on device", operation.key)
 
 
+def held(rank: int, directory: Path, rounds: int) -> tuple[Held, Held]:
+    """What is held after a few rounds, and after so many more."""
+    logging.getLogger("nxd_ckpt").setLevel(logging.CRITICAL + 1)
+    job = Rounds(directory)
+    return job.held_after(range(WARM)), job.held_after(range(WARM, WARM + rounds))
+
+
 @pytest.mark.parametrize("rounds", [10, pytest.param(5000 // CALLS, marks=[pytest.mark.soak, pytest.mark.timeout(0)])])
-def test_nothing_is_left_of_saves_loads_and_failures(
-    rounds: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After thousands of them as after a few."""
-    caplog.set_level(logging.CRITICAL + 1, "nxd_ckpt")  # pytest would keep every record
-    job = Job(tmp_path)
-    before = job.held_after(range(WARM))
-    after = job.held_after(range(WARM, WARM + rounds))
+def test_nothing_is_left_of_saves_loads_and_failures(rounds: int, tmp_path: Path) -> None:
+    """After thousands of them as after a few, in a process in which nothing else goes on."""
+    [(before, after)] = Job(1, held, tmp_path, rounds).values(AT_MOST)
     assert before[:3] == after[:3]
     assert after.objects - before.objects < rounds
     assert after.nbytes - before.nbytes < 16 * 2**20
