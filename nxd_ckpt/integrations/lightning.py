@@ -44,20 +44,27 @@ from nxd_ckpt.storage.urls import StrPath, is_url, local_path, options_for
 logger = logging.getLogger("nxd_ckpt")
 
 
-def _installed() -> tuple[Any, Any]:
-    """The modules that have Lightning's callbacks and plugins: of the package that is imported, or is there."""
-    packages = {"lightning.pytorch": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
-    found = [name for name in packages if name in sys.modules]
-    found += [name for name in packages if find_spec(name.partition(".")[0])]
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""Lightning's packages, each with that of its plugins."""
+
+
+def _installed() -> str:
+    """Lightning's package: the one that is imported, or is there."""
+    found = [name for name in _FABRIC if name in sys.modules]
+    found += [name for name in _FABRIC if find_spec(name.partition(".")[0])]
     if not found:
         raise ModuleNotFoundError("Lightning is not installed: pip install lightning, or pytorch-lightning")
-    return import_module(f"{found[0]}.callbacks"), import_module(packages[found[0]])
+    return found[0]
 
 
-_callbacks, _plugins = _installed()
+package = _installed()
+_callbacks, _plugins = import_module(f"{package}.callbacks"), import_module(f"{_FABRIC[package]}.plugins")
 
 _EXTRA = "nxd_ckpt"
 """The key of Lightning's dict under which :class:`ExactResume` keeps what it needs."""
+
+_META = "meta.pt"
+"""What tells Lightning's own directories of sharded models from tags."""
 
 
 class _Keywords(OurSaveKeywords, CheckpointerKeywords, total=False):
@@ -80,11 +87,12 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
 
     def __init__(self, *, async_save: bool = False, **options: Unpack[_Keywords]) -> None:
         self._async = async_save
-        # One process writes: strategies call this on rank 0, and every rank reads for itself.
-        self._options: dict[str, Any] = {**options, "topology": Topology()}
+        self._options: dict[str, Any] = {**options}
         self._storage_options = options.get("storage_options")
         self._last: PendingSave | None = None
         self._dropped: list[Location] = []
+        self._saved_by: dict[str, Topology | None] = {}
+        """Whose saves each directory is open for: a removal there is to be of the same job."""
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save Lightning's dict as the tag that ``path`` names.
@@ -92,20 +100,32 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         Raises:
             CheckpointError: as ``nxd_ckpt.save_checkpoint``; or the save before failed in the background.
         """
+        rest = dict(checkpoint)
+        model, optimizers = rest.pop("state_dict", None), rest.get("optimizer_states") or ()
+        # One process writes: strategies call this on rank 0, and every rank reads for itself.
+        parts: dict[str, Any] = {"model": model, "user_content": rest, "topology": Topology()}
+        if len(optimizers) == 1:
+            (parts["optimizer"],) = rest.pop("optimizer_states")
+            parts["param_names"] = rest.get(_EXTRA, {}).get("param_names")
+        self.save(path, parts, storage_options)
+
+    def save(
+        self, path: StrPath, parts: Mapping[str, Any], storage_options: Any | None, is_rank_0: bool = True
+    ) -> None:
+        """Save ``parts``, keywords of ``nxd_ckpt.save_checkpoint``, as the tag that ``path`` names.
+
+        Every rank that has some of it calls this. Raises as :meth:`save_checkpoint`.
+        """
         if storage_options is not None:
             raise InvalidArgument("storage_options belong to all saves: pass them to CheckpointIO(storage_options=...)")
         finalize_checkpoint()
         self._remove_dropped()
-        _make_way(path)
-        place = self._place(path)
+        if is_rank_0:
+            _make_way(path)
+        place = self.place(path)
         self._dropped = [dropped for dropped in self._dropped if dropped != place]
-        rest = dict(checkpoint)
-        model, optimizers = rest.pop("state_dict", None), rest.get("optimizer_states") or ()
-        parts: dict[str, Any] = {"model": model, "user_content": rest}
-        if len(optimizers) == 1:
-            (parts["optimizer"],) = rest.pop("optimizer_states")
-            parts["param_names"] = rest.get(_EXTRA, {}).get("param_names")
         self._last = save_checkpoint(place.directory, place.name, async_save=self._async, **{**parts, **self._options})
+        self._saved_by[place.directory] = parts.get("topology")
 
     def load_checkpoint(
         self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
@@ -119,34 +139,45 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         Raises:
             CheckpointError: see :mod:`nxd_ckpt.errors`.
         """
-        place = self._place(path)
-        storage = place.open()
-        if storage.is_file(place.name) and not storage.is_dir(place.name):
+        place = self.place(path)
+        if is_lightnings(place):
             found: dict[str, Any] = _plugins.TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return found
+        # Into dicts that nobody has seen yet: one pass is enough.
+        model, optimizer, content = self.load(path, {}, {}, weights_only, verify="reading", topology=Topology())
+        own = {} if model is None else {"state_dict": model}
+        return {**content, **own, **({} if optimizer is None else {"optimizer_states": [optimizer]})}
+
+    def load(
+        self, path: StrPath, model: Any, optimizer: Any, weights_only: bool | None, **options: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Load the tag that ``path`` names, by keywords of ``nxd_ckpt.load_checkpoint``. Raises as
+        :meth:`load_checkpoint`.
+
+        Returns:
+            The model and the optimizer, None for what the tag has none of, and the user content.
+        """
+        place = self.place(path)
         finalize_checkpoint()
         parts = open_checkpoint(place.directory, place.name, storage_options=place.options).parts
-        model: dict[str, Any] | None = {} if parts.model else None
-        optimizer: dict[str, Any] | None = {} if parts.optimizer else None
-        content = load_checkpoint(
+        model, optimizer = model if parts.model else None, optimizer if parts.optimizer else None
+        content: dict[str, Any] = load_checkpoint(
             place.directory,
             place.name,
             model,
             optimizer,
-            verify="reading",  # dicts that nobody has seen yet: one pass is enough
             trust_pickle=weights_only is False,
-            topology=Topology(),
             storage_options=place.options,
+            **options,
         )
-        own = {} if model is None else {"state_dict": model}
-        return {**content, **own, **({} if optimizer is None else {"optimizer_states": [optimizer]})}
+        return model, optimizer, content
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Remove a tag once what was saved last is complete: at the latest at the next save, or at the end."""
         if not is_url(path) and os.path.islink(local_path(path)):
             os.unlink(local_path(path))  # as ModelCheckpoint(save_last="link") makes it: what it points to stays
             return
-        self._dropped.append(self._place(path))
+        self._dropped.append(self.place(path))
         if self._last is None or self._last.done():
             self._remove_dropped()
 
@@ -162,6 +193,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
                 self._remove_dropped()
             finally:
                 close_checkpointers()
+                self._saved_by.clear()
         except CheckpointError as error:
             if raised is None:
                 raise
@@ -174,12 +206,15 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         while self._dropped:
             place = self._dropped.pop()
             storage = place.open()
-            if storage.is_file(place.name):  # Lightning's own
+            if is_lightnings(place):
                 storage.remove(place.name)
-            if storage.is_dir(place.name):
-                remove_checkpoint(place.directory, place.name, topology=Topology(), storage_options=place.options)
+            elif storage.is_dir(place.name):
+                # Where nothing is open, this process removes alone.
+                job = self._saved_by.get(place.directory, Topology())
+                remove_checkpoint(place.directory, place.name, topology=job, storage_options=place.options)
 
-    def _place(self, path: StrPath) -> Location:
+    def place(self, path: StrPath) -> Location:
+        """The tag that ``path`` names."""
         return location_of(path, "checkpoint", options_for(path, self._storage_options))
 
 
@@ -209,6 +244,8 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         self._saved = checkpoint[_EXTRA]["runs_with"]
         require_same("the checkpoint", self._saved, _setting(trainer), IncompatibleState)
         self._random = checkpoint[_EXTRA]["random"][trainer.global_rank]
+        if trainer.strategy.restore_checkpoint_after_setup:  # then fit has started already
+            self.on_fit_start(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Before the optimizers' states are loaded. Raises OptimizerMismatch where they are of other classes."""
@@ -224,14 +261,21 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         self._random = None
 
 
+def is_lightnings(place: Location) -> bool:
+    """Whether Lightning wrote what is there: one file, or a directory of the ranks' files."""
+    storage = place.open()
+    is_whole = storage.is_file(place.name) and not storage.is_dir(place.name)
+    return is_whole or storage.is_file(f"{place.name}/{_META}")
+
+
 def _make_way(path: StrPath) -> None:
-    """A link goes. A file of Lightning's is renamed: until the tag is complete, ``ckpt_path="last"`` still finds it."""
+    """A link goes. What Lightning wrote is renamed: until the tag is complete, ``ckpt_path="last"`` still finds it."""
     if is_url(path):
         return
     text = local_path(path)
     if os.path.islink(text):
         os.unlink(text)
-    elif os.path.isfile(text):
+    elif os.path.isfile(text) or os.path.isfile(os.path.join(text, _META)):
         stem, ending = os.path.splitext(text)
         os.replace(text, f"{stem}-replaced{ending}")
         logger.info("%s, which Lightning wrote, is called %s-replaced%s now", text, stem, ending)

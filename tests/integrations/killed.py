@@ -16,25 +16,33 @@ LASTS = 600.0
 _CHANGES = ("create", "write", "link_new", "make_dir", "rename", "swap", "remove", "sync_dir", "set_time")
 
 
+def killed_at(number: int | None, seen: Any = None) -> None:
+    """From now on this process is killed before the change numbered ``number`` that it makes by storages of ours;
+    ``seen``, a shared number, counts them."""
+    seen = seen or multiprocessing.Value("i", 0)
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            with seen.get_lock():
+                at, seen.value = seen.value, seen.value + 1
+            if at == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*args)
+
+        return made
+
+    for name in _CHANGES:
+        setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
+
+
 def in_a_process(run: Callable[[], Any], kill_at: int | None = None) -> int:
     """The number of changes that ``run`` makes by storages of ours; killed before the one numbered ``kill_at``, it is
     the negative number of the signal."""
     context = multiprocessing.get_context("fork")
     seen = context.Value("i", 0)
 
-    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any) -> Any:
-            with seen.get_lock():
-                number, seen.value = seen.value, seen.value + 1
-            if number == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return change(*args)
-
-        return made
-
     def child() -> None:
-        for name in _CHANGES:
-            setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
+        killed_at(kill_at, seen)
         run()
 
     process = context.Process(target=child)

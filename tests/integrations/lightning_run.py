@@ -78,12 +78,13 @@ def fit(
     loader: Any = None,
     callbacks: Any = None,
     optimizer: Any = torch.optim.AdamW,
-    precision: Any = None,
+    kind: type[Module] = Module,
+    **options: Any,
 ) -> Module:
     """A run of a new trainer; by default of as many epochs, and resumed exactly."""
     data = shuffled() if loader is None else loader
     torch.manual_seed(seed)
-    module = Module(optimizer)
+    module = kind(optimizer)
     trainer = pl.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -92,8 +93,8 @@ def fit(
         enable_model_summary=False,
         plugins=[CheckpointIO(durable=False) if io is None else io],
         callbacks=[checkpoints, *([ExactResume()] if callbacks is None else callbacks)],
-        precision=precision,
         default_root_dir=Path("/nonexistent"),
+        **options,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module

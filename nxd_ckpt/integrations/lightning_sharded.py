@@ -1,0 +1,108 @@
+"""Lightning's sharded models (FSDP2, tensor parallelism) as tags: each rank writes and reads what it holds.
+
+Written for Lightning 2.6. One line changes::
+
+    trainer = Trainer(strategy=ModelParallelStrategy(), plugins=[CheckpointIO(async_save=True)], ...)
+
+The tags are those of :mod:`nxd_ckpt.integrations.lightning`, and its ``CheckpointIO`` has the options. Nothing is
+gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.integrations.lightning import CheckpointIO, is_lightnings, package
+from nxd_ckpt.storage.urls import StrPath
+
+_strategies = import_module(f"{package}.strategies")
+
+
+class ModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+    """Takes the place of Lightning's ``ModelParallelStrategy``, with the same arguments.
+
+    A strategy that extends Lightning's is extended in turn: ``class Mine(ModelParallelStrategy, Theirs)``. Checkpoints
+    load on any number of ranks, also those of models that were not sharded. Lightning's own sharded checkpoints load
+    too.
+    """
+
+    _checkpoint_io: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._state: dict[str, Any] = {}
+        """The model's state as Lightning was given it last."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state on this rank, for hooks that read it: the live tensors."""
+        assert self.model is not None
+        self._state = dict(self.model.state_dict())
+        return dict(self._state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the optimizer itself is saved."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: StrPath, storage_options: Any = None) -> None:
+        """Save model and optimizer, and Lightning's dict as user content; every rank calls this.
+
+        Raises:
+            UnsupportedState: there are several optimizers, or a hook has changed the model's state in the dict.
+            CheckpointError: as :meth:`CheckpointIO.save_checkpoint`.
+        """
+        rest = dict(checkpoint)
+        state, optimizers = rest.pop("state_dict"), self.optimizers if "optimizer_states" in rest else []
+        rest.pop("optimizer_states", None)
+        if {name: id(tensor) for name, tensor in state.items()} != {n: id(t) for n, t in self._state.items()}:
+            raise UnsupportedState(
+                "a hook has changed checkpoint['state_dict']: sharded checkpoints are made of the model itself. Leave "
+                "the dict as it is, and change the model"
+            )
+        parts = {"model": self.model, "optimizer": _only(optimizers), "user_content": rest}
+        self._io.save(self.broadcast(filepath), parts, storage_options, is_rank_0=self.is_global_zero)
+
+    def load_checkpoint(self, checkpoint_path: StrPath, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load model and optimizer, and return the rest of Lightning's dict; every rank calls this.
+
+        Raises:
+            CheckpointError: see :mod:`nxd_ckpt.errors`; nothing was changed.
+        """
+        path = self.broadcast(checkpoint_path)
+        if is_lightnings(self._io.place(path)):
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return found
+        assert self.lightning_module is not None
+        strict = bool(self.lightning_module.strict_loading)
+        return self._io.load(path, self.model, _only(self.optimizers), weights_only, strict=strict)[2]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has done it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has done it."""
+
+    def teardown(self) -> None:
+        """As Lightning's; then finish what is in flight, as :meth:`CheckpointIO.teardown`."""
+        super().teardown()
+        self._io.teardown()
+
+    @property
+    def _io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CheckpointIO()
+        if not isinstance(self._checkpoint_io, CheckpointIO):
+            raise InvalidArgument(
+                f"the trainer's CheckpointIO is {type(self._checkpoint_io).__name__}: this strategy saves by "
+                "nxd_ckpt.integrations.lightning.CheckpointIO alone; pass that to plugins=, or none"
+            )
+        return self._checkpoint_io
+
+
+def _only(optimizers: list[Any]) -> Any:
+    """The one optimizer, or None. Raises UnsupportedState for several."""
+    if len(optimizers) > 1:
+        raise UnsupportedState(f"{len(optimizers)} optimizers of a sharded model: only one can be saved and loaded")
+    return optimizers[0] if optimizers else None

@@ -1,0 +1,122 @@
+"""Lightning's ModelParallelStrategy with our checkpoints, under FSDP2: on one rank, and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nxd_ckpt import open_checkpoint
+from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations import lightning_sharded_run as runs
+from tests.integrations.lightning_run import BATCHES, every_epoch, fit, weights
+from tests.rigs.rank_pool import RankPool, WorkerDied
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+LAST = "epoch=2-step=3.ckpt"
+"""Of two ranks, which share an epoch's batches."""
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is the one rank of a group."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**runs.LAUNCHED, **ranks}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(runs.RANKS, env=runs.LAUNCHED) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def whole(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Each rank's losses and weights in a run that nothing interrupts."""
+    return pool.run(runs.whole, tmp_path_factory.mktemp("whole"))
+
+
+def tags(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def rest(whole: list[Any]) -> list[Any]:
+    """What a run has from the third epoch on."""
+    return [(losses[2:], held) for losses, held in whole]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_of_one_rank_is_the_same_run(tmp_path: Path) -> None:
+    """Losses and weights equal those of a run that was not stopped; ModelCheckpoint says what stays. The tag's names
+    are those of a run that is not sharded."""
+    losses, held = runs.whole(0, tmp_path / "whole")
+    assert (losses[2 * BATCHES :], held) == runs.resumed(0, tmp_path / "resumed")
+    assert ["epoch=2-step=6.ckpt", "last.ckpt"] == tags(tmp_path / "resumed")
+    tag = open_checkpoint(tmp_path / "resumed", "last.ckpt")
+    assert {"model/net.0.weight", "optim/net.0.weight/exp_avg"} <= tag.metadata.keys()
+
+
+@pytest.mark.soak
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+    """Losses and weights of each rank equal those of a run that was not stopped, and a tag has each rank's shards."""
+    assert rest(whole) == pool.run(runs.resumed, tmp_path)
+    assert [LAST, "last.ckpt"] == tags(tmp_path)
+    verify_checkpoint(tmp_path, LAST)
+    manifest = open_checkpoint(tmp_path, "last.ckpt").manifest
+    assert manifest is not None
+    assert runs.RANKS == manifest.topology.dp
+
+
+@pytest.mark.soak
+def test_a_run_of_lightnings_own_checkpoints_goes_on(tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+    """Its directories are read and dropped; one whose name a tag gets stays under another."""
+    assert [held for _, held in whole] == [held for _, held in pool.run(runs.continued, tmp_path)]
+    assert [LAST, "last-replaced.ckpt", "last.ckpt"] == tags(tmp_path)
+
+
+@pytest.mark.soak
+def test_checkpoints_go_from_one_process_to_ranks_and_back(tmp_path: Path, pool: RankPool) -> None:
+    """Model and optimizer are cut, and put together again."""
+    one = fit(every_epoch(tmp_path / "one"), epochs=2)
+    ranks = pool.run(runs.from_one_process, tmp_path / "ranks", tmp_path / "one" / "last.ckpt")
+    assert weights(one) == [ranks[0][i] + ranks[1][i] for i in range(len(ranks[0]))]
+    again = fit(every_epoch(tmp_path / "again"), epochs=2, ckpt_path=tmp_path / "ranks" / "again.ckpt", callbacks=[])
+    assert weights(one) == weights(again)
+    assert open_checkpoint(tmp_path / "ranks", "weights.ckpt").parts.optimizer is None
+    assert 2 * BATCHES == open_checkpoint(tmp_path / "one", "last.ckpt").user_content()["global_step"]
+
+
+@pytest.mark.soak
+def test_what_cannot_be_saved_is_refused(tmp_path: Path, pool: RankPool) -> None:
+    """Rather than saved as something else."""
+    expected = ["2 optimizers", "a hook has changed", "CheckpointIO is TorchCheckpointIO"]
+    for found in pool.run(runs.refused, tmp_path):
+        assert [True] * 3 == [part in message for part, message in zip(expected, found, strict=True)]
+
+
+@pytest.mark.soak
+def test_the_example_runs_and_goes_on(tmp_path: Path, pool: RankPool) -> None:
+    """examples/train_lightning_fsdp2.py, twice."""
+    pool.run(runs.example, tmp_path)
+    assert ["epoch 1", "epoch 2"] == [line[:7] for line in pool.log(0).splitlines() if line[:5] == "epoch"]
+    assert ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"] == tags(tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kill_at", range(0, 100, 10))
+def test_ten_kills(kill_at: int, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+    """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes
+    on as the same run."""
+    outcomes = pool.run(runs.until_killed, tmp_path, kill_at, return_errors=True, timeout=120)
+    assert isinstance(outcomes[0], WorkerDied)
+    for tag in tags(tmp_path) if tmp_path.exists() else ():
+        verify_checkpoint(tmp_path, tag)
+    assert [held for _, held in whole] == [held for _, held in pool.run(runs.goes_on, tmp_path)]
