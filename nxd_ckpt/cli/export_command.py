@@ -18,7 +18,7 @@ SUMMARY = "write a checkpoint's model as a Hugging Face directory"
 DESCRIPTION = (
     "Make a directory that transformers' from_pretrained loads, of a checkpoint of nxd_ckpt's or neuronx-distributed's "
     "on any sizes: safetensors files with their index, config.json and the tokenizer's files. Names and shapes are "
-    "translated by a mapping, shipped for Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-NeoX, or a file of your own. "
+    "translated by a mapping, shipped for Llama, Qwen, Gemma, Mixtral and others, or a file of your own. "
     "The input is only read, its digests are verified, and the output appears once all of it is written. "
     "For a model that is too large for one machine, start it on several with torchrun "
     "(-m nxd_ckpt.cli export --all-ranks ...): each writes a share of the files."

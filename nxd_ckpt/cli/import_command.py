@@ -17,7 +17,7 @@ SUMMARY = "make a checkpoint of a Hugging Face directory"
 DESCRIPTION = (
     "Make a tag that holds the model of a Hugging Face directory as a job of the given sizes would have saved it; "
     "neuronx-distributed loads it, and nxd_ckpt on any sizes. Names and shapes are translated by a mapping, shipped "
-    "for Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-NeoX, or a file of your own. The input is only read, "
+    "for Llama, Qwen, Gemma, Mixtral and others, or a file of your own. The input is only read, "
     "rank by rank in bounded memory, and the output appears once all of it is durable. "
     "For a model that is too large for one machine, start it on several with torchrun "
     "(-m nxd_ckpt.cli import --all-ranks ...): each writes a share."

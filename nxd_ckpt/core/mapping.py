@@ -127,6 +127,7 @@ class ModelMapping:
         name: how it is asked for.
         model_types: what config.json calls such models (``model_type``).
         tied: of two tied Hugging Face tensors the one that files leave out, and the one that they hold.
+        ties: whether files leave it out where config.json does not say ``tie_word_embeddings``.
         ignored: NxD tensors that Hugging Face computes (rotary frequencies, masks).
         keys: where config.json has sizes under other keys than :data:`~nxd_ckpt.core.sizes.CONFIG_KEYS`.
     """
@@ -135,6 +136,7 @@ class ModelMapping:
     rules: tuple[Rule, ...]
     model_types: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    ties: bool = False
     ignored: tuple[Pattern, ...] = ()
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -193,7 +195,7 @@ class ModelMapping:
 
     def are_tied(self, sizes: Sizes) -> bool:
         """Whether files leave out what is tied."""
-        return bool(sizes.config.get("tie_word_embeddings"))
+        return bool(sizes.config.get("tie_word_embeddings", self.ties))
 
     def _match(self, name: str) -> Match | None:
         found = ((rule, rule.nxd.match(name)) for rule in self.rules)

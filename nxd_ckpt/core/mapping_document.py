@@ -33,6 +33,7 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
         rules=rules,
         model_types=_strings(reader.take("model_types", list, []), f"{where}: model_types"),
         tied=_tied(reader.take("tied", dict, {}), f"{where}: tied"),
+        ties=reader.take("tie_word_embeddings", bool, False),
         ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
         keys=keys,
     )

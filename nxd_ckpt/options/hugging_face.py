@@ -22,8 +22,8 @@ class MappingOptions:
 
     Attributes:
         config: the model's config.json, or a Hugging Face directory with one.
-        mapping: the name of a shipped mapping (gpt_neox, llama, megatron_llama, mixtral, nxd_inference, qwen2, qwen3),
-            a JSON or YAML file, or its document; by default config.json chooses it.
+        mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default config.json chooses
+            it. docs/hugging-face.md lists those that are shipped.
         kv_size_multiplier: how often the job keeps each key-value head.
         hardware: the order of those copies.
         pad_attn_heads: the job pads its query heads with zeros to a multiple of its tensor-parallel size (trn1).

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, live, save_job
+from tests.hugging_face.saved import differences, live, save_job, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -51,10 +51,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", {}, {"tp": 2, "pp": 2}),
 }
 
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "granite": ("GraniteConfig", {"num_key_value_heads": 2, "attention_bias": True}, {"tp": 2, "pp": 2}),
+    "gemma2": ("Gemma2Config", GROUPED, {"tp": 2, "pp": 2, "split_gate_up": True}),
+    "gemma2-untied": ("Gemma2Config", {**GROUPED, "tie_word_embeddings": False}, {"tp": 2, "qkv_linear": True}),
+    "gemma3": (
+        "Gemma3TextConfig", {**GROUPED, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"tp": 4, "pp": 2, "fuse_qkv": True, "kv_size_multiplier": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "coalesce_qkv": True},
+    ),
+}
+
 
 def random_model(name: str) -> Any:
     """Of a case's config, every parameter random: also biases and norms, which start as zeros and ones."""
-    kind, changes, _ = CASES[name]
+    kind, changes, _ = {**CASES, **FAMILIES}[name]
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES, **changes))
     with torch.no_grad():
@@ -121,6 +137,36 @@ def test_a_live_model_of_transformers_is_saved_exported_and_loaded(tmp_path: Pat
     fresh = transformers.AutoModelForCausalLM.from_config(original.config)
     load_checkpoint(tmp_path / "out", model=fresh)
     assert torch.equal(logits(original), logits(fresh))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_imported_for_a_job_and_exported_again(tmp_path: Path, name: str) -> None:
+    """Every tensor bit for bit what save_pretrained wrote, config.json too; logits to the last bit."""
+    *_, how = FAMILIES[name]
+    original = random_model(name)
+    original.save_pretrained(tmp_path / "config")
+    import_checkpoint(tmp_path / "config", tmp_path / "run" / "step_1", **how)
+
+    copies = {key: how[key] for key in ("kv_size_multiplier",) if key in how}
+    loaded = exported(tmp_path / "run" / "step_1", tmp_path / "out", **copies)
+
+    assert [] == differences(weights(tmp_path / "config"), weights(tmp_path / "out"))
+    assert original.config.to_dict() == loaded.config.to_dict() | {"_name_or_path": original.config._name_or_path}
+    assert torch.equal(logits(original), logits(loaded))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_of_transformers_is_saved_exported_and_loaded(tmp_path: Path, name: str) -> None:
+    """On one rank, under its own names."""
+    original = random_model(name)
+    original.save_pretrained(tmp_path / "config")
+    save_checkpoint(tmp_path / "run", "step_1", original)
+    exported(tmp_path / "run" / "step_1", tmp_path / "out")
+    assert [] == differences(weights(tmp_path / "config"), weights(tmp_path / "out"))
+
+    fresh = transformers.AutoModelForCausalLM.from_config(original.config)
+    load_checkpoint(tmp_path / "out", model=fresh)
+    assert [] == differences(dict(original.state_dict()), dict(fresh.state_dict()))
 
 
 def test_mixtral_of_transformers_5_is_saved_exported_and_loaded(tmp_path: Path) -> None:
