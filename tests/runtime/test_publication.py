@@ -15,7 +15,7 @@ from nxd_ckpt.core.manifest import dump_manifest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.runtime.coordination import intents
+from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import COPIES, STAGING, TRASH, staging_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import (
@@ -148,6 +148,32 @@ def test_a_copy_that_resumes_gathers_where_nobody_sweeps(disk: LocalStorage) -> 
     one.publish(session(disk), TIME)
     assert b"new" == disk.read(f"{TAG}/model/x.pt")
     assert [] == disk.list(COPIES)
+
+
+@pytest.mark.parametrize(("interrupted", "is_published"), [(f"-> {TAG}", True), (f"{TAG} ->", False)])
+def test_a_replacement_that_another_job_took_over(
+    disk: LocalStorage, interrupted: str, is_published: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one takes this job for dead, between the two renames or before the first. It finishes what is begun and
+    removes the rest, and this job tells what came of it."""
+    monkeypatch.setattr("nxd_ckpt.storage.local.exchange", lambda one, other: False)
+    whole(disk)
+    one = Staged(ATTEMPT, TAG)
+    written(disk, one)
+
+    def taken_over(operation: Operation) -> None:
+        if operation.name == "rename" and interrupted in operation.key:
+            journal.recover(disk)
+            disk.remove(one.folder)
+
+    publishing = session(HookedStorage(disk, taken_over))
+    if is_published:
+        one.publish(publishing, TIME)
+    else:
+        with pytest.raises(FileNotFoundError):
+            one.publish(publishing, TIME)
+    assert (b"new" if is_published else b"old") == disk.read(f"{TAG}/model/x.pt")
+    assert is_published is is_visible(disk, TAG, ATTEMPT)
 
 
 def test_a_staged_tag_is_retired_by_a_rename(disk: LocalStorage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -116,12 +116,11 @@ def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointe
     )
 
 
-def saving(job: Job, rank: int, storage: Storage, saves: list[Save], late: float = 0.0) -> None:
-    """What a rank of the job does: one save after the other, and what came of each. Asynchronous ones are waited for
-    before the next but one."""
+def saving(job: Job, rank: int, storage: Storage, saves: list[Save], comes: Callable[[], None]) -> None:
+    """What a rank of the job does once it ``comes``: one save after the other, and what came of each. Asynchronous ones
+    are waited for before the next but one."""
     world = job.world
-    if late:
-        world.pause(late)
+    comes()
     saver = checkpointer(storage, rank, job.run_id)
     under_way: list[tuple[float, Save, Any]] = []
 

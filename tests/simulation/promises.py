@@ -60,11 +60,15 @@ class Promises:
     def jobs_keep_apart(self, jobs: Sequence[Job]) -> None:
         """Of those that come to one directory one saves, if nothing else happens, and no other disturbs it."""
         for job in jobs:
-            outcomes = sorted(job.outcomes, key=lambda outcome: outcome.save.value)
-            told = [outcome.word for outcome in outcomes]
-            assert ("saved", "failed") not in pairwise(told), [outcome.error for outcome in outcomes]
+            self.a_job_is_not_disturbed(job)
         words = [{outcome.word for outcome in job.outcomes} for job in jobs]
         assert {"saved"} in words, [[outcome.error for outcome in job.outcomes] for job in jobs]
+
+    def a_job_is_not_disturbed(self, job: Job) -> None:
+        """What has begun to save goes on, whoever else comes to the directory, or wakes there."""
+        outcomes = sorted(job.outcomes, key=lambda outcome: outcome.save.value)
+        told = [outcome.word for outcome in outcomes]
+        assert ("saved", "failed") not in pairwise(told), [outcome.error for outcome in outcomes]
 
     def every_rank_tells_the_same(self, tags: dict[str, int], outcomes: Sequence[Outcome]) -> None:
         """No rank says "saved" where another says "failed", and what failed is not there."""

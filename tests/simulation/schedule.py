@@ -13,6 +13,7 @@ from typing import Any
 
 from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.testing.simulation import Killed, Process, World, inhabited
+from nxd_ckpt.testing.simulation.threads import Event
 from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, run_to_end
 from tests.simulation.stage import Stage
 
@@ -22,11 +23,15 @@ HARMLESS = {"nothing", "stall", "clock"}
 SHARED = "nxd_ckpt-upload-"
 """So begin the names of threads that all Checkpointers of a process share, and that last as long as it does."""
 
+STALL_WITHIN = 30.0
+"""Seconds for which a rival waits that the rank stands still."""
+
 
 @dataclass(frozen=True)
 class Schedule(ABC):
     """``saves`` of the first launch, and the fault that happens ``at`` which effect of which rank. ``rival`` are the
-    saves of another job in the same directory, which comes ``late`` by so many seconds.
+    saves of another job in the same directory, which comes ``late`` by so many seconds, or, if that is None, once the
+    rank stands still: then it may take over.
 
     Any place has the faults "nothing", "kill", "stall" (the rank stands still) and "clock" (its wall clock jumps).
     """
@@ -41,7 +46,7 @@ class Schedule(ABC):
     """Of the two ranks of the first launch, of those of the next, and of those of the rival."""
     reads: bool = False
     rival: tuple[Save, ...] = ()
-    late: float = 0.0
+    late: float | None = 0.0
 
     @abstractmethod
     def start(self) -> Run:
@@ -71,12 +76,15 @@ def drawn(random: Random, faults: Sequence[str], effects: int) -> dict[str, Any]
 
 def _drawn_rival(random: Random, fields: dict[str, Any]) -> dict[str, Any]:
     tags = random.choice((("x", "y"), ("x", "a")))
-    return {
+    found = {
         "rival": tuple(Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=5)),
         "late": random.choice((0.0, 0.5, 20.0)) * random.random(),
         "fault": random.choice(("nothing", "stall", fields["fault"])),
         "machines": (*fields["machines"], random.choice(("one", "four"))),
     }
+    if found["fault"] == "stall" and random.random() < 0.7:
+        found |= {"rank": 0, "late": None, "machines": (*fields["machines"], "four")}
+    return found
 
 
 class Run(Stage):
@@ -87,6 +95,8 @@ class Run(Stage):
         self.schedule = schedule
         self.is_out = False
         """Whether nothing goes wrong any more."""
+        self.stalled = Event(self.world)
+        """Whether the rank stands still, or did."""
 
     def go(self) -> None:
         """Raises AssertionError where a promise is broken."""
@@ -94,7 +104,7 @@ class Run(Stage):
             schedule = self.schedule
             first = self.launch("first", schedule.machines[:2], list(schedule.saves))
             if schedule.rival:
-                first += self.launch("rival", schedule.machines[3:] * 2, list(schedule.rival), late=schedule.late)
+                first += self.launch("rival", schedule.machines[3:] * 2, list(schedule.rival), self._rival_comes)
             reader = self.reader()
             reading = [self.world.spawn(reader.process, reader.run)] if schedule.reads else []
             run_to_end(self.world, first)
@@ -103,6 +113,8 @@ class Run(Stage):
             refused = any(save.fails_on is not None for save in schedule.saves)
             if schedule.rival and schedule.fault == "nothing" and not refused:
                 self.promises.jobs_keep_apart(self.jobs)
+            elif schedule.rival and schedule.fault == "stall":
+                self.promises.a_job_is_not_disturbed(self.jobs[1])
             for job in self.jobs:
                 self._leave(job)
             self.is_out = True
@@ -112,6 +124,13 @@ class Run(Stage):
             self.hold(reader)
             self.next_saves_work()
             self.afterwards()
+
+    def _rival_comes(self) -> None:
+        """Wait until it does."""
+        if self.schedule.late is None:
+            self.stalled.wait(STALL_WITHIN)
+        elif self.schedule.late:
+            self.world.pause(self.schedule.late)
 
     def afterwards(self) -> None:
         """What a place checks at the end. Raises AssertionError."""
@@ -148,6 +167,7 @@ class Run(Stage):
             seconds = self.world.random.uniform(0.3, 2.5) * TIMEOUT
             self.promises.stalled += seconds
             process.stalled_until = self.world.now + seconds
+            self.stalled.set()
             self.world.pause(0.0)
         if fault == "clock":
             process.skew = self.world.random.choice((-1e6, -3600.0, 3600.0, 1e6))

@@ -21,7 +21,7 @@ EFFECTS = (60, 20)
 """About as many requests of each rank change something in two saves."""
 
 KILLS = ("kill", "kill", "kill all", "kill all")
-LOSSES = ("lost", "lost", "late", "outage", "refused")
+LOSSES = ("lost", "lost", "late", "outage", "refused", "partly")
 FAULTS = ("nothing", *KILLS, *LOSSES, "stall", "clock")
 
 SECOND = 0.01
@@ -41,7 +41,8 @@ LOOKS = {"get_object", "head_object", "list_objects_v2", "list_multipart_uploads
 class StoreSchedule(Schedule):
     """Its faults are also "kill all" (of the ranks), "lost" (``times`` requests happen, and their replies do not come),
     "late" (they happen after the client has given them up), "outage" (``times`` requests, those that read included, do
-    not happen), "refused" (the credentials are not taken, once)."""
+    not happen), "refused" (the credentials are not taken, once), "partly" (of several keys that one request deletes,
+    some are not deleted, once)."""
 
     times: int = 1
     part: int = 2**20
@@ -57,6 +58,8 @@ class StoreSchedule(Schedule):
         overwrite = True if "rival" in fields else random.choice((True, True, True, None))
         for name in fields.keys() & {"saves", "rival"}:
             fields[name] = tuple(replace(save, overwrite=overwrite) for save in fields[name])
+        if fields.get("late", 0.0) is None:  # who takes over a removal and saves that tag: docs/decisions/014
+            fields["rival"] = tuple(replace(save, tag=tag) for save, tag in zip(fields["rival"], "xy", strict=True))
         times = random.choice((1, RETRIES + 1, RETRIES + 1, 4 * RETRIES))
         part, page = random.choice((2**20, 400)), random.choice((1000, 2))
         return StoreSchedule(seed, **fields, times=times, part=part, page=page)
@@ -76,6 +79,8 @@ class StoreRun(Run):
         self.store = ObjectStore(lambda: EPOCH + self.world.now, schedule.page, self._deleting)
         self.network = self.world.start_process("network")
         self._effects = self._failed = 0
+        self._spares = False
+        """Whether the next request that is to delete several keys deletes only some."""
 
     def go(self) -> None:
         with parts_of(self.schedule.part):
@@ -105,6 +110,8 @@ class StoreRun(Run):
             world.spawn(self.network, partial(self._happen_late, happen), "late request")
         if fate in ("outage", "late"):
             raise ConnectionLost
+        if fate == "partly":
+            self._spares = True
         if fate == "refused":
             raise Refused(403, "AccessDenied")
         if "kill" in fate and world.random.random() < 0.5:
@@ -139,7 +146,10 @@ class StoreRun(Run):
             happen()
 
     def _deleting(self, keys: Sequence[str]) -> Iterator[str]:
-        for key in self.world.random.sample(keys, len(keys)):
+        count = len(keys)
+        if self._spares and count > 1 and not self.is_out:
+            count, self._spares = self.world.random.randrange(count), False
+        for key in self.world.random.sample(keys, count):
             yield key
             self.world.pause(self.world.duration(SECOND / 10))
 

@@ -74,6 +74,12 @@ FOUND = [
     DiskSchedule(1206, (Save("a", 1), Save("a", 2, is_async=True)), "error", rank=0, at=7),
     # The other ranks waited no longer for rank 0 than it did for a dead job on another host, and gave up first.
     StoreSchedule(4, (Save("a", 1), Save("b", 2)), "kill all", rank=0, at=21, has_group=True),
+    # A rank stood still between the two renames that replace a tag. The job that took over finished them, and the
+    # save was told to have failed.
+    DiskSchedule(
+        17310, (Save("a", 1), Save("a", 2)), "stall", rank=0, at=124, has_group=True,
+        rival=(Save("x", 5, is_async=True), Save("y", 6, is_async=True)), late=None,
+    ),
 ]
 
 

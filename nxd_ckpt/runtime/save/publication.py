@@ -98,7 +98,12 @@ class Staged:
         storage.sync_dir(self.folder)
         if self.resumes:
             storage.rename(self.folder, staging_dir(self.attempt))
-        journal.publish(storage, self.attempt, self.tag)
+        try:
+            journal.publish(storage, self.attempt, self.tag)
+        except (FileNotFoundError, FileExistsError):
+            # Another job took this one for dead while it stood still, and may have finished the replacement for it.
+            if not is_visible(storage, self.tag, self.attempt):
+                raise
 
     def retire(self, storage: Storage, tag: str) -> None:
         journal.remove_tag(storage, tag, self.attempt)

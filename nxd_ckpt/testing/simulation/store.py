@@ -47,8 +47,8 @@ class Upload:
 
 
 class ObjectStore:
-    """One bucket. ``page`` is how many names a listing gives at once; ``deleting`` yields the keys that one request
-    deletes, each when it is its turn."""
+    """One bucket. ``page`` is how many names a listing gives at once; ``deleting`` yields those of a request's
+    keys that it deletes, each when it is its turn; the reply names the others."""
 
     def __init__(
         self,
@@ -110,9 +110,13 @@ class ObjectStore:
         return {"Contents": files, "CommonPrefixes": folders, **more}
 
     def delete_objects(self, *, Delete: Mapping[str, Any], **given: Any) -> Reply:
-        for key in self._deleting([item["Key"] for item in Delete["Objects"]]):
+        keys = [item["Key"] for item in Delete["Objects"]]
+        deleted = set[str]()
+        for key in self._deleting(keys):
             self.objects.pop(key, None)
-        return {}
+            deleted.add(key)
+        spared = [key for key in keys if key not in deleted]
+        return {"Errors": [{"Key": key, "Code": "InternalError"} for key in spared]} if spared else {}
 
     def create_multipart_upload(self, *, Key: str, Metadata: Mapping[str, str], **given: Any) -> Reply:
         self._begun += 1
