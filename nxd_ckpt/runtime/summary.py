@@ -12,8 +12,10 @@ CHUNK = 2**16
 """Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
 _SAFE = 2.0**-80
 """From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
-_COUNTS = 4
-"""The first numbers of a summary's JSON: counts. The others are measures."""
+_COUNTS, _MEASURES = 4, 3
+"""The first numbers of a summary's JSON, and the others."""
+_MOST = 2**63 - 1
+"""Numbers that a tensor can have."""
 _SMALLER = 2.0**-64
 """Sums are kept smaller by this factor: no tensor of float64 makes them overflow."""
 
@@ -101,14 +103,22 @@ class Summary:
     @staticmethod
     def from_json(numbers: list[int | float]) -> Summary:
         """Raises ValueError or TypeError for what is no summary."""
-        counts, measures = numbers[:_COUNTS], [float(number) for number in numbers[_COUNTS:]]
+        counts, measures = numbers[:_COUNTS], numbers[_COUNTS:]
         counted = all(type(count) is int and count >= 0 for count in counts)
-        if not (counted and counts[1] + counts[2] <= counts[3] <= counts[0] and all(map(isfinite, measures))):
-            raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
-        found = Summary()
-        found._numel, found._nans, found._infs, found._nonzero = map(int, counts)
-        found._sum, found._norm, found._absmax = measures
-        return found
+        measured = len(measures) == _MEASURES and all(type(one) in (int, float) for one in measures)
+        if counted and measured and counts[1] + counts[2] <= counts[3] <= counts[0] <= _MOST:
+            total, norm, absmax = map(float, measures)
+            if isfinite(total) and 0 <= absmax < inf and 0 <= norm < inf:
+                found = Summary()
+                found._numel, found._nans, found._infs, found._nonzero = map(int, counts)
+                found._sum, found._norm, found._absmax = total, norm, absmax
+                return found
+        raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+
+    @property
+    def numel(self) -> int:
+        """Numbers, a complex element being two."""
+        return self._numel
 
     @property
     def statistics(self) -> TensorStatistics:

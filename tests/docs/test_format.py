@@ -17,7 +17,7 @@ from nxd_ckpt import Checkpointer, Partition
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.runtime.compare.statistics_cache import statistics_text
-from nxd_ckpt.runtime.save.counting import summaries_text
+from nxd_ckpt.runtime.save.summaries import Summaries, dump_summaries
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import FORMAT, code_blocks, tables, unquoted
 
@@ -97,7 +97,7 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`verdict.json`": lambda found: found["verdict.json"],
     "`journal.json`": lambda found: found["journal.json"],
     "`statistics/TAG.json`": lambda found: json.loads(statistics_text("a save", {})),
-    "`summaries/TAG/rank_%05d.json`": lambda found: json.loads(summaries_text("run-1", {})),
+    "`summaries/TAG/rank_%05d.json`": lambda found: json.loads(dump_summaries(Summaries("run-1", {}))),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import threading
@@ -14,9 +15,13 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Partition, checkpoint_statistics, open_checkpoint, save_checkpoint
+from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.compare import side_by_side
+from nxd_ckpt.runtime.paths import SUMMARIES
 from nxd_ckpt.runtime.summary import Summary
 from nxd_ckpt.statistics import Statistics
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.elastic.ranks import save_job
 from tests.elastic.transformer import layout_of, weights_of
 from tests.golden.checkpoints import CONFIGURATIONS, saved
@@ -173,6 +178,76 @@ def test_ranks_count_what_is_put_together(tmp_path: Path, sizes: str) -> None:
         damage()
         assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached
         (tmp_path / ".nxd_ckpt" / "statistics" / "step_1.json").unlink()
+
+
+def test_counts_that_cannot_be_true_are_reported_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anyone may have written the file of a rank: then the tensors are read. Files of ranks that never were are not."""
+    with Checkpointer(tmp_path, durable=False) as saver:
+        saver.save("t", {"w": torch.tensor([[3.0], [4.0]]), "c": torch.tensor([1j])}, stats=True)
+    file = tmp_path / ".nxd_ckpt" / "summaries" / "t" / "rank_00000.json"
+    good = json.loads(file.read_text())
+    whole, complex_one = good["tensors"]["model/w"], good["tensors"]["model/c"]
+    assert [[[0, 0], [2, 1], [2, 0, 0, 2, *whole[0][2][4:]]]] == whole
+    halves = [[[0, 0], [1, 1], [1, 0, 0, 1, 1, 1, 1]], [[0, 0], [1, 1], [1, 0, 0, 1, 1, 1, 1]]]
+    overlapping = [[[0, 0], [2, 1], [2, 0, 0, 2, 1, 1, 1]], [[1, 0], [1, 1], [1, 0, 0, 1, 1, 1, 1]]]
+    lies = [
+        {"model/w": [[[0, 0], [2, 1], [4, 0, 0, 4, 1, 1, 1]]]},  # two numbers for an element, which is not complex
+        {"model/c": [[[0], [1], [1, 0, 0, 1, 1, 1, 1]]]},  # one number for an element that is complex
+        {"model/w": halves},
+        {"model/w": overlapping},
+        {"model/w": [[[0, 1], [2, 1], whole[0][2]]]},
+        {"model/w": [[[0], [2], whole[0][2]]]},
+        {"model/w": [[[-1, 0], [2, 1], whole[0][2]]]},
+        *({"model/w": [[[0, 0], [2, 1], [2, 0, 0, 2, *bad]]]} for bad in ([1, -5, 4], [1, 5, -4], [1, 5], ["1", 5, 4])),
+        {"model/w": [[[0, 0], [2, 1], [2, 0, 0, 2, 10**400, 5, 4]]]},
+        {"model/w": 5},
+        [],
+    ]
+    told = [{**good["tensors"], **lie} if isinstance(lie, dict) else lie for lie in lies]
+    texts = [json.dumps({**good, "tensors": tensors}) for tensors in told]
+    for text in (*texts, "[" * 100_000, "\0", json.dumps({**good, "kind": "manifest"})):
+        file.write_text(text)
+        caplog.clear()
+        found = checkpoint_statistics(open_checkpoint(tmp_path))
+        assert (False, 5.0, 2) == (found.cached, found.tensors["model/w"].norm, found.tensors["model/c"].numel), text
+        assert ["WARNING"] == [record.levelname for record in caplog.records], text
+        (tmp_path / ".nxd_ckpt" / "statistics" / "t.json").unlink()
+
+    file.write_text(json.dumps(good))
+    for stranger in ("rank_00001.json", "rank_0.json", "notes"):
+        (file.parent / stranger).write_text("{")
+    caplog.clear()
+    assert (True, []) == (checkpoint_statistics(open_checkpoint(tmp_path)).cached, caplog.records)
+    assert [[[0], [1], [2, 0, 0, 1, *complex_one[0][2][4:]]]] == complex_one
+
+
+def test_no_save_and_no_end_after_an_exception_waits_until_counts_are_kept(tmp_path: Path) -> None:
+    """Though the store hangs that takes them: the next save goes on, and so does what is left by an exception."""
+    goes_on, log = threading.Event(), list[Operation]()
+
+    def hook(operation: Operation) -> None:
+        log.append(operation)
+        if operation.name == "write" and operation.key.startswith(SUMMARIES):
+            goes_on.wait()
+
+    for tag in ("a", "b", "c"):
+        (tmp_path / SUMMARIES / tag).mkdir(parents=True)
+    storage = HookedStorage(LocalStorage(tmp_path, durable=False), hook)
+    saver = Checkpointer("", storage=storage)
+    for tag in ("first", "second", "third"):
+        saver.save(tag, {"w": torch.ones(4)}, stats=True)
+    saver.abandon()  # as after an exception
+    assert ["first", "second", "third"] == [info.tag for info in list_tags(LocalStorage(tmp_path))]
+
+    goes_on.set()
+    with Checkpointer("", storage=storage) as saver:
+        saver.save("fourth", {"w": torch.ones(4)}, stats=True)
+    assert checkpoint_statistics(open_checkpoint(tmp_path, "fourth")).cached
+    lost = {"a", "b", "c"}
+    assert set() == lost & {path.name for path in (tmp_path / SUMMARIES).iterdir()}
+    assert set() == lost & {operation.key for operation in log if operation.name == "is_dir"}
 
 
 def test_a_save_never_waits_for_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from math import prod
-from typing import Any
-
-from nxd_ckpt.core.box import Box
-from nxd_ckpt.runtime.paths import summaries_dir
-from nxd_ckpt.runtime.save.counting import VERSION, Boxes
+from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.runtime.paths import summaries_dir, summaries_file
+from nxd_ckpt.runtime.save.summaries import Boxes, load_summaries
 from nxd_ckpt.runtime.summary import Summary, TensorStatistics
 from nxd_ckpt.runtime.tag.opened import OpenTag
-from nxd_ckpt.runtime.views.whole_tag import WholeTag
+from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
 
 
 def counted_at_save(opened: OpenTag) -> dict[str, TensorStatistics] | None:
     """By the tensors' names; None unless the ranks counted every element of this very save.
 
-    Raises ValueError, TypeError, LookupError or AttributeError for files that are not what a save wrote.
+    Raises MalformedFile for files that are not what a save wrote.
     """
-    boxes = {} if opened.manifest is None else _boxes(opened, opened.manifest.attempt)
+    boxes = {} if opened.manifest is None else _boxes(opened, opened.manifest)
     if not boxes:
         return None
     found = {}
     for name, told in WholeTag(opened).tensors.items():
         held = boxes.get(name, {})
-        if told.shape is None or sum(box.numel for box in held) != prod(told.shape):
+        if told.shape is None or sum(box.numel for box in held) < Box.whole(told.shape).numel:
             return None
-        if not all(Box.whole(told.shape).contains(box) for box in held):
-            return None
+        _check(f"{opened.storage.url}/{summaries_dir(opened.tag)}", told, told.shape, held)
         whole = Summary()
         for summary in held.values():
             whole.add_all(summary)
@@ -36,23 +33,32 @@ def counted_at_save(opened: OpenTag) -> dict[str, TensorStatistics] | None:
     return found
 
 
-def _boxes(opened: OpenTag, attempt: str) -> dict[str, Boxes]:
-    """What all ranks counted; of boxes that several hold, the first."""
+def _boxes(opened: OpenTag, manifest: Manifest) -> dict[str, Boxes]:
+    """What the tag's ranks counted; of boxes that several hold, the first."""
     found: dict[str, Boxes] = {}
-    folder = summaries_dir(opened.tag)
-    for entry in sorted(opened.storage.list(folder), key=lambda entry: entry.name):
-        fields = json.loads(opened.storage.read(f"{folder}/{entry.name}"))
-        if [fields["format_version"], fields["kind"], fields["attempt"]] != [VERSION, "summaries", attempt]:
+    storage, folder = opened.storage, summaries_dir(opened.tag)
+    listed = {f"{folder}/{entry.name}" for entry in storage.list(folder)}
+    for key in (summaries_file(opened.tag, rank) for rank in range(len(manifest.ranks))):
+        if key not in listed:
             continue
-        for name, counted in fields["tensors"].items():
-            for box, summary in map(_counted, counted):
-                found.setdefault(name, {}).setdefault(box, summary)
+        counted = load_summaries(storage.read(key), f"{storage.url}/{key}")
+        if counted is not None and counted.attempt == manifest.attempt:  # else of an earlier save of that name
+            for name, boxes in counted.tensors.items():
+                held = found.setdefault(name, {})
+                for box, summary in boxes.items():
+                    held.setdefault(box, summary)
     return found
 
 
-def _counted(entry: Any) -> tuple[Box, Summary]:
-    offset, size, numbers = entry
-    box = Box(tuple(map(int, offset)), tuple(map(int, size)))
-    if numbers[0] not in (box.numel, 2 * box.numel):  # a complex element is two numbers
-        raise ValueError(f"expected the numbers of {box.numel} elements, found {numbers!r:.80}")
-    return box, Summary.from_json(numbers)
+def _check(where: str, told: GlobalTensor, shape: tuple[int, ...], held: Boxes) -> None:
+    """Raise MalformedFile unless the boxes are the whole tensor, each element once, and have as many numbers."""
+    same_dimensions = all(len(box.size) == len(shape) for box in held)
+    if not same_dimensions or not are_all_of(Box.whole(shape), list(held)):
+        raise MalformedFile(f"{where}: {told.name}: its boxes overlap, or leave the tensor of shape {list(shape)}")
+    each = 2 if told.dtype.startswith("complex") else 1
+    for box, summary in held.items():
+        if summary.numel != each * box.numel:
+            raise MalformedFile(
+                f"{where}: {told.name}, {told.dtype}: expected {each * box.numel} numbers in box {box}, "
+                f"found {summary.numel}"
+            )

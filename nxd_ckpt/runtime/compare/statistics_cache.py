@@ -13,9 +13,12 @@ from dataclasses import astuple
 from math import isfinite, isinf, nan
 from typing import Any
 
-from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.core import document
+from nxd_ckpt.core.keys import checked_text
+from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.runtime.compare.counted_at_save import counted_at_save
+from nxd_ckpt.runtime.coordination.control_files import drop_those_of_lost_tags
 from nxd_ckpt.runtime.paths import STATISTICS, statistics_file
 from nxd_ckpt.runtime.summary import TensorStatistics
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -29,8 +32,6 @@ _COUNTS = 4
 """The first fields of the statistics: counts. The others are measures."""
 _MOST = 2**63 - 1
 """Elements that a tensor can have."""
-_ABSURD = RecursionError, ArithmeticError
-"""What JSON raises that is nested too deep, and numbers that are too large."""
 
 
 def keeps_statistics(opened: OpenTag) -> bool:
@@ -54,19 +55,26 @@ def read_statistics(opened: OpenTag) -> Kept | None:
 
 
 def _kept(opened: OpenTag, read: Callable[[OpenTag], Kept | None]) -> Kept | None:
+    """What anyone may have written there is believed as far as it can be true, and a checkpoint needs none of it."""
     try:
         return read(opened)
-    except (OSError, CheckpointError, ValueError, TypeError, LookupError, AttributeError, *_ABSURD) as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.debug("statistics of %s are not used: %s", opened.where, error)
-        return None
+    except FileNotFoundError:
+        pass
+    except MalformedFile as error:
+        logger.warning("what was counted of %s is not used, its tensors are read: %s", opened.where, error)
+    except (OSError, CheckpointError) as error:
+        logger.debug("statistics of %s are not used: %s", opened.where, error)
+    return None
 
 
 def _of_file(opened: OpenTag) -> Kept | None:
-    fields = json.loads(opened.storage.read(statistics_file(opened.tag)))
-    if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
-        return None
-    return {str(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
+    key = statistics_file(opened.tag)
+    where = f"{opened.storage.url}/{key}"
+    fields = document.small(opened.storage.read(key), where)
+    with parsing(where, "statistics of a tag"):
+        if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
+            return None
+        return {checked_text(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
 
 
 def write_statistics(opened: OpenTag, found: Mapping[str, TensorStatistics]) -> None:
@@ -74,10 +82,7 @@ def write_statistics(opened: OpenTag, found: Mapping[str, TensorStatistics]) -> 
     storage = opened.storage
     try:
         storage.write(statistics_file(opened.tag), statistics_text(opened.save, found).encode())
-        tags = {statistics_file(info.tag) for info in list_tags(storage)}
-        for entry in storage.list(STATISTICS):
-            if f"{STATISTICS}/{entry.name}" not in tags:
-                storage.remove(f"{STATISTICS}/{entry.name}")
+        drop_those_of_lost_tags(storage, STATISTICS, statistics_file)
     except (OSError, CheckpointError) as error:  # read-only, an archive, http, a name that is too long
         logger.debug("statistics of %s are not kept: %s", opened.where, error)
 
@@ -93,6 +98,6 @@ def _statistics(numbers: Any) -> TensorStatistics:
     """Raises ValueError or TypeError for what no statistics are."""
     counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
     counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts[1:]) <= counts[0] <= _MOST
-    if not counted or isinf(measures[0]) or not all(map(isfinite, measures[1:])):
+    if not counted or isinf(measures[0]) or not all(isfinite(one) and one >= 0 for one in measures[1:]):
         raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
     return TensorStatistics(*counts, *measures)

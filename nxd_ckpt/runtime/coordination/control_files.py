@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from nxd_ckpt.core import document
@@ -46,6 +47,17 @@ def set_aside(storage: Storage, key: str, why: object) -> None:
         return  # another process was faster
     became = f"moved to {other}: remove it once it is of no use" if storage.renames else "removed"
     logger.warning("%s/%s is not what it should be, and was %s (%s)", storage.url, key, became, why)
+
+
+def drop_those_of_lost_tags(storage: Storage, folder: str, place: Callable[[str], str]) -> None:
+    """Remove from ``folder``, where each tag has its own ``place(tag)``, what was kept of tags that are gone.
+
+    Two listings, however many tags there are.
+    """
+    kept = {place(entry.name) for entry in storage.list() if entry.is_dir}
+    for entry in storage.list(folder):
+        if f"{folder}/{entry.name}" not in kept:
+            storage.remove(f"{folder}/{entry.name}")
 
 
 def make_places(storage: Storage) -> None:

@@ -50,6 +50,7 @@ class Helpers(Executor):
     def __init__(self, count: int, name: str) -> None:
         self._tasks: host.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = host.SimpleQueue()
         self._threads: list[host.Thread] = []
+        self._cancels = False
         for number in range(count):
             thread = host.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
             try:
@@ -66,6 +67,7 @@ class Helpers(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._cancels = cancel_futures
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads if wait else ():
@@ -75,6 +77,8 @@ class Helpers(Executor):
         host.yield_disk_to_others()
         host.yield_processor_to_others()
         while (task := self._tasks.get()) is not None:
+            if self._cancels:
+                task[0].cancel()
             _complete(*task)
             del task  # it looks into memory that is to be used again
 

@@ -43,8 +43,9 @@ class SaveOptions:
             ``num_kept_ckpts=k`` beside it is one rule more.
         metrics: numbers by name, such as ``{"loss": 2.1}``, which the tag keeps for the rule ``Best``. Rank 0's count.
         stats: count NaN, zeros, the norm and so on of every tensor while it is written, and keep that beside the tag:
-            a report then reads no tensor. The caller waits no longer for that: what is not counted when the next save
-            needs the memory is left out, and counted by who asks.
+            a report then reads no tensor. No save waits for that. So if a rank is not done when its next save begins,
+            or the next part of a state that is larger than ``memory_cap``, none of its counts are kept, and a report
+            reads the whole tag. Closing waits until all is counted, but not after an exception.
     """
 
     num_workers: int | None = 8

@@ -46,6 +46,7 @@ class Pipeline:
         self._planner = Planner(topology)
         self._worker: Worker | None = None
         self._helpers: Helpers | None = None
+        self._counter: Helpers | None = None
         self._stager: Stager | None = None
         self._counting: Counting | None = None
 
@@ -72,7 +73,10 @@ class Pipeline:
         """Copy the state into the arena and hand it over, in as many waves as it takes."""
         stager = self._staging()
         self._stop_counting()  # the memory is needed
-        self._counting = saving.counting
+        if saving.counts:
+            if self._counter is None:
+                self._counter = Helpers(1, "nxd_ckpt-counter")
+            saving.counting = self._counting = Counting(planned.plan.files, self._counter)
         torch_xla.sync()
         for number, wave in enumerate(planned.waves):
             views = stager.stage(planned.plan.files, wave)
@@ -98,7 +102,7 @@ class Pipeline:
     def stop(self, *, at_once: bool = False) -> None:
         """End the threads, once they have done what was submitted, and give the memory back.
 
-        ``at_once`` says not to wait for what is only counted.
+        ``at_once`` says not to wait for what is counted, nor until it is kept.
         """
         if at_once:
             self._stop_counting()
@@ -108,6 +112,9 @@ class Pipeline:
         if self._helpers is not None:
             self._helpers.shutdown()
             self._helpers = None
+        if self._counter is not None:
+            self._counter.shutdown(wait=not at_once, cancel_futures=at_once)
+            self._counter = None
         if self._stager is not None:
             self._stager.release()
 
@@ -138,7 +145,7 @@ class Pipeline:
         if wait:
             written.wait()
             if saving.counting is not None:
-                saving.counting.settle()  # the next wave comes into the same memory
+                saving.counting.end_wave()
 
 
 def await_decided(saving: Saving, pending: SaveProgress, *, shown: bool) -> None:

@@ -65,7 +65,8 @@ class Saving:
         # Without a plan the options may be what is wrong.
         self.rules: Sequence[Rule] | None = None if plan is None else options.rules
         self.metrics: Metrics = {} if plan is None else options.recorded_metrics
-        self.counting = Counting(plan.files, threads) if plan is not None and options.stats else None
+        self.counts = options.stats and plan is not None
+        self.counting: Counting | None = None
         self.draining: Draining | None = None
         self.timings: dict[str, float] = {}
         self.versions: dict[str, str] = {}
