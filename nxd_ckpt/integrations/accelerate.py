@@ -35,7 +35,8 @@ _NUMBERED = r"checkpoint_(\d+)"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Takes the place of ``accelerate.Accelerator``: on one process or with data parallelism (DDP).
+    """Takes the place of ``accelerate.Accelerator``: on one process or with data parallelism (DDP), or FSDP2,
+    where each rank writes and reads its shards.
 
     ``total_limit`` of the project's configuration counts once the new checkpoint is complete. Checkpoints that
     accelerate wrote load too.
@@ -183,10 +184,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             saving.retire(_NUMBERED, self.project_configuration.total_limit)
 
     def _require_supported(self) -> None:
-        if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        shards = self.distributed_type == DistributedType.FSDP
+        if shards and not self.is_fsdp2:
             raise UnsupportedState(
-                f"nxd_ckpt's Accelerator saves with one process or data parallelism, not with {self.distributed_type}; "
-                "for FSDP2 call nxd_ckpt.save_checkpoint() with model and optimizer"
+                "nxd_ckpt's Accelerator saves FSDP2's models, not those of the first FSDP, whose parameters are flat: "
+                "use FullyShardedDataParallelPlugin(fsdp_version=2)"
+            )
+        if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise UnsupportedState(
+                f"nxd_ckpt's Accelerator saves with one process, data parallelism or FSDP2, not with "
+                f"{self.distributed_type}"
             )
 
     def _setting(self) -> dict[str, Any]:

@@ -10,57 +10,16 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.utils import ProjectConfiguration
 
 from examples.train_accelerate import main
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.errors import DigestMismatch, IncompatibleState, InvalidArgument, OptimizerMismatch
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations.accelerate_run import Background, Job
 from tests.integrations.killed import in_a_process
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-class Background(Accelerator):
-    """Saves in the background."""
-
-    async_save = True
-    checkpoint_options = {"durable": False}  # noqa: RUF012
-
-
-class Job:
-    """A model under dropout, with what trains it."""
-
-    def __init__(self, directory: Path, kind: Any = Background, optimizer: Any = torch.optim.AdamW, **options: Any):
-        torch.manual_seed(1)
-        project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=2)
-        self.accelerator = kind(cpu=True, project_config=project, **options)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        made = optimizer(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
-        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, made, schedule)
-
-    def run(self, steps: int) -> list[float]:
-        """The losses; a checkpoint after each step."""
-        losses = []
-        for _ in range(steps):
-            loss = self.model(torch.randn(2, 4)).square().mean()
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-            self.accelerator.save_state()
-        self.accelerator.end_training()
-        return losses
-
-    def resume(self) -> int:
-        """Load the latest checkpoint; how many steps it has."""
-        self.accelerator.load_state()
-        done = int(self.accelerator._latest().rpartition("_")[2]) + 1
-        self.accelerator.project_configuration.iteration = done
-        return done
 
 
 def names(directory: Path) -> list[str]:

@@ -1,0 +1,71 @@
+"""accelerate's save_state with our checkpoints on two ranks, under DDP and under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt import open_checkpoint
+from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations import accelerate_run as runs
+from tests.rigs.rank_pool import RankPool, WorkerDied
+
+pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["ddp", "fsdp2"])
+def sharded(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(sharded: bool, pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """Each rank's losses in a run of four steps that nothing interrupts."""
+    found = pool.run(runs.whole, tmp_path_factory.mktemp("whole"), sharded)
+    assert found[0] != found[1]
+    return found
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "accelerates"])
+def test_a_resumed_run_is_the_same_run(
+    own: bool, sharded: bool, tmp_path: Path, pool: RankPool, whole: list[list[float]]
+) -> None:
+    """Losses of each rank equal those of a run that was not stopped, also from checkpoints that accelerate wrote. With
+    FSDP2 a tag has each rank's shards, under the names of a model on one process."""
+    assert [losses[2:] for losses in whole] == pool.run(runs.resumed, tmp_path, sharded, own, timeout=60)
+    assert ["checkpoint_2", "checkpoint_3"] == names(tmp_path)
+    tag = open_checkpoint(tmp_path / "checkpoints" / "checkpoint_3")
+    assert {"model/0.weight", "optim/0.weight/exp_avg"} <= tag.metadata.keys()
+    assert tag.manifest is not None
+    assert sharded == bool(tag.manifest.leaders)
+
+
+def test_the_first_fsdp_is_refused(tmp_path: Path, pool: RankPool) -> None:
+    """With what takes its place."""
+    assert [True, True] == ["fsdp_version=2" in said for said in pool.run(runs.refused, tmp_path)]
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_ten_kills(part: int, sharded: bool, tmp_path: Path, pool: RankPool, whole: list[list[float]]) -> None:
+    """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes
+    on as the same run."""
+    outcomes = pool.run(runs.until_killed, tmp_path, sharded, 3 + 11 * part, return_errors=True, timeout=60)
+    assert isinstance(outcomes[0], WorkerDied)
+    for name in names(tmp_path):
+        verify_checkpoint(tmp_path / "checkpoints" / name)
+    for before, (done, losses) in zip(
+        whole, pool.run(runs.goes_on, tmp_path, sharded, not names(tmp_path)), strict=True
+    ):
+        assert before[done:] == losses
