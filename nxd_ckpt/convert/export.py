@@ -38,6 +38,7 @@ from nxd_ckpt.runtime.views.hugging_face_tag import HuggingFaceTag, HuggingFaceT
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
+from nxd_ckpt.runtime.views.packed_tensors import PackedTensor
 from nxd_ckpt.runtime.views.presharded_model import Presharded, forms_of, presharded
 from nxd_ckpt.storage.urls import StrPath
 
@@ -173,7 +174,7 @@ class _Job:
     ) -> None:
         self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
         self._mapping, self._optimizer, self._files = mapping, optimizer, files
-        self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.tensors]
+        self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.file_tensors]
         self._adapters = mapping if isinstance(mapping, AdapterMapping) else None
         one_file = [WeightFile(ADAPTER_MODEL, tuple(self._forms))]
         self._weights = plan_weight_files(self._forms, size_per_shard) if self._adapters is None else one_file
@@ -184,7 +185,9 @@ class _Job:
         self.weight_files: list[WeightFile] = [*self._weights, *self._moments]
         if presharded is not None:
             self.weight_files = [WeightFile(name, forms_of(held)) for name, held in presharded.items()]
-        self.tensors: dict[str, HfTensor] = {one.name: one for one in (*mapped.tensors, *entries)}
+        self.tensors: dict[str, HfTensor | PackedTensor] = {
+            one.name: one for one in (*mapped.file_tensors, *entries)
+        }
 
     def planned(self, file: WeightFile) -> PlannedFile:
         """The file with what each of its tensors is made of."""

@@ -48,7 +48,9 @@ def import_plan(source: Location, target: Location, what: ImportTarget) -> Impor
     """Raises what :meth:`ImportedModel.state` raises, but for names that are unknown or missing."""
     model = ImportedModel(open_model(source, what.model_key), what)
     found, sizes = model.selection, what.sizes
-    members = {match.name: tuple(match.rule.names(match.numbers, sizes)) for match in found.matches}
+    members = {
+        match.name: tuple(what.mapping.in_files(match.rule.names(match.numbers, sizes))) for match in found.matches
+    }
     whole = {match.name: match for match in found.matches if not set(members[match.name]) & set(found.missing)}
     hindered = bool(found.unknown or found.missing)
     stages = model.staged(list(whole)) if hindered else model.stages

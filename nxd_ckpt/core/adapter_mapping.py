@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.core.lora import CONFIG, is_adapter, without_base_layer
-from nxd_ckpt.core.mapping import Match, ModelMapping, Pattern, Rule, RuleMember
+from nxd_ckpt.core.mapping import Match, ModelMapping, Rule, RuleMember
+from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import UnsupportedState
 
 PREFIX = "base_model.model."
 """What names in PEFT's files begin with."""
@@ -61,7 +63,15 @@ class AdapterMapping(ModelMapping):
 
 
 def adapter_mapping(base: ModelMapping, settings: Mapping[str, Any]) -> AdapterMapping:
-    """The mapping of the adapters of such a model, saved with these settings."""
+    """The mapping of the adapters of such a model, saved with these settings.
+
+    Raises UnsupportedState for a model whose files hold several layers in one tensor: PEFT has one adapter for that.
+    """
+    if base.packed:
+        raise UnsupportedState(
+            f"LoRA adapters of {base.name!r} models cannot be exported: {base.packed[0].hf.text} is one layer for "
+            "PEFT, and several for NxD; save with merge_lora, and export that"
+        )
     rules = {(rule.nxd.text, rule.members): rule for one in base.rules for rule in _rules_of(one)}
     return AdapterMapping(base.name, tuple(rules.values()), keys=base.keys, base=base, settings=settings)
 

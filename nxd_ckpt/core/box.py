@@ -67,6 +67,14 @@ class Box:
         """This box of a tensor whose dimensions are put into ``order``."""
         return Box(tuple(self.offset[dim] for dim in order), tuple(self.size[dim] for dim in order))
 
+    def without(self, dim: int) -> Box:
+        """This box of a tensor without that dimension."""
+        return Box(self.offset[:dim] + self.offset[dim + 1 :], self.size[:dim] + self.size[dim + 1 :])
+
+    def with_dim(self, dim: int) -> Box:
+        """This box of a tensor that has one more dimension there, of a single element."""
+        return Box((*self.offset[:dim], 0, *self.offset[dim:]), (*self.size[:dim], 1, *self.size[dim:]))
+
     def minus(self, other: Box) -> list[Box]:
         """This box without ``other``, as at most two disjoint boxes per dimension."""
         common = self.intersect(other)

@@ -15,19 +15,17 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.limits import MODEL_TENSORS
+from nxd_ckpt.core.packing import Packed
+from nxd_ckpt.core.pattern import Numbers, Pattern
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
-
-Numbers = Mapping[str, int]
-"""What placeholders stand for."""
 
 
 def _readable(count: int, what: str) -> int:
@@ -35,35 +33,6 @@ def _readable(count: int, what: str) -> int:
     if count > MODEL_TENSORS:
         raise InvalidArgument(f"config.json describes {count} tensors with {what}; at most {MODEL_TENSORS} are allowed")
     return count
-
-
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """A name with placeholders for numbers: ``model.layers.{layer}.mlp.down_proj.weight``."""
-
-    text: str
-
-    @cached_property
-    def placeholders(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(_PLACEHOLDER.findall(self.text)))
-
-    def match(self, name: str) -> dict[str, int] | None:
-        found = self._regex.fullmatch(name)
-        return None if found is None else {key: int(value) for key, value in found.groupdict().items()}
-
-    def fill(self, numbers: Numbers) -> str:
-        return _PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), self.text)
-
-    @cached_property
-    def _regex(self) -> re.Pattern[str]:
-        found = ""
-        for number, part in enumerate(_PLACEHOLDER.split(self.text)):  # every second one is a placeholder
-            group = f"(?P={part})" if f"(?P<{part}>" in found else rf"(?P<{part}>0|[1-9]\d{{0,17}})"
-            found += group if number % 2 else re.escape(part)
-        return re.compile(found)
 
 
 @dataclass(frozen=True)
@@ -129,6 +98,7 @@ class ModelMapping:
         tied: of two tied Hugging Face tensors the one that files leave out, and the one that they hold.
         ties: whether files leave it out where config.json does not say ``tie_word_embeddings``.
         ignored: NxD tensors that Hugging Face computes (rotary frequencies, masks).
+        packed: Hugging Face tensors that hold several of those that rules name.
         keys: where config.json has sizes under other keys than :data:`~nxd_ckpt.core.sizes.CONFIG_KEYS`.
     """
 
@@ -139,6 +109,7 @@ class ModelMapping:
     ties: bool = False
     ignored: tuple[Pattern, ...] = ()
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    packed: tuple[Packed, ...] = ()
 
     def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
         """Those of one such model.
@@ -192,6 +163,18 @@ class ModelMapping:
                 for numbers in product(*(range(count or 0) for count in counts)):
                     names[pattern.fill(dict(zip(pattern.placeholders, numbers, strict=True)))] = None
         return [name for name in names if not (self.are_tied(sizes) and name in self.tied)]
+
+    def in_files(self, names: Iterable[str]) -> list[str]:
+        """Under which names files have the Hugging Face tensors that rules call ``names``, each once."""
+        return list(dict.fromkeys(self._in_file(name) for name in names))
+
+    def packed_as(self, name: str) -> Packed | None:
+        """How the tensor of this name in a file is packed; None where it is not."""
+        return next((packed for packed in self.packed if packed.hf.match(name) is not None), None)
+
+    def _in_file(self, name: str) -> str:
+        holders = (packed.holder(name) for packed in self.packed)
+        return next((holder for holder in holders if holder is not None), name)
 
     def are_tied(self, sizes: Sizes) -> bool:
         """Whether files leave out what is tied."""

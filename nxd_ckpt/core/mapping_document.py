@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxd_ckpt.core.mapping import ModelMapping, Pattern, Rule, RuleMember
+from nxd_ckpt.core.mapping import ModelMapping, Rule, RuleMember
+from nxd_ckpt.core.packing import Packed
+from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.core.sizes import CONFIG_KEYS
 from nxd_ckpt.errors import InvalidArgument
 
@@ -28,6 +30,7 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
     if not set(keys) <= set(CONFIG_KEYS):
         raise InvalidArgument(f"{where}: config names {sorted(set(keys) - set(CONFIG_KEYS))}, known: {[*CONFIG_KEYS]}")
     rules = tuple(_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(reader.take("rules", list)))
+    packed = reader.take("packed", list, [])
     mapping = ModelMapping(
         name=reader.take("name", str),
         rules=rules,
@@ -36,6 +39,7 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
         ties=reader.take("tie_word_embeddings", bool, False),
         ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
         keys=keys,
+        packed=tuple(_packed(one, f"{where}: packed {number}") for number, one in enumerate(packed)),
     )
     reader.done()
     return mapping
@@ -87,6 +91,46 @@ def _check_rule(rule: Rule, where: str) -> None:
     for member in rule.members:
         if set(member.name.placeholders) != expected:
             raise InvalidArgument(f"{where}: {member.name.text} must have the placeholders {sorted(expected)}")
+    for key in expected - set(CONFIG_KEYS):
+        raise InvalidArgument(f"{where}: placeholder {{{key}}} must be one of the sizes {[*CONFIG_KEYS]}")
+
+
+def _packed(document: Any, where: str) -> Packed:
+    reader = _Fields(document, where)
+    hf = Pattern(reader.take("hf", str))
+    where = f"{where} ({hf.text})"
+    parts = tuple(map(Pattern, _strings(reader.take("parts", (str, list)), f"{where}: parts")))
+    heads = _strings(reader.take("heads", (str, list), []), f"{where}: heads")
+    packed = Packed(
+        hf,
+        parts,
+        heads or (None,) * len(parts),
+        dim=reader.take("dim", int, None),
+        alternating=reader.take("alternating", bool, False),
+        stacked=reader.take("stacked", str, None),
+        flat=reader.take("flat", bool, False),
+    )
+    reader.done()
+    _check_packed(packed, where)
+    return packed
+
+
+def _check_packed(packed: Packed, where: str) -> None:
+    own_dim = packed.stacked is not None and not packed.flat
+    if not packed.parts or len(packed.heads) != len(packed.parts):
+        raise InvalidArgument(f"{where}: parts must name tensors, and heads must have one entry for each of them")
+    if not set(packed.heads) <= {None, "query", "kv"}:
+        raise InvalidArgument(f"{where}: heads must be 'query' or 'kv', found {packed.heads}")
+    if (packed.dim is None) != (len(packed.parts) == 1) or (packed.dim is not None and packed.dim < own_dim):
+        raise InvalidArgument(f"{where}: several parts, and no single one, need dim, which is not the stacked one")
+    if packed.alternating and (packed.dim is None or any(packed.heads)):
+        raise InvalidArgument(f"{where}: parts that alternate need dim, and are equal: without heads")
+    if packed.flat and (packed.stacked is None or packed.dim is not None):
+        raise InvalidArgument(f"{where}: flat is for the numbers of stacked, with a single part and without dim")
+    expected = {*packed.hf.placeholders, *([] if packed.stacked is None else [packed.stacked])}
+    for pattern in packed.parts:
+        if set(pattern.placeholders) != expected:
+            raise InvalidArgument(f"{where}: {pattern.text} must have the placeholders {sorted(expected)}")
     for key in expected - set(CONFIG_KEYS):
         raise InvalidArgument(f"{where}: placeholder {{{key}}} must be one of the sizes {[*CONFIG_KEYS]}")
 

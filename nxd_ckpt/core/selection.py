@@ -21,7 +21,8 @@ class Selection:
     Attributes:
         matches: the NxD tensors, in the model's order.
         unknown: names that no rule maps.
-        missing: Hugging Face tensors that ``matches`` need, or every such model has, and this one has not.
+        missing: Hugging Face tensors, as files name them, that ``matches`` need, or every such model has, and this one
+            has not.
     """
 
     matches: tuple[Match, ...]
@@ -43,7 +44,7 @@ def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variant
     found = tuple(_matches(rules, held, sizes))
     needed = [name for match in found for name in match.rule.names(match.numbers, sizes)]
     missing = [name for name in dict.fromkeys([*mapping.required(sizes), *needed]) if name not in held]
-    return Selection(found, unknown, tuple(missing))
+    return Selection(found, unknown, tuple(mapping.in_files(missing)))
 
 
 def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants: Collection[str] = ()) -> list[Match]:

@@ -18,7 +18,8 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
     "vocab": ("vocab_size",),
 }
-"""Under which keys config.json has a size: the first that is there. A mapping may say otherwise."""
+"""Under which keys config.json has a size: the first that is there. A mapping may say otherwise, ``ffn.experts`` being
+``experts`` inside of ``ffn``."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,18 @@ class Sizes:
             InvalidArgument: it says something that is no size.
         """
         keys = self.keys.get(name) or CONFIG_KEYS.get(name, ())
-        key = next((key for key in keys if self.config.get(key) is not None), None)
-        value = None if key is None else self.config[key]
+        key, value = next(((key, found) for key in keys if (found := self._said(key)) is not None), (None, None))
         if value is None and name == "head_dim":
             return self._divided_head_dim()
         if value is not None and (type(value) is not int or value < 1):
             raise InvalidArgument(f"config.json: {key} must be a positive integer, found {value!r}")
         return value
+
+    def _said(self, key: str) -> Any:
+        found: Any = self.config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
 
     def get(self, name: str) -> int:
         """As :meth:`find`; raises InvalidArgument where config.json does not say."""

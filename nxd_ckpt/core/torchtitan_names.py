@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.mapping import Pattern
+from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.errors import UnsupportedState
 
 _COMMON = {

@@ -109,6 +109,22 @@ class Fragment:
         """The same with the dimensions ``order`` of both tensors."""
         return Fragment(self.stub.permuted(order), self.source.permuted(order), self.target.permuted(order))
 
+    def without(self, dim: int) -> Fragment:
+        """The same without a dimension along which it has a single element."""
+        stub, at = self.stub, slice(dim, dim + 1)
+        shape, stride = list(stub.shape), list(stub.stride)
+        offset = stub.offset + self.source.offset[dim] * stride[dim] * itemsize(stub.dtype)
+        del shape[at], stride[at]
+        inner = TensorStub(stub.file, offset, stub.dtype, tuple(shape), tuple(stride), stub.storage)
+        return Fragment(inner, self.source.without(dim), self.target.without(dim))
+
+    def with_dim(self, dim: int) -> Fragment:
+        """The same with one more dimension, of a single element."""
+        stub = self.stub
+        shape, stride = ((*sizes[:dim], 1, *sizes[dim:]) for sizes in (stub.shape, stub.stride))
+        outer = TensorStub(stub.file, stub.offset, stub.dtype, shape, stride, stub.storage)
+        return Fragment(outer, self.source.with_dim(dim), self.target.with_dim(dim))
+
     def is_whole(self, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether the tensor put together, of ``dtype`` and ``shape``, is simply the saved one."""
         stub, whole = self.stub, Box.whole(shape)

@@ -25,9 +25,13 @@ def test_the_mapping_on_the_page_is_one() -> None:
 
 
 def test_every_field_of_a_rule_is_described() -> None:
-    """Whatever shipped mappings use is in the table of rules, and every size is named."""
+    """Whatever shipped mappings use is in the tables, and every size is named."""
     used = {name for path in SHIPPED for rule in json.loads(path.read_text())["rules"] for name in rule}
     assert used == _members("Rules")
+    documents = [json.loads(path.read_text()) for path in SHIPPED]
+    assert {name for document in documents for one in document.get("packed", []) for name in one} == _members(
+        "Packed tensors"
+    )
     text = PAGE.read_text()
     assert [] == [size for size in CONFIG_KEYS if f"`{size}`" not in text]
 

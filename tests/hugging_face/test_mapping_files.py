@@ -35,7 +35,7 @@ def test_config_json_chooses_among_the_shipped_ones() -> None:
 
 def test_a_model_without_a_mapping_is_named() -> None:
     """With what there are mappings for."""
-    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, mistral, mixtral, qwen2, qwen3.*mapping="):
+    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, mistral, mixtral, .*qwen2, qwen3.*mapping="):
         find_mapping(None, {"model_type": "bert"})
 
 
@@ -83,7 +83,7 @@ def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
 
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
     """The error lists the shipped ones, or says that a file is no JSON."""
-    with pytest.raises(InvalidArgument, match=r"neither one of .*gpt_neox, llama, .* nor the path"):
+    with pytest.raises(InvalidArgument, match=r"neither one of .*gpt_neox, .*llama, .* nor the path"):
         find_mapping("lama", {})
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(InvalidArgument, match=r"broken\.json: not JSON"):

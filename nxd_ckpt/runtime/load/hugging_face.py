@@ -37,6 +37,7 @@ from nxd_ckpt.runtime.load.placing import local_tree
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
+from nxd_ckpt.runtime.views.packed_tensors import UnpackedTensors
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -94,6 +95,7 @@ class _Prepared:
         config = self._directory.config
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
+        self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes)
         self._model = open_model(model, may_be_meta=True)
         if self._model.is_placed:
             refuse_sizes(topology)
@@ -132,7 +134,8 @@ class _Prepared:
 
     def refuse_unused(self, taken: Iterable[str]) -> None:
         """Raise KeyMismatch, or warn, for tensors of the directory that no rank takes."""
-        unused = sorted({*self._directory.names}.difference(taken))
+        in_files = self._mapping.in_files
+        unused = sorted({*in_files(self._tensors.names)}.difference(in_files(taken)))
         unused = [name for name in unused if not any(pattern.match(name) for pattern in self._mapping.ignored)]
         if unused:
             self._complain(f"{self.where} holds {first_of(unused)}, which no rank's model has")
@@ -170,7 +173,7 @@ class _Prepared:
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
         """What to read for each live tensor; of tied ones, for the first that the directory has."""
-        mapped = MappedDirectory(self._directory, self._mapping, self._sizes, topology)
+        mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
         specs = self._model.parameters(topology.tp)
         found: dict[str, Assembly] = {}
         absent: dict[str, KeyMismatch] = {}

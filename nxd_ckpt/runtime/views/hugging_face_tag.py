@@ -19,14 +19,15 @@ from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
-from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, TensorStub, cast_dtype, itemsize
+from nxd_ckpt.errors import PartNotFound, UnsupportedState
+from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, cast_dtype
 from nxd_ckpt.layout.tag import restore_types
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor
+from nxd_ckpt.runtime.views.packed_tensors import PackedTensor
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class HuggingFaceTag(OpenTag):
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         dtype = self._terms.dtype
-        return {self._name(one.name): self._leaf(one, cast_dtype(one.dtype, dtype)) for one in self._mapped.tensors}
+        held = self._mapped.file_tensors
+        return {self._name(one.name): self._leaf(one, cast_dtype(one.dtype, dtype)) for one in held}
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         if self._optimizer is None:
@@ -129,7 +131,7 @@ class HuggingFaceTag(OpenTag):
         }
         for one in self._optimizer.tensors:
             if one.entry != MASTER_WEIGHTS:
-                state.setdefault(numbers[self._name(one.hf_slice.name)], {})[one.entry] = self._leaf(one, one.dtype)
+                state.setdefault(numbers[self._name(one.weight)], {})[one.entry] = self._leaf(one, one.dtype)
         return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
 
     @property
@@ -141,19 +143,17 @@ class HuggingFaceTag(OpenTag):
         titan = self._terms.torchtitan
         return name if titan is None else titan.name(name)
 
-    def _leaf(self, tensor: HfTensor, dtype: str) -> DeferredAssembly:
+    def _leaf(self, tensor: HfTensor | PackedTensor, dtype: str) -> DeferredAssembly:
+        if isinstance(tensor, PackedTensor) and tensor.alternates:
+            raise UnsupportedState(
+                f"{self.where}: in {tensor.name} two tensors alternate, element by element, which only an export to "
+                "Hugging Face's files can write; make another form of those"
+            )
         return DeferredAssembly(dtype, tensor.shape, partial(self._fragments_of, tensor))
 
-    def _fragments_of(self, tensor: HfTensor, box: Box) -> tuple[Fragment, ...]:
+    def _fragments_of(self, tensor: HfTensor | PackedTensor, box: Box) -> tuple[Fragment, ...]:
         whole = self._mapped.assembly(tensor)
         if len(whole.shape) > len(tensor.shape):
-            whole = replace(whole, shape=tensor.shape, fragments=tuple(map(_without_first, whole.fragments)))
+            fragments = tuple(fragment.without(0) for fragment in whole.fragments)
+            whole = replace(whole, shape=tensor.shape, fragments=fragments)
         return whole.within(box).fragments
-
-
-def _without_first(fragment: Fragment) -> Fragment:
-    """The fragment without its first dimension, along which it has a single element."""
-    stub, source, target = fragment.stub, fragment.source, fragment.target
-    offset = stub.offset + source.offset[0] * stub.stride[0] * itemsize(stub.dtype)
-    inner = TensorStub(stub.file, offset, stub.dtype, stub.shape[1:], stub.stride[1:], stub.storage)
-    return Fragment(inner, *(Box(box.offset[1:], box.size[1:]) for box in (source, target)))

@@ -19,6 +19,7 @@ from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.runtime.save.plan import SaveState
 from nxd_ckpt.runtime.views.mapped_directory import HuggingFaceTensors, MappedDirectory
+from nxd_ckpt.runtime.views.packed_tensors import UnpackedTensors
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ImportedModel:
     """The model of ``directory`` on any rank of ``target``. Reads headers only, each once."""
 
     def __init__(self, directory: HuggingFaceTensors, target: ImportTarget) -> None:
-        self._directory, self._target = directory, target
+        self._directory, self._target = UnpackedTensors(directory, target.mapping, target.sizes), target
 
     @property
     def selection(self) -> Selection:

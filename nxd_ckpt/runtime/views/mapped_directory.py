@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 from nxd_ckpt.core.hf_slice import hf_slices, partition_of
@@ -12,7 +11,7 @@ from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.plan import plan_reads
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch, UnsupportedState
+from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 
 
@@ -71,13 +70,15 @@ class MappedDirectory:
             raise ShapeMismatch(
                 f"{self._directory.where}: {name} has shape {stub.shape}, expected {shape} by the live {match.name}"
             )
-        if isinstance(stub, Assembly):
-            return _refuse_changed(match, stub)
-        if match.rule.transposed:
-            stub = stub.permuted((1, 0))
-        if match.rule.stacked is not None:
-            stub = replace(stub, shape=(1, *stub.shape), stride=(stub.numel, *stub.stride))
-        return stub
+        rule = match.rule
+        if not rule.transposed and rule.stacked is None:
+            return stub
+        fragments = Assembly.of(stub).fragments
+        if rule.transposed:
+            shape, fragments = shape[::-1], tuple(fragment.permuted((1, 0)) for fragment in fragments)
+        if rule.stacked is not None:
+            shape, fragments = (1, *shape), tuple(fragment.with_dim(0) for fragment in fragments)
+        return Assembly(stub.dtype, shape, fragments)
 
     def _whole(self, match: Match, local: tuple[int, ...]) -> tuple[int, ...]:
         shape, rule = list(local), match.rule
@@ -92,9 +93,3 @@ def _covered(piece: Piece, members: list[Piece]) -> list[Piece]:
     """The parts of ``piece`` that are in a Hugging Face tensor: the rest is padding."""
     found = [(member, piece.box.intersect(member.box)) for member in members]
     return [Piece(piece.local_of(common), common) for _, common in found if common is not None]
-
-
-def _refuse_changed(match: Match, leaf: Assembly) -> Assembly:
-    if match.rule.transposed or match.rule.stacked is not None:
-        raise UnsupportedState(f"{match.name} is made of {match.rule.members[0].name.text} transposed or stacked")
-    return leaf

@@ -23,6 +23,7 @@ from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.runtime.views.packed_tensors import PackedTensor
 from nxd_ckpt.runtime.views.saved_optimizer import SavedSlot
 
 FORMAT_VERSION = 1
@@ -41,43 +42,51 @@ class MappedOptimizer:
         self._opened, self._mapped, self._saved = opened, mapped, mapped.named_optimizer()
 
     @cached_property
-    def tensors(self) -> list[HfTensor]:
+    def tensors(self) -> list[HfTensor | PackedTensor]:
         """One for each state of each Hugging Face tensor that is shaped like it, in the model's order.
 
         Raises:
-            IncompatibleState: ranks saved different kinds of state for one parameter.
+            IncompatibleState: ranks, or parts of one tensor, have different kinds of state.
         """
-        return [
+        states = [
             HfTensor(tensor.hf_slice, form_of(leaf)[0], tensor.source, key)
             for tensor in self._mapped.tensors
             if (slot := self._slots.get(tensor.source.name)) is not None
             for key, leaf in slot.state.items()
             if not _is_scalar(key, leaf, tensor.source)
         ]
+        return self._mapped.packed(states)
 
     @cached_property
     def document(self) -> dict[str, Any]:
         """Param groups with the Hugging Face tensors in each, and by tensor the state that is a number, as steps.
 
-        Raises UnsupportedState for an option, or general state, that is no plain value.
+        Raises:
+            UnsupportedState: an option, or general state, is no plain value.
+            IncompatibleState: parts of one Hugging Face tensor are in different groups, or have made different steps.
         """
         groups: dict[tuple[int, str], dict[str, Any]] = {}
-        state: dict[str, dict[str, Any]] = {}
+        placed: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {}
         with self._opened.reader() as reader:
             values = _PlainValues(self._opened, reader)
             for tensor in self._mapped.tensors:
                 slot = self._slots.get(tensor.source.name)
                 if slot is None:
                     continue
-                options = values.of(slot.options, "param_groups")
-                # Stages, and experts, have groups of their own of each number: with the same options they are one.
-                group = groups.setdefault((slot.group, repr(options)), {**options, "params": []})
-                group["params"].append(tensor.name)
+                name, options = self._mapped.in_file(tensor.name), values.of(slot.options, "param_groups")
                 scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
-                if scalars:
-                    state[tensor.name] = values.of(scalars, tensor.name)
+                # Stages, and experts, have groups of their own of each number: with the same options they are one.
+                found = ((slot.group, repr(options)), values.of(scalars, name))
+                if name not in placed:
+                    groups.setdefault(found[0], {**options, "params": []})["params"].append(name)
+                if placed.setdefault(name, found) != found:
+                    raise IncompatibleState(
+                        f"{self._opened.where}: {name} is one tensor in Hugging Face's files, and its parts, such as "
+                        f"{tensor.name}, are in different param groups, or have made different numbers of steps"
+                    )
             general = values.of(self._saved.general, "state")
         in_order = [group for _, group in sorted(groups.items(), key=lambda each: each[0][0])]
+        state = {name: scalars for name, (_, scalars) in placed.items() if scalars}
         document = {"format_version": FORMAT_VERSION, "param_groups": in_order, "state": state}
         return {**document, "general": general} if general else document
 

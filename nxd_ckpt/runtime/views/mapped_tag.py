@@ -31,6 +31,7 @@ from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.runtime.views.optimizer_names import is_number
+from nxd_ckpt.runtime.views.packed_tensors import PackedTensor, packed
 from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
 from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.runtime.views.resharded_state import ReshardedState, recorded_state
@@ -92,6 +93,19 @@ class MappedTag:
         return [tensor for tensor in self._mapped.values() if not self._is_left_out(tensor)]
 
     @property
+    def file_tensors(self) -> list[HfTensor | PackedTensor]:
+        """The same as files have them, several parts in one tensor. Raises as :func:`.packed` too."""
+        return self.packed(self.tensors)
+
+    def packed(self, tensors: Sequence[HfTensor]) -> list[HfTensor | PackedTensor]:
+        """``tensors``, or state of the optimizer's for them, as files have them. Raises as :func:`.packed`."""
+        return packed(tensors, self._mapping, self.sizes)
+
+    def in_file(self, name: str) -> str:
+        """Under which name files have what rules call ``name``."""
+        return self._mapping.in_files([name])[0]
+
+    @property
     def left_out(self) -> set[str]:
         """The tensors of the tag that files leave out, because they are tied to others."""
         return {tensor.source.name for tensor in self._mapped.values() if self._is_left_out(tensor)}
@@ -100,7 +114,8 @@ class MappedTag:
     def missing(self) -> list[str]:
         """Hugging Face tensors that every such model has, and the tag does not."""
         held = {tensor.name for tensor in self.tensors}
-        return [name for name in self._mapping.required(self.sizes) if name not in held]
+        absent = self._mapping.in_files(name for name in self._mapping.required(self.sizes) if name not in held)
+        return [name for name in absent if name not in held]
 
     def require_all(self) -> None:
         """Check that this is the tag of such a model, as far as names and digests tell; reads no tensor.
@@ -141,12 +156,14 @@ class MappedTag:
         """
         return self._state(place).optimizer.slot(source.name, self._spec(source, source.dtype))
 
-    def assembly(self, tensor: HfTensor) -> Assembly:
+    def assembly(self, tensor: HfTensor | PackedTensor) -> Assembly:
         """What the Hugging Face tensor is made of, row-major as in its file; stacked ones have a 1 in front.
 
         Raises:
             PartNotFound: a tensor is in no file.
         """
+        if isinstance(tensor, PackedTensor):
+            return tensor.assembly([self.assembly(part) for part, _ in tensor.parts])
         source, transposed = tensor.source, tensor.source.match.rule.transposed
         cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
         held = [

@@ -39,8 +39,13 @@ class HfTensor:
     entry: str | None = None
 
     @property
+    def weight(self) -> str:
+        """The Hugging Face tensor that it is, or is the state of."""
+        return self.hf_slice.name
+
+    @property
     def name(self) -> str:
-        return self.hf_slice.name if self.entry is None else f"{self.hf_slice.name}/{self.entry}"
+        return self.weight if self.entry is None else f"{self.weight}/{self.entry}"
 
     @property
     def source_name(self) -> str:

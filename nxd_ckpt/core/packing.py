@@ -1,0 +1,150 @@
+"""Hugging Face tensors that hold several *parts*: which slice of the tensor each part is. Pure.
+
+Rules know parts by names of their own, as if they were tensors in the files. So one rule serves a model whose files
+hold q, k and v apart and one whose files hold them in a single tensor, and NxD may keep them in either way.
+
+A part is a slice of its tensor as NumPy writes one, ``tensor[expert, start:end]`` or ``tensor[:, first::step]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nxd_ckpt.core.limits import MODEL_TENSORS
+from nxd_ckpt.core.pattern import Numbers, Pattern
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import InvalidArgument, ShapeMismatch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in Hugging Face's files, by pattern, and its parts.
+
+    Attributes:
+        hf: its name.
+        parts: their names.
+        heads: for each part "query" or "kv", whose rows it has; None for an equal share of the rest.
+        dim: the dimension of the tensor along which parts lie; None where there is one part, or one for each number.
+        alternating: along it the parts take turns, element by element, in place of one behind the other.
+        stacked: the placeholder that only parts have: its numbers are indices of the tensor's first dimension.
+        flat: they are no dimension of their own: each has an equal share of the rows.
+    """
+
+    hf: Pattern
+    parts: tuple[Pattern, ...]
+    heads: tuple[str | None, ...]
+    dim: int | None = None
+    alternating: bool = False
+    stacked: str | None = None
+    flat: bool = False
+
+    def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
+        """The parts of the tensor with these numbers, in order."""
+        return [part.fill(each) for each in self._stack(numbers, sizes) for part in self.parts]
+
+    def holder(self, part: str) -> str | None:
+        """The tensor that holds the part of this name; None if it is no part of such a tensor."""
+        found = (pattern.match(part) for pattern in self.parts)
+        return next((self.hf.fill(numbers) for numbers in found if numbers is not None), None)
+
+    def slices(self, name: str, shape: tuple[int, ...], sizes: Sizes) -> dict[str, PartSlice]:
+        """The parts of the tensor ``name``, which has ``shape``.
+
+        Raises:
+            ShapeMismatch: such parts cannot make up a tensor of this shape.
+            InvalidArgument: config.json does not say how many there are.
+        """
+        numbers = self.hf.match(name) or {}
+        least = max(0 if self.dim is None else self.dim + 1, int(self.stacked is not None))
+        if len(shape) < least:
+            raise ShapeMismatch(f"{name} has shape {shape}, but its parts need at least {least} dimensions")
+        count = len(self._stack(numbers, sizes))
+        if self.stacked is not None and (shape[0] % count if self.flat else shape[0] != count):
+            raise ShapeMismatch(f"{name} has shape {shape}, but config.json says that there are {count} in it")
+        found = [
+            part
+            for index in range(count)
+            for part in self._along_dim(self._indexed(shape, index if self.stacked else None, count), name, sizes)
+        ]
+        return dict(zip(self.names(numbers, sizes), found, strict=True))
+
+    def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """That of the tensor whose parts, in order, have these shapes."""
+        first = list(parts[0])
+        stack = 1 if self.stacked is None else len(parts) // len(self.parts)
+        if self.stacked is not None and not self.flat:
+            first = [stack, *first]
+        elif self.flat:
+            first[0] *= stack
+        if self.dim is not None:
+            own = self.dim - (self.stacked is not None and not self.flat)
+            first[self.dim] = sum(shape[own] for shape in parts[: len(self.parts)])
+        return tuple(first)
+
+    def _stack(self, numbers: Numbers, sizes: Sizes) -> list[Numbers]:
+        if self.stacked is None:
+            return [numbers]
+        count = sizes.get(self.stacked)
+        if count > MODEL_TENSORS:
+            raise InvalidArgument(f"config.json: {count} {self.stacked}s; at most {MODEL_TENSORS} are allowed")
+        return [{**numbers, self.stacked: index} for index in range(count)]
+
+    def _indexed(self, shape: tuple[int, ...], index: int | None, count: int) -> PartSlice:
+        whole = PartSlice((0,) * len(shape), shape)
+        if index is None:
+            return whole
+        if self.flat:
+            rows = shape[0] // count
+            return whole.narrowed(0, index * rows, rows)
+        return PartSlice((index, *whole.start[1:]), (1, *shape[1:]), indexed=True)
+
+    def _along_dim(self, whole: PartSlice, name: str, sizes: Sizes) -> Iterator[PartSlice]:
+        dim, count = self.dim, len(self.parts)
+        if dim is None:
+            yield whole
+            return
+        size = whole.size[dim]
+        known = [None if kind is None else _rows(kind, sizes) for kind in self.heads]
+        left = size - sum(length or 0 for length in known)
+        share, rest = divmod(left, known.count(None)) if None in known else (0, left)
+        if rest or left < 0:
+            parts = ", ".join(part.text for part in self.parts)
+            raise ShapeMismatch(
+                f"{name}: {size} elements along dimension {dim} are not those of {parts}; is this the model's "
+                "config.json?"
+            )
+        start = 0
+        for number in range(count):
+            length = known[number]
+            length = share if length is None else length
+            yield whole.narrowed(dim, number, length, count) if self.alternating else whole.narrowed(dim, start, length)
+            start += length
+
+
+@dataclass(frozen=True)
+class PartSlice:
+    """``size`` elements in each dimension of the tensor, from ``start`` on; with ``step`` above 1 every so manieth
+    along ``dim``. With ``indexed`` the part has no first dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    indexed: bool = False
+    dim: int = 0
+    step: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the part."""
+        return self.size[1:] if self.indexed else self.size
+
+    def narrowed(self, dim: int, start: int, length: int, step: int = 1) -> PartSlice:
+        """``length`` elements along ``dim``, counted from this slice's start."""
+        starts, sizes = list(self.start), list(self.size)
+        starts[dim] += start
+        sizes[dim] = length
+        return PartSlice(tuple(starts), tuple(sizes), self.indexed, dim, step)
+
+
+def _rows(kind: str, sizes: Sizes) -> int:
+    return sizes.get("head_dim") * sizes.get("heads" if kind == "query" else "kv_heads")

@@ -1,0 +1,39 @@
+"""Names of tensors with placeholders for numbers. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+Numbers = Mapping[str, int]
+"""What placeholders stand for."""
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name with placeholders for numbers: ``model.layers.{layer}.mlp.down_proj.weight``."""
+
+    text: str
+
+    @cached_property
+    def placeholders(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(_PLACEHOLDER.findall(self.text)))
+
+    def match(self, name: str) -> dict[str, int] | None:
+        found = self._regex.fullmatch(name)
+        return None if found is None else {key: int(value) for key, value in found.groupdict().items()}
+
+    def fill(self, numbers: Numbers) -> str:
+        return _PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), self.text)
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        found = ""
+        for number, part in enumerate(_PLACEHOLDER.split(self.text)):  # every second one is a placeholder
+            group = f"(?P={part})" if f"(?P<{part}>" in found else rf"(?P<{part}>0|[1-9]\d{{0,17}})"
+            found += group if number % 2 else re.escape(part)
+        return re.compile(found)
