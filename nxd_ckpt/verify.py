@@ -154,12 +154,13 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
 
 
 def _marker(opened: OpenTag, marker: str) -> FileEntry:
-    """What it should be: NxD's ``1``, or, where a tag was saved to a store, in ``done`` its order time and attempt."""
+    """What it should be: NxD's ``1``, or, where a tag was saved to a store, that or its order time, and its attempt."""
     data = b"1"
-    if marker == names.DONE and opened.manifest is not None:
-        dated = f"{opened.manifest.order_time:.0f} {opened.manifest.attempt}".encode()
+    if opened.manifest is not None:
+        first = f"{opened.manifest.order_time:.0f}" if marker == names.DONE else "1"
+        in_store = f"{first} {opened.manifest.attempt}".encode()
         with suppress(FileNotFoundError):
-            data = dated if opened.storage.size(f"{opened.tag}/{marker}") == len(dated) else data
+            data = in_store if opened.storage.size(f"{opened.tag}/{marker}") == len(in_store) else data
     return FileEntry(len(data), crc32.crc32(data))
 
 

@@ -44,7 +44,6 @@ class Pace:
 
     def moved(self, nbytes: int) -> None:
         """Return when more may be moved than these. Raises CheckpointError once the copy is to stop."""
-        if self.stop.is_set():
-            raise CheckpointError("stopped: another file could not be copied")
         self._counter.add(nbytes)
-        self.stop.wait(self._throttle.delay(nbytes))
+        if self.stop.wait(self._throttle.delay(nbytes)):
+            raise CheckpointError("stopped: another file could not be copied")

@@ -257,9 +257,9 @@ def _time(storage: Storage, key: str) -> float:
 
 
 def _marked(storage: Storage, key: str, *marks: bytes) -> bool:
-    """Whether a marker holds one of ``marks``."""
+    """Whether a marker holds one of ``marks``, and, in a store, after it the attempt."""
     try:
-        return storage.read(key, NOTE) in marks
+        return storage.read(key, NOTE).partition(b" ")[0] in marks
     except MalformedFile:
         return False
 

@@ -115,8 +115,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def remains(directory: Path) -> list[str]:
-    """What attempts left in a checkpoint directory: all that is hidden, but for the marks of runs that were saved."""
-    return [file for file in contents(directory / ".nxd_ckpt") if not file.startswith("runs/")]
+    """What attempts left in a checkpoint directory: all that is hidden, but for the marks of runs that were saved, and
+    the verdicts of the job before."""
+    found = list(contents(directory / ".nxd_ckpt"))
+    kept = ["runs/", *(file.removesuffix("spared") for file in found if file.endswith("/spared"))]
+    return [file for file in found if not file.startswith(tuple(kept))]
 
 
 def as_nxd(tag: Path) -> Path:

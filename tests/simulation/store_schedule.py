@@ -76,6 +76,7 @@ class StoreRun(Run):
     def __init__(self, schedule: StoreSchedule) -> None:
         super().__init__(schedule)
         self.promises.in_place = True
+        self.promises.late = schedule.fault == "late"
         self.store = ObjectStore(lambda: EPOCH + self.world.now, schedule.page, self._deleting)
         self.network = self.world.start_process("network")
         self._effects = self._failed = 0

@@ -62,6 +62,28 @@ def test_who_never_gets_a_reply_is_told_and_the_request_may_have_happened() -> N
         assert happens is (not store_storage(store).is_file("key"))
 
 
+def test_a_removal_that_happens_late_takes_nothing_that_came_since() -> None:
+    """It was given up and made again, and then the key got another object; in a directory and by its own name."""
+    store, late = ObjectStore(), list[Callable[[], Reply]]()
+
+    def delaying(name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        if name == "delete_objects" and not late:
+            late.append(happen)
+            raise ConnectionLost
+        return happen()
+
+    for removed in ("tag", "tag/key"):
+        late.clear()
+        storage = store_storage(store, delaying)
+        storage.write("tag/key", b"old")
+        storage.remove(removed)
+        assert not storage.is_file("tag/key")
+        storage.write("tag/key", b"new")
+        [happen] = late
+        happen()
+        assert b"new" == storage.read("tag/key")
+
+
 def test_an_upload_that_nobody_ends_stays_until_it_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no object, and a dead process's only trace."""
     monkeypatch.setattr("nxd_ckpt.storage.s3.upload.PART", 4)

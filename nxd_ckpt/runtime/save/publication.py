@@ -149,7 +149,8 @@ class InPlace:
             _empty(storage, self.tag)
         for attempt in earlier:
             storage.remove(staging_dir(attempt))
-        if not storage.link_new(f"{self.tag}/{MARKER}", b"1"):
+        # Not just "1": a late request that was to remove the marker of the tag before would take this one for it.
+        if not storage.link_new(f"{self.tag}/{MARKER}", f"1 {self.attempt}".encode()):
             raise self._another_job(session)
 
     def put(self, storage: Storage, name: str, data: bytes) -> None:

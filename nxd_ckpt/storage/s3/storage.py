@@ -8,10 +8,9 @@ its reply was lost is not taken for somebody else's. The library is boto3; ``doc
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any
 
 from nxd_ckpt.core.limits import DOCUMENT
@@ -24,6 +23,8 @@ from nxd_ckpt.storage.s3.upload import S3Writer
 
 _BATCH = 1000
 """Keys that one request deletes, at most."""
+_GONE = {"NoSuchKey", "PreconditionFailed"}
+"""What is answered for a key of which the object that was to be deleted is not there any more."""
 
 
 def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
@@ -114,10 +115,11 @@ class S3Storage:
         raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
 
     def remove(self, key: str) -> None:
-        names = [self._bucket.full(key)] if key else []
-        self._delete(key, names)
+        if key:
+            with suppress(FileNotFoundError):
+                self._delete(key, [{"Key": self._bucket.full(key), "ETag": self._bucket.head(key)["ETag"]}])
         for page in self._bucket.pages(key):
-            self._delete(key, (item["Key"] for item in page.get("Contents", ())))
+            self._delete(key, page.get("Contents", ()))
 
     def discard_unfinished(self, key: str) -> None:
         for name, upload_id in self._bucket.uploads(key, self._bucket.below(key)):
@@ -129,10 +131,14 @@ class S3Storage:
     def set_time(self, key: str, seconds: float) -> None:
         """Nothing: times belong to the store, which keeps whole seconds."""
 
-    def _delete(self, key: str, names: Iterable[str]) -> None:
-        names = iter(names)
-        while batch := [{"Key": name} for name in islice(names, _BATCH)]:
+    def _delete(self, key: str, found: Sequence[Mapping[str, Any]]) -> None:
+        """Delete objects as they were ``found``. One that is another by now stays: a request that the store carries out
+        only long after we gave it up, and repeated it, would take it for the old one."""
+        for first in range(0, len(found), _BATCH):
+            batch = [{"Key": item["Key"], "ETag": item["ETag"]} for item in found[first : first + _BATCH]]
             reply = self._bucket.call("delete_objects", key, Delete={"Objects": batch, "Quiet": True})
             for error in reply.get("Errors", ()):
+                if error.get("Code") in _GONE:
+                    continue
                 kind = PermissionError if error.get("Code") == "AccessDenied" else OSError
                 raise kind(f"{self.url}/{key}: cannot delete {error['Key']}: {error['Code']}: {error.get('Message')}")

@@ -106,17 +106,22 @@ class ObjectStore:
         shown = names[:limit]
         more = {"IsTruncated": True, "NextContinuationToken": shown[-1]} if len(names) > limit else {}
         folders = [{"Prefix": name} for name in shown if Delimiter and name.endswith(Delimiter)]
-        files = [{"Key": name} for name in shown if not (Delimiter and name.endswith(Delimiter))]
-        return {"Contents": files, "CommonPrefixes": folders, **more}
+        files = [name for name in shown if not (Delimiter and name.endswith(Delimiter))]
+        found = [{"Key": name, "ETag": self.objects[name].etag} for name in files]
+        return {"Contents": found, "CommonPrefixes": folders, **more}
 
     def delete_objects(self, *, Delete: Mapping[str, Any], **given: Any) -> Reply:
-        keys = [item["Key"] for item in Delete["Objects"]]
-        deleted = set[str]()
-        for key in self._deleting(keys):
-            self.objects.pop(key, None)
-            deleted.add(key)
-        spared = [key for key in keys if key not in deleted]
-        return {"Errors": [{"Key": key, "Code": "InternalError"} for key in spared]} if spared else {}
+        etags = {item["Key"]: item.get("ETag", "") for item in Delete["Objects"]}
+        failed = dict.fromkeys(etags, "InternalError")
+        for key in self._deleting(list(etags)):
+            try:
+                self._require_condition(key, IfMatch=etags[key])
+            except Refused as error:
+                failed[key] = error.code
+            else:
+                self.objects.pop(key, None)
+                del failed[key]
+        return {"Errors": [{"Key": key, "Code": code} for key, code in failed.items()]}
 
     def create_multipart_upload(self, *, Key: str, Metadata: Mapping[str, str], **given: Any) -> Reply:
         self._begun += 1
