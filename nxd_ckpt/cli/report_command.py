@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
     )
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag after the one before, and say so")
+    parser.add_argument(
+        "--tier",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="another tier of the job: say which tags it has, and how far it is behind; again for more",
+    )
     add_storage_option(parser)
     text.add_quiet(parser)
     text.add_json(parser)
@@ -62,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             doctor=args.doctor,
             diff=args.diff,
             progress=not args.quiet,
+            tiers=args.tier,
         ),
     )
     lines = []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.cli.report_saves import differences, stragglers, timeline
+from nxd_ckpt.cli.report_tiers import late_tiers, tiers_of
 from nxd_ckpt.cli.tags import directory_document, locate
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
@@ -36,12 +37,20 @@ Statistics = Mapping[str, TensorStatistics]
 
 
 def report_document(
-    path: str, options: Mapping[str, Any] | None, *, count: int, doctor: bool, diff: bool, progress: bool
+    path: str,
+    options: Mapping[str, Any] | None,
+    *,
+    count: int,
+    doctor: bool,
+    diff: bool,
+    progress: bool,
+    tiers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The tags of a directory, the latest one in detail, and the health of their tensors.
 
     Tensors are read of the ``count`` latest tags at most; of the others what is kept beside them is shown. With
-    ``doctor`` the latest tag is examined after the one before it, with ``diff`` compared with it.
+    ``doctor`` the latest tag is examined after the one before it, with ``diff`` compared with it. The ``tiers`` are
+    asked which of the tags they have.
 
     Raises:
         CheckpointNotFound: there is nothing of which a report could be made.
@@ -63,6 +72,7 @@ def report_document(
         tag["timings"] = {} if manifest is None else dict(manifest.timings)
     document |= {"ranks": [], "modules": [], "health": _health(statistics, {}), "findings": [], "differences": None}
     document["timeline"] = timeline(newest)
+    document["tiers"] = tiers_of(tiers, _saves(opened, tags), options)
     with _telling_damage(newest.tag, document["problems"]):
         document["health"] = _health(statistics, _options(newest))
     with _telling_damage(newest.tag, document["problems"]):
@@ -78,6 +88,7 @@ def report_document(
     document["problems"] += [*_of_listing(tags), *_of_values(statistics), *_unchanged(statistics)]
     document["problems"] += _failed(newest) if only is None else []
     document["problems"] += [_problem(*late) for late in stragglers(list(opened.values()))]
+    document["problems"] += [_problem(*late) for late in late_tiers(document["tiers"])]
     return document
 
 
@@ -90,7 +101,7 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
     found = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}
     document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "modules": _modules(sizes)}
-    document |= {name: [] for name in ("tags", "ranks", "timeline", "findings", "problems")}
+    document |= {name: [] for name in ("tags", "ranks", "timeline", "findings", "problems", "tiers")}
     return document | {"differences": None, "health": {"tags": [], "tensors": []}}
 
 
@@ -115,6 +126,13 @@ def _opened(directory: str, tags: list[dict[str, Any]], options: Mapping[str, An
                     raise TagReplaced(f"{tag['tag']} was removed while it was read; make the report again") from error
                 tag["problems"].append(str(error))
     return found
+
+
+def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
+    """Order time and bytes of each tag that a tier may get: one with a manifest."""
+    sizes = {tag["tag"]: tag["nbytes"] for tag in tags}
+    manifests = {tag: one.manifest for tag, one in opened.items()}
+    return {tag: (one.order_time, sizes[tag]) for tag, one in manifests.items() if one is not None}
 
 
 def _statistics(

@@ -17,6 +17,11 @@ _LINE = 40
 """Points of a line, at most."""
 _MODULES = 200
 """Modules that are shown, at most."""
+_PHASES = (
+    ("staged", "two", "stage_seconds"),
+    ("written", "three", "write_seconds"),
+    ("committed", "one", "commit_seconds"),
+)
 
 
 def page_of(document: Mapping[str, Any]) -> str:
@@ -36,6 +41,7 @@ def page_of(document: Mapping[str, Any]) -> str:
     shown = {
         **document,
         "plots": _plots(tags),
+        "places": {tag["tag"]: _places(document["tiers"], tag["tag"]) for tag in tags},
         "parts": PARTS,
         "treemap": treemap(modules) if modules else None,
         "timeline": timeline(document["timeline"]) if document["timeline"] else None,
@@ -58,15 +64,20 @@ def _plots(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     times = [
         [
             (name, colour, tag["timings"].get(key, 0.0), f"{name} {tag['timings'].get(key, 0.0):.2f} s")
-            for name, colour, key in (("staged", "two", "stage_seconds"), ("written", "three", "write_seconds"))
+            for name, colour, key in _PHASES
         ]
         for tag in tags
     ]
     found = [{"title": "Size of each tag, oldest first", "legend": (), **_bars(tags, sizes)}]
     if any(bar[2] for bars in times for bar in bars):
-        legend = (("staging", "two"), ("writing", "three"))
+        legend = (("staging", "two"), ("writing", "three"), ("committing", "one"))
         found.append({"title": "Seconds of each save:", "legend": legend, **_bars(tags, times)})
     return found
+
+
+def _places(tiers: Sequence[Mapping[str, Any]], tag: str) -> str:
+    """The numbers of the tiers that have the tag; the directory itself is number 0."""
+    return ", ".join(str(number) for number, one in enumerate(tiers, 1) if tag in one["tags"])
 
 
 def _bars(tags: Sequence[Mapping[str, Any]], stacks: Sequence[Sequence[tuple[str, str, float, str]]]) -> dict[str, Any]:

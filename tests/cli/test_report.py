@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -74,6 +75,47 @@ def test_the_numbers_are_a_document(run: Path, capsys: pytest.CaptureFixture[str
     assert [0] == [rank["rank"] for rank in document["ranks"]]
     first = document["health"]["tensors"][0]
     assert ("model/layers.0.weight", 1, 4.0) == (first["name"], first["nans"], first["norms"][0])
+
+
+def test_tiers_tell_what_they_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which tags each has, how far it is behind, in seconds and bytes; one that gets no more tags is a problem."""
+    main_tier, lagging, fresh = (tmp_path / name for name in ("run", "lagging", "fresh"))
+    for step in range(5):
+        save_checkpoint(main_tier, f"step_{step}", STATE)
+        _saved_at(main_tier / f"step_{step}", 1_700_000_000.0 + 60 * step)
+    for tier, steps in ((lagging, (0, 1)), (fresh, (2, 4))):
+        for step in steps:
+            shutil.copytree(main_tier / f"step_{step}", tier / f"step_{step}")
+    save_checkpoint(fresh, "other", STATE)
+    _saved_at(fresh / "other", 1_700_000_000.0)
+    (lagging / ".nxd_ckpt" / "copies" / "step_4").mkdir(parents=True)
+    page = tmp_path / "page.html"
+    flags = [flag for tier in (lagging, fresh, tmp_path / "absent") for flag in ("--tier", str(tier))]
+
+    assert 0 == main(["report", str(main_tier), *flags, "--json", "-o", str(page)])
+
+    document = json.loads(capsys.readouterr().out)
+    first, second, third = document["tiers"]
+    nbytes = {tag["tag"]: tag["nbytes"] for tag in document["tags"]}
+    assert (["step_0", "step_1"], "step_1", ["step_4"]) == (first["tags"], first["newest"], first["copying"])
+    assert (["step_2", "step_3", "step_4"], 180.0) == (first["behind"], first["behind_seconds"])
+    assert nbytes["step_2"] + nbytes["step_3"] + nbytes["step_4"] == first["behind_nbytes"]
+    assert (["step_2", "step_4"], 1) == (second["tags"], second["others"])
+    assert ([], 0.0, 0) == (second["behind"], second["behind_seconds"], second["behind_nbytes"])
+    assert "does not exist" in third["problem"]
+    late, lost = document["problems"]
+    assert [f"tier {lagging}", f"tier {tmp_path / 'absent'}"] == [late["where"], lost["where"]]
+    assert "step_1 is its newest; the directory has 3 newer tags" in late["what"]
+    assert lost["what"].startswith("could not be asked: ")
+    assert all(tag["timings"]["commit_seconds"] >= 0 for tag in document["tags"])
+    assert page.read_text().index("gets no new tags") < page.read_text().index("<h2>Tags</h2>")
+
+
+def _saved_at(tag: Path, order_time: float) -> None:
+    """The tag, as if it had been saved then."""
+    manifest = load_manifest((tag / "manifest.json").read_bytes(), "manifest.json")
+    (tag / "manifest.json").write_bytes(dump_manifest(replace(manifest, order_time=order_time)))
+    os.utime(tag / "done", (order_time, order_time))
 
 
 def test_names_are_text(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class Commit:
     """What rank 0 knows of an attempt that is about to be decided.
 
     ``rules`` say which tags stay, None that all do. ``parameters`` are those of its own index, ``groups`` those of a
-    mesh job; ``draining`` is there if there are more tiers than this one.
+    mesh job; ``draining`` is there if there are more tiers than this one. ``voted`` is when rank 0 had voted itself
+    (seconds, as host.monotonic()).
     """
 
     publication: Publication
@@ -61,6 +62,7 @@ class Commit:
     groups: Sequence[MeshGroup] | None = None
     metrics: Metrics = field(default_factory=dict)
     draining: Draining | None = None
+    voted: float | None = None
 
     def leaders(self, topology: Topology) -> list[int]:
         """One rank of each pipeline stage and expert group, or of each group of a mesh job: together they hold every
@@ -99,11 +101,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         parts=request.parts,
         ranks=lines,
         parameters=parameters,
-        timings={
-            **request.timings,
-            "write_seconds": round(max(vote.seconds for vote in votes), 6),
-            "bytes": sum(vote.nbytes for vote in votes),
-        },
+        timings=_timings(votes, request),
         versions=request.versions,
         leaders=None if request.groups is None else tuple(leaders),
         metrics=request.metrics,
@@ -114,6 +112,15 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     if request.rules is not None:
         held = () if request.draining is None else request.draining.held
         retain(storage, publication, request.rules, held)
+
+
+def _timings(votes: Sequence[Vote], request: Commit) -> dict[str, float]:
+    """What a manifest can tell: the commit is told up to the manifest itself."""
+    found = {**request.timings, "write_seconds": round(max(vote.seconds for vote in votes), 6)}
+    if request.voted is not None:
+        before = found.get("commit_seconds", 0.0)
+        found["commit_seconds"] = round(before + host.monotonic() - request.voted, 6)
+    return {**found, "bytes": sum(vote.nbytes for vote in votes)}
 
 
 def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:

@@ -174,7 +174,7 @@ class Saving:
         try:
             self._cast(index)
             voted()
-            verdict = self._decide() if self.session.topology.rank == 0 else self._learn()
+            verdict = self._decide(started) if self.session.topology.rank == 0 else self._learn()
         finally:
             self._count("commit_seconds", started)
         if verdict.error is not None and self.error is not None:
@@ -285,9 +285,9 @@ class Saving:
                 raise
             raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
 
-    def _decide(self) -> Verdict:
-        """Rank 0: collect, commit, announce. The verdict is announced whatever happens, and counts even if announcing
-        it fails."""
+    def _decide(self, voted: float) -> Verdict:
+        """Rank 0, which ``voted`` then: collect, commit, announce. The verdict is announced whatever happens, and
+        counts even if announcing it fails."""
         session = self.session
         try:
             if isinstance(self.error, SaveFailed):
@@ -311,6 +311,7 @@ class Saving:
                 groups,
                 self.metrics,
                 self.draining,
+                voted,
             )
             commit(session, session.topology, votes, request)
             self.saved_nbytes = sum(vote.nbytes for vote in votes)
