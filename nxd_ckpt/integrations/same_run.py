@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nxd_ckpt.adapters.dtensor import canonical
 from nxd_ckpt.errors import IncompatibleState
 
 
@@ -20,6 +21,7 @@ def require_same(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], k
 
 def parameter_names(model: Any, optimizer: Any) -> list[list[str]] | None:
     """The names of the optimizer's parameters, by param group; None where one is not the model's."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    live = dict(model.named_parameters())
+    names = {id(live[wrapped]): name for name, wrapped in canonical(live, "the model").items()}
     found = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     return found if all(map(all, found)) else None

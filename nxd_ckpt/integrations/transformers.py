@@ -1,6 +1,6 @@
 """Checkpoints of transformers' Trainer: Hugging Face's files, complete or invisible, with the optimizer as a tag.
 
-Written for transformers 4.50 to 4.57. One line changes::
+Written for transformers 4.50 to 4.57; works with 5.23. One line changes::
 
     from nxd_ckpt.integrations.transformers import Trainer  # in place of transformers.Trainer
 
@@ -33,8 +33,9 @@ STATE = "training_state"
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Takes the place of ``transformers.Trainer``. For a trainer that extends it: ``class Mine(Trainer, SFTTrainer)``.
 
-    A run resumes from checkpoints that transformers' own trainer wrote, too. On one process or with data parallelism
-    (DDP); FSDP and DeepSpeed are refused.
+    A run resumes from checkpoints that transformers' own trainer wrote, too. On one process, with data parallelism
+    (DDP), or FSDP2, where each rank writes and reads its shards, and the tag holds the model too. The first FSDP and
+    DeepSpeed are refused.
     """
 
     async_save: ClassVar[bool] = False
@@ -56,10 +57,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
             raise UnsupportedState(
-                "nxd_ckpt's Trainer saves with one process or data parallelism; for FSDP call "
-                "nxd_ckpt.save_checkpoint(), or use transformers.Trainer"
+                "nxd_ckpt's Trainer saves with one process, data parallelism or FSDP2: set fsdp_version to 2 in "
+                "accelerate's configuration, or use transformers.Trainer"
             )
         directory = SealedDirectory(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         if self.args.process_index == 0:
@@ -92,6 +93,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return save_checkpoint(
             directory.tags,
             STATE,
+            self.model if self.is_fsdp_enabled else None,
             optimizer=optimizer if whole else None,
             scheduler=self.lr_scheduler if whole else None,
             user_content={"runs_with": {**self._setting(), "optimizer": type(optimizer).__qualname__}, "files": files},
@@ -119,7 +121,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         self._settle()
-        super()._load_best_model()
+        best = self.state.best_model_checkpoint
+        if self.is_fsdp_enabled and is_sealed(best, STATE):
+            load_checkpoint(best, STATE, self.model)
+        else:
+            super()._load_best_model()
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Nothing: :meth:`_settle` removes what is too many, once the new checkpoint is complete."""
@@ -132,6 +138,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             content = open_checkpoint(resume_from_checkpoint, STATE).user_content()
             require_same(resume_from_checkpoint, content["runs_with"], self._setting(), IncompatibleState)
             verify_files(resume_from_checkpoint, STATE, content["files"])
+            if self.is_fsdp_enabled:
+                load_checkpoint(resume_from_checkpoint, STATE, self.model)
+                return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
+from nxd_ckpt.adapters.dtensor import local_of
 from nxd_ckpt.integrations.transformers import Trainer
 
 
@@ -24,6 +25,12 @@ class Tiny(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        """There are none."""
+
+    def get_output_embeddings(self) -> None:
+        """There are none."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         found = self.net(x)
@@ -70,6 +77,11 @@ def trained(
 
 def weights(trainer: Any) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in trainer.model.parameters()]
+
+
+def held(trainer: Any) -> list[list[float]]:
+    """What this rank holds of the parameters."""
+    return [local_of(parameter).flatten().tolist() for parameter in trainer.model.parameters()]
 
 
 def losses(trainer: Any) -> dict[int, float]:

@@ -1,0 +1,60 @@
+"""What each rank of a group does with the small model of transformers', under DDP or FSDP2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.integrations.accelerate_run import fresh
+from tests.integrations.killed import killed_at
+from tests.integrations.transformers_run import Background, held, losses, trained
+
+Seen = tuple[dict[int, float], list[list[float]]]
+"""Losses by step, and what a rank holds of the weights."""
+
+
+def run(directory: Path, form: str, **options: Any) -> Any:
+    """A run of four steps, with DDP ("ddp"), or FSDP2 whose model files are "sharded" or "full"."""
+    with fresh():
+        if form != "ddp":
+            os.environ["FSDP_VERSION"] = options.pop("version", "2")
+            os.environ["FSDP_STATE_DICT_TYPE"] = f"{form.upper()}_STATE_DICT"
+            options["fsdp"] = "full_shard"
+        return trained(directory, **options)
+
+
+def seen(trainer: Any) -> Seen:
+    return losses(trainer), held(trainer)
+
+
+def whole(rank: int, directory: Path, form: str) -> Seen:
+    """A run that nothing interrupts."""
+    return seen(run(directory, form))
+
+
+def resumed(rank: int, directory: Path, form: str, own: bool) -> Seen:
+    """One that was stopped after two steps, ``own``: which transformers saved."""
+    run(directory / "first", form, kind=transformers.Trainer if own else Background)
+    return seen(run(directory, form, kind=Background, resume=str(directory / "first" / "checkpoint-2"), seed=2))
+
+
+def best(rank: int, directory: Path, form: str) -> tuple[str, list[list[float]]]:
+    """The best checkpoint's name, and the weights that are loaded from it at the end."""
+    options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = run(directory, form, save_steps=1, save_total_limit=1, learning_rate=3.0, **options)
+    return Path(trainer.state.best_model_checkpoint).name, held(trainer)
+
+
+def until_killed(rank: int, directory: Path, form: str, kill_at: int) -> None:
+    """A run in which the first rank is killed before the change of that number."""
+    if rank == 0:
+        killed_at(kill_at)
+    run(directory, form, kind=Background, save_steps=1, save_total_limit=2)
+
+
+def goes_on(rank: int, directory: Path, form: str, resume: bool) -> Seen:
+    """The rest of a run that was killed."""
+    return seen(run(directory, form, kind=Background, resume=resume, save_steps=1, save_total_limit=2))
