@@ -9,22 +9,21 @@ from typing import Any
 
 from nxd_ckpt.adapters.parameters import is_tensor
 from nxd_ckpt.convert.locations import Location, locate_any
+from nxd_ckpt.convert.optimum_files import json_object, refuse_other_model, stage_metadata
 from nxd_ckpt.convert.source import open_any, refuse_mixed_ranks
-from nxd_ckpt.core import document
-from nxd_ckpt.core.optimum_metadata import SHARDED_METADATA, TIED_HEAD, OptimumMetadata, old_mapping, read_metadata
+from nxd_ckpt.core.optimum_metadata import SHARDED_METADATA, old_mapping
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.errors import PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.mappings import INFERENCE, NEMO, Given
 from nxd_ckpt.layout.torch_xla_files import RANDOM_STATES, are_trainers
-from nxd_ckpt.layout.writers import STAGE_METADATA, Recognised, Writer, recognise
+from nxd_ckpt.layout.writers import Recognised, Writer, recognise
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.group_names import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, join
 
-_SHOWN = 8
 _OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
 _STEP = re.compile(r"step=(\d+)")
 
@@ -142,8 +141,8 @@ def _nemo(origin: Origin, storage: Storage, found: Recognised, names: bool) -> O
 def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
     """Optimum-neuron: metadata of each stage in the tag; config.json, trainer_state.json and scheduler.pt beside it."""
     opened, beside = origin.opened, TagFiles(storage, found.beside)
-    metadata = _metadata(TagFiles(storage, found.tag), opened)
-    _refuse_other_model(metadata, beside, opened)
+    metadata = stage_metadata(TagFiles(storage, found.tag), opened)
+    refuse_other_model(metadata, beside, opened)
     return replace(
         _with_trainer(origin, beside, origin.place.directory),
         mapping=metadata.document,
@@ -154,7 +153,7 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
 
 def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
     """With what transformers' trainer left in ``folder``."""
-    state = _json(beside, "trainer_state.json")
+    state = json_object(beside, "trainer_state.json")
     step, tokens = state.get("global_step"), state.get("num_input_tokens_seen")
     scheduler, left_out = _plain(beside, "scheduler.pt")
     if beside.has("training_args.bin"):
@@ -175,7 +174,7 @@ def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
 def _adapter(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
     """An adapter that optimum-neuron trained: a tag without an optimizer; what else is there is of the whole run."""
     name = directory_and_name(origin.place.directory)[1].partition("_")[2]
-    metadata = _metadata(TagFiles(storage, found.tag), origin.opened, adapter=name)
+    metadata = stage_metadata(TagFiles(storage, found.tag), origin.opened, adapter=name)
     beside = TagFiles(storage, found.beside)
     return replace(
         origin,
@@ -257,57 +256,6 @@ _HINTS: Mapping[Writer, str] = {
 }
 
 
-def _metadata(files: TagFiles, opened: OpenTag, adapter: str | None = None) -> OptimumMetadata:
-    """What describes the stages. Raises PartNotFound where a stage lacks it, UnsupportedState for the older form."""
-    found = {int(match[1]): match[0] for match in map(STAGE_METADATA.fullmatch, files.names()) if match is not None}
-    missing = [number for number in range(opened.topology.pp) if number not in found]
-    if missing or len(found) > opened.topology.pp:
-        raise PartNotFound(
-            f"{opened.where}: files of {opened.topology.pp} pipeline stages, but metadata "
-            f"(mp_metadata_pp_rank_P.json) of stages {sorted(found)}; files are missing, or of two saves"
-        )
-    old = [name for name in found.values() if name.endswith(".pt")]
-    if old:
-        raise UnsupportedState(
-            f"{files.where(old[0])}: metadata of optimum-neuron before 0.2.1, which is not carried; pass "
-            "the tag itself to `nxd-ckpt export`, with config= and kv_size_multiplier= of the job"
-        )
-    by_name = {files.where(found[stage]): _json(files, found[stage]) for stage in sorted(found)}
-    metadata = read_metadata(by_name, adapter)
-    if metadata.tp not in (None, opened.topology.tp):
-        raise MalformedFile(
-            f"{opened.where}: its metadata is of {metadata.tp} tensor-parallel ranks, its files are of "
-            f"{opened.topology.tp}; files of ranks are missing, or of two saves"
-        )
-    _refuse_other_names(metadata, opened)
-    return metadata
-
-
-def _refuse_other_names(metadata: OptimumMetadata, opened: OpenTag) -> None:
-    for stage, names in enumerate(metadata.stages if opened.parts.model else []):
-        held = opened.model_tree(Coordinates(stage))
-        absent = [name for name in names if name not in held]
-        unlisted = [name for name in held if name not in {*names, TIED_HEAD} and not name.endswith(COMPUTED)]
-        if metadata.adapter is not None:  # biases are listed as the base's
-            unlisted = []
-        if absent or unlisted:
-            raise MalformedFile(
-                f"{opened.where}: metadata of stage {stage} lists {', '.join(absent[:_SHOWN]) or 'nothing'} that the "
-                f"model's files do not have, and the files have {', '.join(unlisted[:_SHOWN]) or 'nothing'} that it "
-                "does not list; files of two saves are mixed"
-            )
-
-
-def _refuse_other_model(metadata: OptimumMetadata, beside: TagFiles, opened: OpenTag) -> None:
-    config = _json(beside, "config.json")
-    for key, said in (("num_attention_heads", metadata.heads), ("num_key_value_heads", metadata.kv_heads)):
-        if said is not None and config.get(key, said) != said:
-            raise MalformedFile(
-                f"{beside.where('config.json')} says {key}={config[key]}, but the metadata of {opened.where} {said}; "
-                "they are of two models"
-            )
-
-
 def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """The user content, and what of it cannot be carried."""
     if not opened.parts.user_content:
@@ -327,13 +275,6 @@ def _plain(files: TagFiles, file: str) -> tuple[Any, list[str]]:
         return files.object(file), []
     except UnsafePickle as error:
         return None, [f"{file} ({error})"]
-
-
-def _json(files: TagFiles, file: str) -> dict[str, Any]:
-    """The JSON object in the file; empty without one."""
-    if not files.has(file):
-        return {}
-    return document.small(files.storage.read(files.key(file)), files.where(file))
 
 
 def _inside(content: Any, *keys: str) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 One file for each pipeline stage: ``parameters``, each with whether and along which dimension tensor-parallel ranks cut
 it, and ``model_weight_transformation_specs``, which say of which Hugging Face layers a layer was made. docs/rescue.md
-names the sources. So no mapping file is needed for models that optimum-neuron trained.
+names the sources. Versions before 0.2.1 pickled how each parameter is cut, and what became of q, k and v. So no mapping
+file is needed for models that optimum-neuron trained.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,50 @@ def read_metadata(files: Mapping[str, Mapping[str, Any]], adapter: str | None = 
             ) from error
     found.document = _document(found._rules)
     return found
+
+
+def read_pickled_metadata(files: Mapping[str, Any]) -> OptimumMetadata:
+    """The same of ``mp_metadata_pp_rank_P.pt``: how each parameter is cut, and what became of q, k and v.
+
+    Raises MalformedFile as :func:`read_metadata`.
+    """
+    found = OptimumMetadata({}, [])
+    for where, content in files.items():
+        try:
+            cuts, heads = checked(dict, content["sharded_metadata"]), checked(dict, content["gqa_qkv_metadata"])
+            found.stages.append(list(cuts))
+            for key, size in (
+                ("heads", "num_attention_heads"),
+                ("kv_heads", "num_key_value_heads"),
+                ("kv_size_multiplier", "kv_size_multiplier"),
+            ):
+                if heads[size] is not None:
+                    _agree(found, key, checked(int, heads[size]), where)
+            for rule in _pickled_rules(cuts, heads):
+                _add(found, rule, where)
+        except (KeyError, TypeError, ValueError) as error:
+            raise MalformedFile(
+                f"{where}: not the metadata of optimum-neuron 0.0.22 to 0.2.0 ({type(error).__name__}: {error})"
+            ) from error
+    found.document = _document(found._rules)
+    return found
+
+
+def _pickled_rules(cuts: Mapping[str, Any], heads: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    made_of: dict[str, list[str]] = {}
+    for name, holder in checked(dict, heads["original_names_to_gqa_qkv_names"]).items():
+        made_of.setdefault(holder, []).append(name)
+    outputs = checked(set, heads["output_projections_names"])
+    for name, cut in cuts.items():
+        names = made_of.get(name, [])
+        if len(names) > 1:
+            yield {"nxd": name, "hf": names, "heads": ["query", "kv", "kv"], "dim": 0}
+        elif names:
+            yield {"nxd": name, "hf": names, "heads": ["query" if name.endswith("_q") else "kv"], "dim": 0}
+        elif name in outputs and cut["kind"] == "sharded":
+            yield {"nxd": name, "hf": [name], "heads": ["query"], "dim": checked(int, cut["partition_dim"])}
+        else:
+            yield _old_rule(name, cut)
 
 
 def old_mapping(cuts: Mapping[str, Any], computed: Sequence[str], where: str) -> dict[str, Any]:

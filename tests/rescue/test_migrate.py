@@ -32,6 +32,7 @@ from tests.rescue.written import (
     write_nxdt,
     write_old_optimum,
     write_optimum,
+    write_pickled_optimum,
 )
 from tests.rescue.written_by_dcp import by_name, by_number, write_tiered
 from tests.rescue.written_by_torch_xla import write_fsdp, write_trainer, write_xm_save
@@ -249,6 +250,18 @@ def test_a_run_of_the_first_optimum_neuron_continues(tmp_path: Path) -> None:
     done = migrate(write_old_optimum(tmp_path, run), tmp_path / "run" / "step_3", to="tag")
     assert ("optimum-neuron before 0.0.22", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS}})
+
+
+@pytest.mark.parametrize("qkv", ["separate", "linear", "fused"])
+def test_a_run_of_which_optimum_neuron_pickled_the_metadata_continues(tmp_path: Path, qkv: str) -> None:
+    """Gate and up are apart; q, k and v too, or in one layer that keeps copies of key-value heads."""
+    job = Job(Model(heads=8, kv_heads=8), tp=2, pp=2, fused_mlp=False)
+    if qkv != "separate":
+        job = Job(Model(heads=8), tp=4, pp=2, fused_mlp=False, qkv=qkv, copies=2)
+    run = old_run(job)
+    done = migrate(write_pickled_optimum(tmp_path, run, dp=2), tmp_path / "run" / "step_3", to="tag")
+    assert ("optimum-neuron", STEPS) == (done.writer, done.step)
+    continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS, "epoch": 0.5, "log_history": []}})
 
 
 def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[str, OldRun]) -> None:

@@ -21,11 +21,19 @@ from nxd_ckpt.errors import (
     MalformedFile,
     OptimizerMismatch,
     PartNotFound,
+    UnsafePickle,
     UnsupportedState,
 )
 from tests.hugging_face.reference import Job, Model
 from tests.rescue.old_run import OldRun
-from tests.rescue.written import names_by_group, write_legacy, write_nxd, write_nxdt, write_optimum
+from tests.rescue.written import (
+    names_by_group,
+    pickled_metadata_of,
+    write_legacy,
+    write_nxd,
+    write_nxdt,
+    write_optimum,
+)
 from tests.rescue.written_by_torch_xla import write_fsdp, write_xm_save
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -116,10 +124,23 @@ def _of_an_unknown_kind(place: Path) -> None:
     edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
 
 
-def _older(place: Path) -> None:
-    for stage in (0, 1):
-        path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
-        path.rename(path.with_suffix(".pt"))
+def _of_two_versions(place: Path) -> None:
+    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
+    torch.save(pickled_metadata_of(untrained()), place / "shards" / "mp_metadata_pp_rank_1.pt")
+
+
+def _pickled(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """In the older form, changed."""
+
+    def damage(place: Path) -> None:
+        for stage in (0, 1):
+            path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
+            path.unlink()
+            content = pickled_metadata_of(untrained())
+            change(content)
+            torch.save(content, path.with_suffix(".pt"))
+
+    return damage
 
 
 def _two_at_once(place: Path) -> None:
@@ -165,7 +186,22 @@ def _as_context_parallel_ranks_leave_it(place: Path) -> None:
         (_without_a_name, MalformedFile, r"files have model\.norm\.weight that it does not list"),
         (_with_lora, UnsupportedState, r"self_attn has lora adapters, which are not carried"),
         (_of_an_unknown_kind, UnsupportedState, "was made by NewSpec, which this version does not know"),
-        (_older, UnsupportedState, "metadata of optimum-neuron before 0.2.1"),
+        (_of_two_versions, MalformedFile, "stages have metadata of two versions of optimum-neuron"),
+        (
+            _pickled(lambda content: content["sharded_metadata"].update(extra={"kind": "tied"})),
+            MalformedFile,
+            "metadata of stage 0 lists extra that the model's files do not have",
+        ),
+        (
+            _pickled(lambda content: content.pop("gqa_qkv_metadata")),
+            MalformedFile,
+            r"mp_metadata_pp_rank_0\.pt: not the metadata of optimum-neuron 0\.0\.22 to 0\.2\.0",
+        ),
+        (
+            _pickled(lambda content: content["gqa_qkv_metadata"].update(fuse_qkv=print)),
+            UnsafePickle,
+            r"mp_metadata_pp_rank_0\.pt.*print",
+        ),
         (_two_at_once, MalformedFile, "two layouts: neuronx-distributed and optimum-neuron"),
         (_with_other_groups, OptimizerMismatch, "are not those that its writer makes of this model"),
     ],

@@ -104,6 +104,52 @@ def write_optimum(folder: Path, run: OldRun, **options: Any) -> Path:
     return place
 
 
+def write_pickled_optimum(folder: Path, run: OldRun, **options: Any) -> Path:
+    """``checkpoint-N`` of optimum-neuron 0.0.22 to 0.2.0 (v0.2.0, ``distributed/base.py`` and ``utils.py``):
+    its metadata are pickled."""
+    place = write_optimum(folder, run, **options)
+    for stage in range(run.job.pp):
+        path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
+        path.unlink()
+        torch.save(pickled_metadata_of(run), path.with_suffix(".pt"))
+    (place / "trn_config.json").unlink()
+    return place
+
+
+def pickled_metadata_of(run: OldRun) -> dict[str, Any]:
+    """What ``save_model_sharded_checkpoint`` pickled, the same for each stage: ``named_parameters`` of NxD's pipeline
+    are those of the whole model."""
+    job, model = run.job, run.job.model
+    has_copies = job.qkv in ("linear", "fused")
+    places = [f"model.layers.{layer}.self_attn" for layer in range(model.layers if has_copies else 0)]
+    return {
+        "sharded_metadata": {name: _kind(_cut(run, name)) for name in run.job.rank(run.weights)},
+        "gqa_qkv_metadata": {
+            "original_names_to_gqa_qkv_names": {
+                f"{at}.{letter}_proj.weight": f"{at}.qkv_proj.weight_{'qkv' if job.qkv == 'fused' else letter}"
+                for at in places
+                for letter in "qkv"
+            },
+            "output_projections_names": {f"{at}.o_proj.weight" for at in places},
+            "num_attention_heads": model.heads if has_copies else None,
+            "num_key_value_heads": model.kv_heads if has_copies else None,
+            "kv_size_multiplier": job.copies if has_copies else None,
+            "fuse_qkv": job.qkv == "fused" if has_copies else None,
+            "q_output_size_per_partition": model.hidden // job.tp if has_copies else None,
+            "kv_output_size_per_partition": (
+                model.kv_heads * model.head_dim * job.copies // job.tp if has_copies else None
+            ),
+        },
+    }
+
+
+def _kind(cut: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "sharded" if cut["tensor_model_parallel"] else "tied",
+        "partition_dim": cut.get("partition_dim"),
+    }
+
+
 def metadata_of(run: OldRun, stage: int) -> dict[str, Any]:
     """What ``create_parameter_metadata`` makes of the model on that stage."""
     names = list(_local(run, run.weights, 0, stage))
@@ -231,13 +277,7 @@ def write_old_optimum(folder: Path, run: OldRun) -> Path:
         cuts = {name: _cut(run, name) for name in held}
         content = {
             "model": {**held, "model.rotary_emb.inv_freq": torch.ones(2)},
-            "sharded_metadata": {
-                name: {
-                    "kind": "sharded" if cut["tensor_model_parallel"] else "tied",
-                    "partition_dim": cut.get("partition_dim"),
-                }
-                for name, cut in cuts.items()
-            },
+            "sharded_metadata": {name: _kind(cut) for name, cut in cuts.items()},
             "optimizer_state_dict": _plain(run, tp, pp),
         }
         torch.save(content, rank / "checkpoint.pt")
