@@ -324,3 +324,23 @@ def test_a_resharded_tag_goes_without_those_that_cannot_be_read(
     assert rank_content_file(1) in caplog.text
     tag = open_checkpoint(tmp_path / "other")
     assert (False, [1.0] * 3) == (tag.parts.rank_content, tag.model_state()["w"].tolist())
+
+
+def test_a_resharded_tag_goes_without_those_beside_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Objects that only ``trust_pickle`` reads are no rank's of another job, and do not keep the model from being cut:
+    the log says that positions beside them are lost, and how they can be had."""
+    ranks = [Topology(dp=2, rank=rank) for rank in range(2)]
+    content = [{"data": capture_data_position(ElasticSampler(10, dp=2, dp_rank=rank)), "own": print} for rank in (0, 1)]
+    state = {"model": {"w": torch.ones(3)}}
+
+    def what(rank: int) -> dict[str, Any]:
+        return {**state, "rank_content": content[rank]}
+
+    save_as_every_rank(tmp_path / "run", "t", ranks, what, trust_pickle=True)
+
+    reshard(tmp_path / "run" / "t", tmp_path / "other" / "t", dp=3)
+
+    assert "not taken over: the data positions of all ranks" in caplog.text
+    assert "trust_pickle=True" in caplog.text
+    tag = open_checkpoint(tmp_path / "other")
+    assert (False, [1.0] * 3) == (tag.parts.rank_content, tag.model_state()["w"].tolist())

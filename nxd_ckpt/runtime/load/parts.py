@@ -10,7 +10,7 @@ from nxd_ckpt.adapters.random_state import is_random_state
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, put_together
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound
+from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound, UnsafePickle
 from nxd_ckpt.runtime.ignoring import RANDOM_STATE
 from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -80,12 +80,12 @@ def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[A
 def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]:
     """The data positions of all ranks, put together, by key; and why others cannot be.
 
-    There are none where a rank's file is damaged or lost: it may have held some of each.
+    There are none where a rank's file is damaged or lost, or holds more than plain data: it may have held some of each.
     """
     together, alone = dict[Any, Position](), list[str]()
     try:
         found = _positions(opened) if opened.parts.rank_content else {}
-    except (CorruptCheckpoint, PartLost) as error:
+    except (CorruptCheckpoint, PartLost, UnsafePickle) as error:
         return {}, [f"the data positions of all ranks, if there are any: {error}"]
     for key, of in found.items():
         try:
