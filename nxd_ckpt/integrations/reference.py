@@ -1,0 +1,62 @@
+"""What an experiment tracker keeps of a checkpoint: where it is and which one, not its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.layout.names import MANIFEST
+from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A complete tag: its name, and the URI where it is.
+
+    ``digest`` is the SHA-256 of its manifest, which has digests of the rest: another save under the same name has
+    another one. ``nbytes`` are those of the tensors of model and optimizer, each counted once; ``ranks`` is how many
+    saved it.
+    """
+
+    tag: str
+    uri: str
+    digest: str
+    nbytes: int
+    tensors: int
+    ranks: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def reference_to(path: StrPath, tag: Tag | None = None, storage_options: StorageOptions | None = None) -> Reference:
+    """The reference to a tag; None takes the latest complete one. Reads no tensor.
+
+    Raises:
+        CheckpointNotFound: there is none that is complete. After an async save, wait for what it returned first.
+        UnsupportedState: neuronx_distributed wrote it, without a manifest.
+    """
+    checkpoint = open_checkpoint(path, tag, storage_options=storage_options)
+    opened = checkpoint.opened
+    if checkpoint.manifest is None:
+        raise UnsupportedState(
+            f"{opened.where} has no manifest, as neuronx_distributed wrote it: nothing tells it from another save; "
+            "refer to a copy that nxd-ckpt reshard makes"
+        )
+    manifest = opened.storage.read(f"{opened.tag}/{MANIFEST}" if opened.tag else MANIFEST)
+    tensors = checkpoint.metadata.values()
+    return Reference(
+        checkpoint.tag,
+        without_password(opened.where) if is_url(opened.where) else Path(opened.where).as_uri(),
+        f"sha256:{sha256(manifest).hexdigest()}",
+        sum(tensor.nbytes or 0 for tensor in tensors),
+        len(tensors),
+        checkpoint.topology.world_size,
+    )

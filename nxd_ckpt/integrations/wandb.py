@@ -1,0 +1,43 @@
+"""Checkpoints in W&B's runs, by reference: ``log_checkpoint("run", "step_100", metrics={"loss": loss})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import wandb
+
+from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.integrations.reference import Reference, reference_to
+from nxd_ckpt.layout.names import MANIFEST
+from nxd_ckpt.storage.urls import StorageOptions, StrPath
+
+
+def log_checkpoint(
+    path: StrPath,
+    tag: Tag | None = None,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    step: int | None = None,
+    name: str = "checkpoint",
+    storage_options: StorageOptions | None = None,
+) -> Reference:
+    """Log a complete tag to the current run: a version of the artifact ``name``, of type "checkpoint", with the
+    manifest's URI as its only entry and the reference and ``metrics`` as its metadata; and ``metrics``. One rank calls
+    this.
+
+    Raises:
+        InvalidArgument: ``wandb.init()`` was not called.
+        CheckpointError: as :func:`nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
+    """
+    if wandb.run is None:
+        raise InvalidArgument("there is no run to log to: call wandb.init() first")
+    reference = reference_to(path, tag, storage_options)
+    found = {**reference.document(), "step": step, "metrics": dict(metrics or {})}
+    artifact = wandb.Artifact(name, "checkpoint", metadata=found)
+    # Of a directory on a disk W&B would list all files.
+    artifact.add_reference(f"{reference.uri}/{MANIFEST}", name=f"{reference.tag}/{MANIFEST}", checksum=False)
+    wandb.run.log_artifact(artifact, aliases=["latest", reference.tag])
+    if metrics:
+        wandb.run.log(dict(metrics), step=step)
+    return reference
