@@ -32,7 +32,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-scale demo
+.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-scale demo
 
 # Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
 test:
@@ -77,6 +77,9 @@ bench-hf: $(PLAIN_READY)
 
 bench-migrate: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.migrate $(BENCH_ARGS)
+
+bench-plugins: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench.plugins $(BENCH_ARGS)
 
 bench-diff: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.diff $(BENCH_ARGS)

@@ -1,0 +1,168 @@
+"""What plug-ins cost beyond direct calls: ``python -m tools.bench.plugins --mib 512 --rounds 9``.
+
+One process saves a model and AdamW's state by each trainer's plug-in, and as directly as that can be: by
+``save_checkpoint``, for transformers after ``save_pretrained``. Both save in turn, and who begins changes. Of each
+round: how many times the direct call a plug-in took, which says little on a busy machine; and the plug-in's own time,
+which is what it takes beside its calls of these two functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+
+from nxd_ckpt import close_checkpointers, save_checkpoint
+from nxd_ckpt.integrations.accelerate import Accelerator
+from nxd_ckpt.integrations.lightning import CheckpointIO
+from nxd_ckpt.integrations.transformers import Trainer
+
+WIDTH = 2048
+LAYER = 3 * 4 * WIDTH * WIDTH
+"""Bytes of a layer and its moments, in float32."""
+
+Save = Callable[[Path], Any]
+"""Saves below a directory of its own."""
+
+
+class Config(PretrainedConfig):  # type: ignore[misc]
+    model_type = "bench"
+
+
+class Model(PreTrainedModel):  # type: ignore[misc]
+    """As many square layers as ``config.layers``."""
+
+    config_class = Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(config.layers))
+
+
+def trained(layers: int) -> tuple[Model, torch.optim.Optimizer]:
+    """A model and its optimizer after a step."""
+    model = Model(Config(layers=layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def lightning(model: Any, optimizer: Any) -> tuple[Save, Save]:
+    plugin = CheckpointIO()
+
+    def saved(place: Path) -> None:
+        state = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1}
+        plugin.save_checkpoint(state, place / "step=1.ckpt")
+
+    return saved, lambda place: save_checkpoint(place, "step=1.ckpt", model, optimizer, user_content={"epoch": 1})
+
+
+def accelerate(model: Any, optimizer: Any) -> tuple[Save, Save]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    return (
+        lambda place: accelerator.save_state(str(place / "step_1")),
+        lambda place: save_checkpoint(place, "step_1", model, optimizer),
+    )
+
+
+def transformers(model: Any, optimizer: Any) -> tuple[Save, Save]:
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trainer = Trainer(model, TrainingArguments("out", report_to=[], use_cpu=True), optimizers=(optimizer, schedule))
+    trainer.state.global_step = 1
+
+    def saved(place: Path) -> None:
+        trainer.args.output_dir = str(place)
+        trainer._save_checkpoint(model, None)
+
+    def directly(place: Path) -> None:
+        model.save_pretrained(place / "checkpoint-1")
+        save_checkpoint(place, "step_1", optimizer=optimizer, scheduler=schedule)
+
+    return saved, directly
+
+
+class Watch:
+    """How long the calls take that a plug-in shares with the direct save, in seconds."""
+
+    def __init__(self, name: str) -> None:
+        self.seconds = 0.0
+        self._shared = [(f"nxd_ckpt.integrations.{name}.save_checkpoint", save_checkpoint)]
+        if name == "transformers":
+            self._shared.append((f"{__name__}.Model.save_pretrained", Model.save_pretrained))
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            started = time.monotonic()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.monotonic() - started
+
+        return called
+
+    def own(self, save: Save, place: Path) -> tuple[float, float]:
+        """Seconds of a save, and of these its own."""
+        self.seconds = 0.0
+        with ExitStack() as stack:
+            for name, function in self._shared:
+                stack.enter_context(mock.patch(name, self.timed(function)))
+            seconds = timed(save, place)
+        return seconds, seconds - self.seconds
+
+
+def timed(save: Save, place: Path) -> float:
+    """Seconds of a save, which is removed."""
+    os.sync()
+    started = time.monotonic()
+    save(place)
+    found = time.monotonic() - started
+    close_checkpointers()
+    shutil.rmtree(place)
+    return found
+
+
+def rounds(name: str, saves: tuple[Save, Save], count: int, directory: Path) -> list[tuple[float, float, float]]:
+    """Seconds of the plug-in and of the direct save, and the plug-in's own, after a round that does not count."""
+    found, watch, (plugged, directly) = [], Watch(name), saves
+    for number in range(count + 1):
+        first = timed(directly, directory / "direct") if number % 2 else 0.0
+        seconds, own = watch.own(plugged, directory / "plugged")
+        found.append((seconds, first or timed(directly, directory / "direct"), own))
+    return found[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=float, default=512, help="size of model and optimizer in MiB (default: 512)")
+    parser.add_argument("--rounds", type=int, default=9, help="of each, in turn (default: 9)")
+    parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
+    args = parser.parse_args()
+    model, optimizer = trained(max(1, round(args.mib * 2**20 / LAYER)))
+    with tempfile.TemporaryDirectory(prefix="bench_plugins_", dir=args.directory) as name:
+        print(f"{args.mib:.0f} MiB, {args.rounds} rounds")
+        for of in (lightning, accelerate, transformers):
+            found = rounds(of.__name__, of(model, optimizer), args.rounds, Path(name))
+            ratio = statistics.median(seconds / direct for seconds, direct, _ in found)
+            direct, own = (statistics.median(one[at] for one in found) for at in (1, 2))
+            share = f"{own * 1000:.0f} ms, {own / direct:.1%} of {direct:.2f} s"
+            print(f"  {of.__name__:12} {ratio:.2f} x direct; its own time {share}")
+    print(f"load {', '.join(f'{each:.1f}' for each in os.getloadavg())}")
+
+
+if __name__ == "__main__":
+    main()
