@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from nxd_ckpt.core.hf_slice import hf_slices, partition_of
@@ -50,16 +50,15 @@ class MappedDirectory:
         pieces = partition.pieces(shape, self._topology.tp_rank, self._topology.tp, self._topology.ep_rank)
         if pieces is None:
             raise TopologyMismatch(f"{match.name}: shape {shape} on each of {self._topology.tp} ranks cannot be")
-        held: list[tuple[TensorStub | Assembly, Piece]] = []
-        for one in hf_slices(match, whole, self._sizes):
-            if any(piece.box.intersect(member.box) for piece in pieces for member in one.pieces):
-                stub = self._stub(match, one.name, one.shape)
-                held += [(stub, member) for member in one.pieces]
-        wanted = [part for piece in pieces for part in _covered(piece, [member for _, member in held])]
         fragments: list[Fragment] = []
-        for read in plan_reads(wanted, held, match.name):
-            part = Assembly.of(read.holder).within(read.source)
-            fragments += [fragment.moved(read.target.offset) for fragment in part.fragments]
+        for one in hf_slices(match, whole, self._sizes):  # one by one: hundreds of experts may be stacked
+            wanted = [part for piece in pieces for part in _covered(piece, one.pieces)]
+            if not wanted:
+                continue
+            stub = self._stub(match, one.name, one.shape)
+            for read in plan_reads(wanted, [(stub, member) for member in one.pieces], match.name):
+                part = Assembly.of(read.holder).within(read.source)
+                fragments += [fragment.moved(read.target.offset) for fragment in part.fragments]
         return Assembly(dtype, shape, tuple(fragments))
 
     def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub | Assembly:
@@ -89,7 +88,7 @@ class MappedDirectory:
         return tuple(shape)
 
 
-def _covered(piece: Piece, members: list[Piece]) -> list[Piece]:
-    """The parts of ``piece`` that are in a Hugging Face tensor: the rest is padding."""
+def _covered(piece: Piece, members: Iterable[Piece]) -> list[Piece]:
+    """The parts of ``piece`` that are in a Hugging Face tensor: others are in other tensors, or padding."""
     found = [(member, piece.box.intersect(member.box)) for member in members]
     return [Piece(piece.local_of(common), common) for _, common in found if common is not None]

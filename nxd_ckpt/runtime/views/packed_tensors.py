@@ -22,6 +22,7 @@ class UnpackedTensors:
 
     def __init__(self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes) -> None:
         self._directory, self._mapping, self._sizes = directory, mapping, sizes
+        self._sliced: dict[str, Mapping[str, PartSlice]] = {}
 
     @property
     def where(self) -> str:
@@ -35,7 +36,8 @@ class UnpackedTensors:
         held = self._held.get(name)
         if held is None:
             return self._directory.tensor(name, tied)
-        return _part(self._directory.tensor(held), self._slices(held)[name])
+        whole = self._directory.tensor(held)
+        return _part(whole, self._slices(held, whole.shape)[name])
 
     @cached_property
     def _held(self) -> dict[str, str]:
@@ -47,9 +49,11 @@ class UnpackedTensors:
                 found |= dict.fromkeys(packed.names(packed.hf.match(name) or {}, self._sizes), name)
         return found
 
-    def _slices(self, held: str) -> dict[str, PartSlice]:
+    def _slices(self, held: str, shape: tuple[int, ...]) -> Mapping[str, PartSlice]:
         packed = self._mapping.packed_as(held)
-        return {} if packed is None else packed.slices(held, self._directory.tensor(held).shape, self._sizes)
+        if held not in self._sliced and packed is not None:  # experts are hundreds: once for all of them
+            self._sliced[held] = packed.slices(held, shape, self._sizes)
+        return self._sliced[held]
 
 
 @dataclass(frozen=True)
