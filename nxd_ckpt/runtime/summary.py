@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from math import hypot, inf, isfinite, nan, sqrt
 
+import numpy as np
 import torch
 
 CHUNK = 2**16
@@ -83,7 +84,7 @@ class Summary:
                 return
             low, high = (float(end) for end in torch.aminmax(x))
         self._absmax = max(self._absmax, -low, high)
-        self._nonzero += int(torch.count_nonzero(x))
+        self._nonzero += int(np.count_nonzero(x.numpy() != 0))  # torch counts in four times that time
         total = float(x.sum())
         self._sum += total * _SMALLER if isfinite(total) else float((exact(x) * _SMALLER).sum())
         self._norm = hypot(self._norm, _norm(x, max(-low, high)))
