@@ -19,7 +19,10 @@ from tests.mutants.accepted import ACCEPTED
 from tests.reliability import REPOSITORY, date_and_commit, put, table
 
 _COMMIT = ["tests/runtime/test_commit.py", "tests/protocol/test_retention.py", "tests/protocol/test_store_tags.py"]
-_FILTERS = [f"tests/filters/{name}.py" for name in ("test_load", "test_save_ignore_keys", "test_shards", "test_stages")]
+_FILTERS = [
+    f"tests/filters/{name}.py"
+    for name in ("test_ignoring", "test_load", "test_save_ignore_keys", "test_shards", "test_stages")
+]
 _PICKLES = ["tests/formats/test_unpickle.py", "tests/hostile/test_small_files.py", "tests/bad_input/test_pickles.py"]
 
 TESTS: dict[str, list[str]] = {

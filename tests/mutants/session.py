@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.hostile import budget
 from tests.mutants.operators import Mutant, mutants
 
 _BASELINE_SECONDS = 1800.0
@@ -68,6 +69,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 def _baseline(session: pytest.Session, file: str) -> list[Ran]:
     """Run all tests. What the fixtures of a file's first test run counts for all of its tests: they share some."""
+    budget.SECONDS *= 30  # each line is traced, which takes its time
     ran, shared = list[Ran](), dict[Path, set[int]]()
     for item, nextitem in _in_order(session.items):
         failed, began, lines = session.testsfailed, time.monotonic(), set[int]()
