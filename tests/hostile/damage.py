@@ -102,6 +102,8 @@ def damaged_pickle(rng: random.Random, data: bytes, other: bytes) -> bytes:
     if len(mine) < 3:
         return damaged(rng, data, other)
     for _ in range(rng.randint(1, 3)):
+        if len(mine) < 2:
+            break
         at, length = rng.randrange(1, len(mine)), rng.choice([1, 1, 2, 5, 20])
         kind = rng.randrange(5)
         if kind == 0:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 
 from tests.hostile.fuzzing import in_silence, trouble, troubles
@@ -23,6 +27,14 @@ def test_damaged_files_are_read_or_refused(name: str) -> None:
 def test_many_damaged_files_are_read_or_refused(name: str) -> None:
     """The same a thousand times, ten million files of all kinds."""
     assert [] == troubles(name, range(50, 530_000))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: pip install '.[fuzz]'")
+def test_damaged_files_that_find_new_ways_are_read_or_refused() -> None:
+    """Coverage guides which: a minute for each reader."""
+    subprocess.run([sys.executable, "-m", "tests.hostile.guided"], check=True)
 
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.findings and name != "pickle"])
