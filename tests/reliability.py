@@ -21,6 +21,13 @@ def put(place: str, text: str) -> None:
     _PAGE.write_text(page)
 
 
+def rows_of(place: str) -> list[list[str]]:
+    """The rows of the table that is there, without its header."""
+    found = re.search(rf"<!-- {place} -->\n(.*?)<!-- end of {place} -->", _PAGE.read_text(), re.DOTALL)
+    lines = found[1].splitlines() if found is not None else []
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
 def table(rows: Iterable[Iterable[object]], header: Iterable[str] = ("", "")) -> str:
     """Rows as a table of the page."""
     head = list(header)
@@ -30,6 +37,9 @@ def table(rows: Iterable[Iterable[object]], header: Iterable[str] = ("", "")) ->
 
 def date_and_commit() -> list[tuple[str, str]]:
     """When and on what the run was."""
+    return [("date", f"{datetime.now(timezone.utc):%Y-%m-%d}"), ("commit", commit())]
+
+
+def commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-    return [("date", f"{datetime.now(timezone.utc):%Y-%m-%d}"), ("commit", commit)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.accepted import ACCEPTED
-from tests.reliability import REPOSITORY, date_and_commit, put, table
+from tests.reliability import REPOSITORY, commit, put, rows_of, table
 
 _COMMIT = ["tests/runtime/test_commit.py", "tests/protocol/test_retention.py", "tests/protocol/test_store_tags.py"]
 _FILTERS = [
@@ -66,10 +66,11 @@ def row(module: str, outcomes: Sequence[dict[str, Any]]) -> list[object]:
     count = Counter(one["outcome"] for one in outcomes)
     left = len(unexplained(module, outcomes))
     explained = len(outcomes) - count["killed"] - left
-    return [f"`{module}`", len(outcomes), count["killed"], explained, left, f"{100 * (1 - left / len(outcomes)):.1f} %"]
+    rate = f"{100 * (1 - left / len(outcomes)):.1f} %"
+    return [f"`{module}`", commit(), len(outcomes), count["killed"], explained, left, rate]
 
 
-_HEADER = ["module", "mutants", "killed", "survived, with a reason", "survived", "killed or with a reason"]
+_HEADER = ["module", "commit", "mutants", "killed", "survived, with a reason", "survived", "killed or with a reason"]
 
 
 def main() -> None:
@@ -80,15 +81,15 @@ def main() -> None:
     strange = sorted({*given.modules} - TESTS.keys())
     if strange:
         parser.error(f"no such modules: {', '.join(strange)}")
-    rows = []
+    rows = {}
     for module in given.modules or TESTS:
         outcomes = tried(module)
         for one in unexplained(module, outcomes):
             print(f"{module}.py:{one['line']}: {one['outcome']}: {one['name']}")
-        rows.append(row(module, outcomes))
-        if given.write:  # so far: a run of all takes hours on a busy machine
-            put("mutants", f"{table(date_and_commit())}\n\n{table(rows, _HEADER)}")
-    print(table(rows, _HEADER))
+        rows[f"`{module}`"] = row(module, outcomes)
+        if given.write:  # so far, and beside others: a run of all takes hours on a busy machine
+            put("mutants", table(({found[0]: found for found in rows_of("mutants")} | rows).values(), _HEADER))
+    print(table(rows.values(), _HEADER))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import LEASE
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.job import Job
 
@@ -209,3 +212,160 @@ def test_a_lost_lease_file_comes_back(storage: LocalStorage) -> None:
     found = lease.read(storage)
     assert found is not None
     assert "one" == found.run_id
+
+
+def test_the_error_of_an_acquisition_is_told_and_not_that_of_giving_back(storage: LocalStorage) -> None:
+    """What may have been taken cannot be looked up either."""
+
+    def fail(operation: Operation) -> None:
+        if operation.name in ("sync_dir", "read"):
+            raise OSError(errno.EIO, operation.name)
+
+    with pytest.raises(OSError, match="sync_dir"):
+        lease.acquire(HookedStorage(storage, fail), "one", 1.0)
+
+
+def test_a_lease_that_is_given_back_meanwhile_is_taken(storage: LocalStorage) -> None:
+    """It was there when this job tried to make it, and gone when it looked whose it is."""
+    write(storage, abroad())
+    freed = HookedStorage(storage, lambda done: storage.remove(LEASE) if done.name == "read" else None)
+    assert lease.acquire(freed, "new", 1.0) == lease.read(storage)
+
+
+def test_who_holds_the_lease_is_told_so_again(storage: LocalStorage) -> None:
+    """The same run of this process, that is."""
+    held = lease.acquire(storage, "one", 1.0)
+    assert held == lease.acquire(storage, "one", 1.0)
+
+
+def test_a_lease_that_was_taken_over_lasts(storage: LocalStorage) -> None:
+    """Its name is durable before anything relies on it."""
+    write(storage, abroad())
+    log = list[Operation]()
+    lease.acquire(HookedStorage(storage, log.append), "new", 0.1)
+    assert Operation("sync_dir", ".nxd_ckpt") == log[-1]
+
+
+def test_a_holder_is_watched_for_the_whole_patience(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times in it, and at least once a second."""
+    write(storage, abroad())
+    slept = list[float]()
+    monkeypatch.setattr("nxd_ckpt.host.monotonic", lambda: sum(slept))
+    monkeypatch.setattr("nxd_ckpt.host.sleep", slept.append)
+    for patience, naps in ((10.0, [0.5] * 20), (40.0, [1.0] * 40)):
+        slept.clear()
+        assert False is lease.job_lives(storage, patience)
+        assert naps == slept
+
+
+def test_of_a_damaged_lease_nobody_is_the_holder(storage: LocalStorage) -> None:
+    """Of no host, and no process."""
+    storage.write(LEASE, b"{")
+    found = lease.read(storage)
+    assert found is not None
+    assert Lease("unknown", "unknown", 0, "", found.beat, known=False) == found
+
+
+@pytest.fixture
+def store() -> MemoryStorage:
+    return MemoryStorage()
+
+
+def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is there a second later: some mounts show none while it is exchanged."""
+    held, slept = lease.acquire(store, "one", 1.0), list[float]()
+    data = store.read(LEASE)
+    monkeypatch.setattr("nxd_ckpt.host.sleep", slept.append)
+    lease.require(store, held)
+    assert [] == slept
+    store.remove(LEASE)
+    with pytest.raises(DirectoryInUse, match="is gone: another job took over from run one"):
+        lease.require(store, held)
+    assert [1.0] == slept
+    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: store.write(LEASE, data))
+    lease.require(store, held)
+
+
+class AtOnce:
+    """A thread that runs where it is started."""
+
+    def __init__(self, *, target: Callable[[], None], name: str, daemon: bool) -> None:
+        self.daemon, self.joined = daemon, False
+        self._target = target
+
+    def start(self) -> None:
+        self._target()
+
+    def join(self) -> None:
+        self.joined = True
+
+
+@pytest.fixture
+def three_beats(monkeypatch: pytest.MonkeyPatch) -> list[AtOnce]:
+    """A heartbeat beats three times, at once, and ends; its threads."""
+    waits, threads = iter([False] * 3 + [True]), list[AtOnce]()
+
+    def thread(**options: Any) -> AtOnce:
+        threads.append(AtOnce(**options))
+        return threads[-1]
+
+    monkeypatch.setattr("nxd_ckpt.host.Event", lambda: SimpleNamespace(wait=lambda seconds: next(waits), set=list))
+    monkeypatch.setattr("nxd_ckpt.host.Thread", thread)
+    return threads
+
+
+def test_a_heartbeat_ends_with_its_process_and_is_waited_for(storage: LocalStorage, three_beats: list[AtOnce]) -> None:
+    """A daemon; who stops it knows that the lease is not written any more."""
+    heartbeat = Heartbeat(storage, lease.acquire(storage, "one", 1.0), 1.0)
+    (thread,) = three_beats
+    assert [True, False] == [thread.daemon, thread.joined]
+    heartbeat.stop()
+    assert thread.joined
+
+
+@pytest.mark.usefixtures("three_beats")
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_a_heartbeat_that_fails_is_followed_by_others(storage: LocalStorage, name: str) -> None:
+    """A full or absent disk shows in the save itself."""
+    held, errors = lease.acquire(storage, "one", 1.0), iter([OSError(errno.ENOSPC, "full")])
+
+    def fail_once(operation: Operation) -> None:
+        if operation == Operation(name, LEASE):
+            for error in errors:
+                raise error
+
+    Heartbeat(HookedStorage(storage, fail_once), held, 1.0)
+    assert replace(held, beat=3) == lease.read(storage)
+
+
+@pytest.mark.usefixtures("three_beats")
+@pytest.mark.parametrize(("renames", "way"), [(True, "write"), (False, "exchange")])
+def test_a_lease_is_renewed_in_the_way_of_its_place(renames: bool, way: str) -> None:
+    """On a store if it is still what was read; on a file system at once, as an exchange leaves a moment without."""
+    place = MemoryStorage(renames=renames)
+    held, log = lease.acquire(place, "one", 1.0), list[Operation]()
+    Heartbeat(HookedStorage(place, log.append), held, 1.0)
+    assert [way] * 3 == [done.name for done in log if done.name in ("write", "exchange", "link_new")]
+    assert replace(held, beat=3) == lease.read(place)
+
+
+@pytest.mark.usefixtures("three_beats")
+def test_on_a_store_a_take_over_is_not_undone(store: MemoryStorage) -> None:
+    """Not one that happens between the look and the renewal."""
+    held, other = lease.acquire(store, "one", 1.0), json.dumps(abroad().__dict__).encode()
+
+    def taken_over(operation: Operation) -> None:
+        if operation.name == "exchange":
+            store.write(LEASE, other)
+
+    Heartbeat(HookedStorage(store, taken_over), held, 1.0)
+    assert abroad() == lease.read(store)
+
+
+@pytest.mark.usefixtures("three_beats")
+def test_on_a_store_a_heartbeat_makes_no_lease_anew(store: MemoryStorage) -> None:
+    """Somebody may have taken it over, and have ended."""
+    held = lease.acquire(store, "one", 1.0)
+    store.remove(LEASE)
+    Heartbeat(store, held, 1.0)
+    assert None is lease.read(store)
