@@ -8,24 +8,27 @@ import tempfile
 from pathlib import Path
 
 from tests.judges.chaos import PLUG_INS, VERDICTS, judged
-from tests.reliability import date_and_commit, put, table
+from tests.reliability import commit, put, rows_of, table
+
+
+_HEADER = ["framework", "saved by", "commit", "runs", *VERDICTS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.judges", description=__doc__)
+    parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"some of {', '.join(PLUG_INS)}; else all")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
-    rows = []
-    for target, (framework, _) in PLUG_INS.items():
-        for ours in (True, False):
+    rows = {(row[0], row[1]): row for row in rows_of("ckpt-chaos")} if given.write else {}
+    for target in given.frameworks or PLUG_INS:
+        for ours in (False, True):
             with tempfile.TemporaryDirectory() as scratch:
                 counts = judged(target, Path(scratch, "runs"), ours=ours)
-            saved_by = "our plug-in" if ours else "itself"
-            rows.append([framework, saved_by, counts.total(), *(counts[verdict] for verdict in VERDICTS)])
-    text = table(rows, ["framework", "saved by", "runs", *VERDICTS])
-    print(text)
-    if given.write:
-        put("ckpt-chaos", f"{table(date_and_commit())}\n\n{text}")
+            key = PLUG_INS[target][0], "our plug-in" if ours else "itself"
+            rows[key] = [*key, commit(), str(counts.total()), *(str(counts[verdict]) for verdict in VERDICTS)]
+            if given.write:  # so far, and beside others
+                put("ckpt-chaos", table(rows.values(), _HEADER))
+    print(table(rows.values(), _HEADER))
 
 
 if __name__ == "__main__":
