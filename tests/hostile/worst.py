@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable
 from itertools import count
 
@@ -86,6 +87,27 @@ def _headers(nbytes: int) -> bytes:
     return out.getvalue()
 
 
+def _zipped(records: Callable[[int], dict[str, bytes]]) -> _Maker:
+    """A torch file of these records."""
+
+    def made(nbytes: int) -> bytes:
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as file:
+            for name, data in records(nbytes).items():
+                file.writestr(f"archive/{name}", data)
+        return out.getvalue()
+
+    return made
+
+
+def _zipped_pickle(unit: bytes) -> _Maker:
+    return _zipped(lambda nbytes: {"data.pkl": _pickle(unit)(nbytes - 300), "version": b"3\n"})
+
+
+def _records(nbytes: int) -> dict[str, bytes]:
+    return {"data.pkl": b"\x80\x04].", **{f"data/{index}": b"" for index in range((nbytes - 300) // 130)}}
+
+
 def _sealed_parameters(nbytes: int) -> bytes:
     document = json.loads(valid.MANIFESTS[0])
     name, spec = next(iter(document["parameters"].items()))
@@ -157,7 +179,10 @@ WORST: dict[str, tuple[str, _Maker]] = {
     "a dict of pairs of one hash": ("pickle", _keys(_pair)),
     **{
         f"{reader}: {what}": (reader, made)
-        for reader in ("index", "manifest", "vote", "lease", "journal", "config.json", "weight map", "mapping")
+        for reader in (
+            *("index", "manifest", "vote", "verdict", "lease", "journal", "intent"),
+            *("config.json", "weight map", "mapping"),
+        )
         for what, made in {
             "lists": _json("[", "[]", "]"),
             "objects": _json('{"a":[', '{"a":1}', "]}"),
@@ -174,6 +199,9 @@ WORST: dict[str, tuple[str, _Maker]] = {
     ),
     "safetensors: tensors": ("safetensors", _safetensors),
     "archive: headers": ("archive", _headers),
+    "xser info: lists": ("xser info", _zipped_pickle(b"]")),
+    "torch file: records": ("torch file", _zipped(_records)),
+    "xser references: records": ("xser references", _zipped(_records)),
     "DCP metadata: lists": ("DCP metadata", _pickle(b"]")),
     "DCP metadata: sets": ("DCP metadata", _pickle(b"\x8f")),
 }

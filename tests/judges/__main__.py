@@ -10,7 +10,6 @@ from pathlib import Path
 from tests.judges.chaos import PLUG_INS, VERDICTS, judged
 from tests.reliability import commit, put, rows_of, table
 
-
 _HEADER = ["framework", "saved by", "commit", "runs", *VERDICTS]
 
 
