@@ -181,4 +181,14 @@ def _sparse_file_cut_off() -> bytes:
     return with_checksum(bytes(header))
 
 
-ARCHIVES = {"a sparse file that is cut off": _sparse_file_cut_off()}
+def _negative(name: str, nbytes: int) -> bytes:
+    """A member of fewer than no bytes: the next header is before it."""
+    info = tarfile.TarInfo(name)
+    info.size = nbytes
+    return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+
+
+ARCHIVES = {
+    "a sparse file that is cut off": _sparse_file_cut_off(),
+    "a header before the archive": _negative("one/x", -(2**70)),
+}

@@ -93,6 +93,8 @@ def _checked(info: tarfile.TarInfo, where: str) -> str:
     name = info.name.removeprefix("./")
     if not (info.isreg() or info.isdir()) or info.issparse():
         raise MalformedFile(f"{where}: {name!r} is a link, a device or a sparse file; expected plain files only")
+    if info.size < 0:
+        raise MalformedFile(f"{where}: {name!r} has {info.size} bytes, expected none or more; restore it from a copy")
     if name not in ("", "."):
         _check_name(name, info.name, where)
     return name
@@ -137,6 +139,8 @@ class _Headers(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:  # so a header can say
+            raise ValueError(f"a header at byte {base + offset}")
         self._at = base + offset
         return self._at
 
