@@ -32,7 +32,7 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.hostile.damage import damaged, damaged_inside, damaged_json
 
 MEMORY = 2**30
-"""Bytes of addresses beyond those that are mapped once whole checkpoints were read: torch with CUDA maps several GiB."""
+"""Bytes of addresses beyond those mapped once whole checkpoints were read: torch with CUDA maps several GiB."""
 CPU_SECONDS = 20
 
 def changed(rng: random.Random, path: Path, data: bytes, other: bytes) -> bytes:
