@@ -190,7 +190,7 @@ def test_a_tag_in_place_is_there_with_done(store: MemoryStorage) -> None:
     one.begin(session(store))
     assert TAG == one.folder
     assert [ATTEMPT] == intents.saves_of(store, TAG)
-    assert b"1" == store.read(f"{TAG}/{MARKER}")
+    assert f"1 {ATTEMPT}".encode() == store.read(f"{TAG}/{MARKER}")
     written(store, one)
     assert not is_visible(store, TAG, ATTEMPT)
     log: list[Operation] = []
