@@ -20,9 +20,9 @@ def run(directory: Path, form: str, **options: Any) -> Any:
     """A run of four steps, with DDP ("ddp"), or FSDP2 whose model files are "sharded" or "full"."""
     with fresh():
         if form != "ddp":
-            os.environ["FSDP_VERSION"] = options.pop("version", "2")
-            os.environ["FSDP_STATE_DICT_TYPE"] = f"{form.upper()}_STATE_DICT"
-            options["fsdp"] = "full_shard"
+            files = f"{form.upper()}_STATE_DICT"
+            os.environ |= {"FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": files}  # for transformers 4
+            options |= {"fsdp": "full_shard", "fsdp_config": {"version": 2, "state_dict_type": files}}
         return trained(directory, **options)
 
 
