@@ -29,7 +29,8 @@ class Vote:
     one replica each write their share of *the same* list, so equal digests mean that every tensor was written exactly
     once. ``replicated`` is a digest of the content of its tensors that are believed equal on all tp ranks, None if it
     wrote none of them. ``seconds`` it wrote, and ``stage_seconds`` its caller waited. ``chunks`` is what
-    rank 0 needs to know of its files of a torch DCP directory.
+    rank 0 needs to know of its files of a torch DCP directory. ``duplicated`` of its ``nbytes`` were not written, since
+    an earlier tag has the same files.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Vote:
     stage_seconds: float = 0.0
     host: str = ""
     chunks: tuple[DcpChunk, ...] = ()
+    duplicated: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def load_vote(data: bytes, where: str) -> Vote:
     fields = document.small(data, where)
     try:
         index, plan, replica, replicated = (fields[key] for key in ("index", "plan", "replica", "replicated"))
-        integers([fields["rank"], fields["nbytes"]])
+        integers([fields["rank"], fields["nbytes"], fields["duplicated"]])
         return Vote(
             rank=fields["rank"],
             error=_error_of(fields["error"]),
@@ -78,6 +80,7 @@ def load_vote(data: bytes, where: str) -> Vote:
             stage_seconds=float(fields["stage_seconds"]),
             host=checked_text(fields["host"]),
             chunks=tuple(map(DcpChunk.from_json, fields["chunks"])),
+            duplicated=fields["duplicated"],
         )
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem

@@ -149,6 +149,30 @@ class Swapping(Protocol):
         """Give two files or directories each other's name, at once; False where that cannot be done."""
 
 
+class Version(NamedTuple):
+    """Which of the files that a key may have led to it leads to now: its bytes, and a mark that another does not have.
+    """
+
+    nbytes: int
+    mark: str
+
+
+@runtime_checkable
+class Duplicating(Protocol):
+    """What a storage may also be able to do."""
+
+    def version(self, key: str) -> Version:
+        """That of a file; it is another once the file was replaced or written to."""
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        """Let the free key ``target`` have the bytes of ``source``, if that is still of ``version``, without moving
+        them: complete, and as durable as after :meth:`Writer.close`. The one may be removed or replaced, and the other
+        stays.
+
+        False where that cannot be done, or with an OSError: ``target`` is then as it was.
+        """
+
+
 def checked_length(nbytes: int, limit: int, where: str) -> int:
     """``nbytes``, if it is at most ``limit``. Raises MalformedFile, naming the file ``where``."""
     if nbytes > limit:

@@ -13,8 +13,16 @@ from pathlib import Path
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length, completed
-from nxd_ckpt.storage.local_files import NEW_FILE, LocalReader, LocalWriter, open_regular, stat_of
+from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length, completed
+from nxd_ckpt.storage.local_files import (
+    NEW_FILE,
+    LocalReader,
+    LocalWriter,
+    duplicate,
+    open_regular,
+    stat_of,
+    version_of,
+)
 from nxd_ckpt.storage.system import exchange, sync_path
 
 
@@ -150,6 +158,14 @@ class LocalStorage:
         """Which file or directory it is, alike on all hosts that share it: its number, and when that changed (ns)."""
         found = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
         return found.st_ino, found.st_ctime_ns
+
+    def version(self, key: str) -> Version:
+        return version_of(stat_of(self.path(key), stat.S_IFREG))
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        path = self._own(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return duplicate(self.path(source), version, path, self.durable)
 
     def set_time(self, key: str, seconds: float) -> None:
         os.utime(self._own(key), (seconds, seconds), follow_symlinks=os.utime not in os.supports_follow_symlinks)

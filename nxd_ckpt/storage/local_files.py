@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.system import flags, read_at, sync_file, write_at
+from nxd_ckpt.storage.base import Version
+from nxd_ckpt.storage.system import clone, flags, read_at, sync_file, write_at
 
 NEW_FILE = flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC")
 
@@ -66,6 +67,48 @@ def _of_path(error: OSError, path: Path) -> Exception:
         what = "a socket" if error.errno == errno.ENXIO else f"a link that leads nowhere ({error.strerror})"
         return MalformedFile(f"{path} is {what}, expected a file")
     return error
+
+
+def version_of(found: os.stat_result) -> Version:
+    """A link more or less leaves it as it is: a time that changes with that is not in it."""
+    return Version(found.st_size, f"{found.st_dev} {found.st_ino} {found.st_mtime_ns}")
+
+
+def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bool:
+    """As :meth:`nxd_ckpt.storage.base.Duplicating.duplicate`: a file that shares the blocks on the disk where the file
+    system has that, else another name for the same file."""
+    fd, _ = open_regular(source)
+    try:
+        if version_of(os.fstat(fd)) != version:
+            return False
+        if durable:
+            sync_file(fd)  # whoever wrote it may have been told not to
+        if _clone(fd, target, durable):
+            return True
+        os.link(source, target)
+    finally:
+        os.close(fd)
+    if version_of(target.lstat()) != version:  # the name leads to another file by now, or to a link
+        target.unlink()
+        return False
+    return True
+
+
+def _clone(fd: int, target: Path, durable: bool) -> bool:
+    """A new file with the same blocks on the disk, which are copied if one of the two is written to."""
+    new = os.open(target, NEW_FILE, 0o666)
+    try:
+        cloned = clone(fd, new)
+        if cloned and durable:
+            sync_file(new)
+    except BaseException:
+        target.unlink()
+        raise
+    finally:
+        os.close(new)
+    if not cloned:
+        target.unlink()
+    return cloned
 
 
 class LocalReader:

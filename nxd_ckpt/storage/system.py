@@ -34,6 +34,8 @@ _held: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 _WORKING_DIRECTORY, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of Linux."""
+_CLONE = 0x40049409
+"""FICLONE of Linux."""
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _renameat2: Callable[..., int] | None
 try:
@@ -81,6 +83,17 @@ def exchange(one: Path, other: Path) -> bool:
     if error in _CANNOT_EXCHANGE:
         return False
     raise OSError(error, os.strerror(error), str(one), None, str(other))
+
+
+def clone(fd: int, new: int) -> bool:
+    """Let the empty file ``new`` share the blocks of ``fd`` on the disk; False where the file system cannot."""
+    if not HAS_LOCKS:
+        return False
+    try:
+        fcntl.ioctl(new, _CLONE, fd)
+    except OSError:  # what file systems answer that cannot do it differs
+        return False
+    return True
 
 
 def sync_file(fd: int) -> None:

@@ -25,7 +25,7 @@ from threading import Barrier
 import pytest
 
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Duplicating, Storage, Version, Writer
 from nxd_ckpt.storage.s3.upload import PART
 
 LARGE = os.urandom(2 * PART + 12_345)
@@ -81,6 +81,31 @@ class StorageContract:
         writer.write_at(len(LARGE), b"0123456789")
         writer.close()
         assert LARGE + b"0123456789" == storage.read("file")
+
+    def test_a_duplicate_lives_on_without_its_source(self, storage: Storage) -> None:
+        """Where a storage can make one: of the version that was asked for, under a free key, and of nothing else."""
+        if not isinstance(storage, Duplicating):
+            pytest.skip("it cannot")
+
+        def duplicated(version: Version, target: str) -> bool:
+            with suppress(OSError):
+                return storage.duplicate("one/file", version, target)
+            return False
+
+        data = LARGE[: 2**16]
+        _write(storage, "one/file", data, [])
+        storage.write("taken", b"x")
+        version = storage.version("one/file")
+        assert len(data) == version.nbytes
+        assert duplicated(version, "other/file")
+        assert version == storage.version("one/file")
+        assert not duplicated(version, "taken")
+        storage.remove("one")
+        assert data == storage.read("other/file")
+        assert not duplicated(version, "third")
+        storage.write("one/file", bytes(len(data)))
+        assert not duplicated(version, "third")
+        assert [False, b"x"] == [storage.is_file("third"), storage.read("taken")]
 
     @pytest.mark.parametrize("nbytes", [10, len(LARGE)])
     @pytest.mark.parametrize("missing", [1, -1])

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_length
 
 
 @dataclass
@@ -151,6 +151,17 @@ class MemoryStorage:
         if self.renames:
             with self._store.lock:
                 self._store.files[key] = (self.read(key), seconds)
+
+    def version(self, key: str) -> Version:
+        data = self._file(key)[0]
+        return Version(len(data), str(id(data)))
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        with self._store.lock:
+            if self.version(source) != version or target in self._store.files:
+                return False
+            self._put(target, self._file(source)[0])
+            return True
 
     def complete(self, writer: _MemoryWriter, data: bytes) -> None:
         """Put what a writer wrote under its key. Raises FileExistsError where that was taken since."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
-from nxd_ckpt.storage.base import Reader, Storage, Swapping, Writer
+from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Swapping, Version, Writer
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
 T = TypeVar("T")
@@ -26,7 +27,8 @@ class Operation(NamedTuple):
     """One call on a storage: the method's name (``write_at``, ``close`` for writers, ``read_ranges`` for readers) and
     the key.
 
-    ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for.
+    ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for, ``write`` and ``write_at`` are given, and the file of
+    ``duplicate`` has.
     """
 
     name: str
@@ -48,6 +50,10 @@ class HookedStorage(StorageWrapper):
         self.hook(Operation(name, key))
         return operation()
 
+    def write(self, key: str, data: bytes) -> None:
+        self.hook(Operation("write", key, len(data)))
+        self.inner.write(key, data)
+
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.hook(Operation("read_into", key, len(buffer)))
         self.inner.read_into(key, offset, buffer)
@@ -61,6 +67,16 @@ class HookedStorage(StorageWrapper):
     def swap(self, one: str, other: str) -> bool:
         self.hook(Operation("swap", f"{one} <-> {other}"))
         return isinstance(self.inner, Swapping) and self.inner.swap(one, other)
+
+    def version(self, key: str) -> Version:
+        self.hook(Operation("version", key))
+        if not isinstance(self.inner, Duplicating):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), key)
+        return self.inner.version(key)
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        self.hook(Operation("duplicate", f"{source} -> {target}", version.nbytes))
+        return isinstance(self.inner, Duplicating) and self.inner.duplicate(source, version, target)
 
 
 class _HookedReader:
@@ -80,7 +96,7 @@ class _HookedWriter:
         self._inner, self._key, self._hook = inner, key, hook
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
-        self._hook(Operation("write_at", self._key))
+        self._hook(Operation("write_at", self._key, len(data)))
         self._inner.write_at(offset, data)
 
     def settle(self) -> None:

@@ -7,7 +7,7 @@
         storage = open_storage("s3://bucket/run", storage_options=server.options)
 
 moto looks and then writes: here conditional requests go one at a time. It does not compare the CRC-32 of what arrives,
-and answers 500 for an upload that is gone: here it is refused as S3 does. Needs ``moto[s3]``, ``flask`` and
+answers 500 for an upload that is gone, and copies objects whatever their ETag: here that is refused as by S3. Needs ``moto[s3]``, ``flask`` and
 ``flask-cors``.
 """
 
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -114,9 +114,25 @@ class S3Server:
             upload = parse_qs(environ.get("QUERY_STRING", "")).get("uploadId")
             if upload and not self._has_upload(key, upload[0]):
                 return _refuse(start_response, "404 Not Found", "NoSuchUpload")
+            copied, etag = environ.get("HTTP_X_AMZ_COPY_SOURCE"), environ.get("HTTP_X_AMZ_COPY_SOURCE_IF_MATCH")
+            if copied and etag and self._etag(copied) != etag:
+                return _refuse(start_response, "412 Precondition Failed", "PreconditionFailed")
             reply = b"".join(self._app(environ, start_response))
         self.sent[key] += len(reply) if method == "GET" else 0
         return [reply]
+
+    @staticmethod
+    def _etag(source: str) -> str | None:
+        """Of the object that is to be copied; None where there is none."""
+        from moto.s3.models import s3_backends
+
+        bucket, _, key = unquote(source).lstrip("/").partition("/")
+        found = [
+            backends["aws"].get_object(bucket, key)
+            for backends in s3_backends.values()
+            if bucket in backends["aws"].buckets
+        ]
+        return next((one.etag for one in found if one is not None), None)
 
     @staticmethod
     def _has_upload(key: str, upload_id: str) -> bool:

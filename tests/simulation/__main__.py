@@ -51,14 +51,14 @@ class Count(NamedTuple):
         return self.schedules / self.cpu_seconds
 
 
-def counted(place: str, seeds: range) -> Count:
+def counted(place: str, seeds: range, dedup: bool = False) -> Count:
     """Run these schedules in this process."""
     logging.disable(logging.CRITICAL)  # what goes wrong there is meant to
     began, faults, failures = time.process_time(), Counter[str](), list[str]()
     gc.disable()
     try:
         for seed in seeds:
-            schedule = PLACES[place](seed)
+            schedule = PLACES[place](seed).deduplicating() if dedup else PLACES[place](seed)
             faults[schedule.fault] += 1
             try:
                 run(schedule)
@@ -70,12 +70,12 @@ def counted(place: str, seeds: range) -> Count:
     return Count(faults, failures, time.process_time() - began)
 
 
-def run_all(place: str, first: int, count: int, processes: int) -> Count:
+def run_all(place: str, first: int, count: int, processes: int, dedup: bool = False) -> Count:
     """Run ``count`` schedules from seed ``first`` on, and print how far it is."""
     chunks = [range(begin, min(begin + CHUNK, first + count)) for begin in range(first, first + count, CHUNK)]
     total = Count(Counter(), [], 0.0)
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        for number, part in enumerate(pool.imap_unordered(partial(counted, place), chunks), start=1):
+        for number, part in enumerate(pool.imap_unordered(partial(counted, place, dedup=dedup), chunks), start=1):
             cpu_seconds = total.cpu_seconds + part.cpu_seconds
             total = Count(total.faults + part.faults, total.failures + part.failures, cpu_seconds)
             for failure in part.failures:
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed; with --count 1 it is replayed")
     parser.add_argument("--count", type=int, default=1000, help="how many schedules")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
+    parser.add_argument("--dedup", action="store_true", help="with saves that have a file in common, and dedup=True")
     parser.add_argument("--crashes", type=int, metavar="N", help="every crash state in N interleavings, instead")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
@@ -152,7 +153,7 @@ def main() -> None:
         if given.write:
             write_crashes(counts, given.crashes)
         raise SystemExit(1 if any(count.failures for count in counts) else 0)
-    total = run_all(given.place, given.first, given.count, given.processes)
+    total = run_all(given.place, given.first, given.count, given.processes, given.dedup)
     if given.write:
         write(given.place, total, given.first)
     raise SystemExit(1 if total.failures else 0)

@@ -41,6 +41,8 @@ class Save:
     fails_on: int | None = None
     """The rank whose arguments are refused."""
     use_xser: bool = False
+    dedup: bool = False
+    """Whether it also has a tensor that is the same in all saves, in a file of its own, which is not written again."""
 
     @property
     def removes(self) -> bool:
@@ -109,6 +111,11 @@ def _state(value: int, rank: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((3,), float(10 * value + rank)), "bias": torch.full((2,), float(-10 * value - rank))}
 
 
+def frozen(rank: int) -> dict[str, torch.Tensor]:
+    """What a rank's model has besides where saves deduplicate."""
+    return {"frozen": torch.full((5,), 0.5 + rank)}
+
+
 def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointer:
     topology = Topology(tp=WORLD_SIZE, rank=rank)
     return Checkpointer(
@@ -146,13 +153,14 @@ def saving(job: Job, rank: int, storage: Storage, saves: list[Save], comes: Call
             try:
                 pending = saver.save(
                     save.tag,
-                    state(save.value, rank),
+                    state(save.value, rank) | (frozen(rank) if save.dedup else {}),
                     user_content={"value": save.value},
                     async_save=save.is_async,
                     num_workers=None if save.fails_on != rank else 0,
                     num_kept_ckpts=save.num_kept,
                     overwrite=save.overwrite,
-                    use_xser=save.use_xser,
+                    use_xser=save.use_xser or save.dedup,
+                    dedup=save.dedup,
                 )
             except CheckpointError as error:
                 told(began, save, error)
@@ -174,7 +182,7 @@ def loaded(storage: Storage, rank: int, tag: str | None) -> int:
     reader = checkpointer(storage, rank, None)
     model: dict[str, torch.Tensor] = {}
     value = int(reader.load(tag, model)["value"])
-    for name, expected in state(value, rank).items():
+    for name, expected in (state(value, rank) | (frozen(rank) if "frozen" in model else {})).items():
         assert torch.equal(expected, model[name]), f"{name} of rank {rank} is not of save {value}: {model[name]}"
     return value
 

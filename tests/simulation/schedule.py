@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
+
+from typing_extensions import Self
 
 from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.testing.simulation import Killed, Process, World, inhabited
@@ -47,6 +49,15 @@ class Schedule(ABC):
     reads: bool = False
     rival: tuple[Save, ...] = ()
     late: float | None = 0.0
+
+    @property
+    def dedups(self) -> bool:
+        return any(save.dedup for save in self.saves)
+
+    def deduplicating(self) -> Self:
+        """The same with saves that have something in common."""
+        saves, rival = (tuple(replace(save, dedup=True) for save in some) for some in (self.saves, self.rival))
+        return replace(self, saves=saves, rival=rival)
 
     @abstractmethod
     def start(self) -> Run:
@@ -118,7 +129,7 @@ class Run(Stage):
             for job in self.jobs:
                 self._leave(job)
             self.is_out = True
-            self.finish("second", schedule.machines[2:3] * 2)
+            self.finish("second", schedule.machines[2:3] * 2, dedup=schedule.dedups)
             reader.is_over = True
             run_to_end(self.world, reading)
             self.hold(reader)

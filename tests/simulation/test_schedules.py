@@ -34,6 +34,12 @@ def test_a_seed_is_replayed_exactly(place: str, fault: str) -> None:
     assert traces[0] == traces[1]
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_the_promises_hold_where_saves_share_files(place: str) -> None:
+    """The same with ``dedup=True``; ``python -m tests.simulation --dedup`` runs more of them."""
+    assert [] == counted(place, range(SLICE[place] // 10), dedup=True).failures
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("swaps", [False, True])

@@ -120,7 +120,9 @@ def _timings(votes: Sequence[Vote], request: Commit) -> dict[str, float]:
     if request.voted is not None:
         before = found.get("commit_seconds", 0.0)
         found["commit_seconds"] = round(before + host.monotonic() - request.voted, 6)
-    return {**found, "bytes": sum(vote.nbytes for vote in votes)}
+    duplicated = sum(vote.duplicated for vote in votes)
+    nbytes = {"bytes": sum(vote.nbytes for vote in votes)}
+    return {**found, **nbytes, **({"duplicated_bytes": duplicated} if duplicated else {})}
 
 
 def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:

@@ -46,6 +46,9 @@ class SaveOptions:
             a report then reads no tensor. No save waits for that. So if a rank is not done when its next save begins,
             or the next part of a state that is larger than ``memory_cap``, none of its counts are kept, and a report
             reads the whole tag. Closing waits until all is counted, but not after an exception.
+        dedup: a file whose bytes are those of the tag before is not written again: it is hard-linked, on a file system
+            that can it shares the blocks, and a bucket of S3 copies it by itself. Fine-grained with ``use_xser``. Any
+            of these tags may be removed or replaced without the others.
     """
 
     num_workers: int | None = 8
@@ -63,6 +66,7 @@ class SaveOptions:
     retain: Sequence[Rule] | None = None
     metrics: Mapping[str, float] | None = None
     stats: bool = False
+    dedup: bool = False
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
@@ -104,6 +108,7 @@ class OurSaveKeywords(TypedDict, total=False):
     retain: Sequence[Rule] | None
     metrics: Mapping[str, float] | None
     stats: bool
+    dedup: bool
 
 
 class SaveKeywords(OurSaveKeywords, total=False):

@@ -30,6 +30,7 @@ from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
 from nxd_ckpt.runtime.save.counting import Counting
+from nxd_ckpt.runtime.save.dedup import parent_of
 from nxd_ckpt.runtime.save.host_semaphore import writing_slot
 from nxd_ckpt.runtime.save.options import SaveOptions
 from nxd_ckpt.runtime.save.plan import SavePlan
@@ -58,7 +59,7 @@ class Saving:
         threads: Executor,
     ) -> None:
         self.session, self.tag, self.plan, self._threads = session, tag, plan, threads
-        self._overwrite = options.overwrite
+        self._overwrite, self._dedup = options.overwrite, options.dedup
         self._patience = session.timeout
         self.num_workers = options.writers_on_host
         self.error = error
@@ -104,6 +105,8 @@ class Saving:
                 self._await_opening()
             if self.error is None:
                 session.storage.make_dir(self.publication.folder)
+                if self._dedup and self._writer is not None:
+                    self._writer.parent = parent_of(session.storage, session.last_saved)
         except BaseException as error:
             self.error = self.error or error
 
@@ -181,6 +184,7 @@ class Saving:
             raise self._failed(self.error) from self.error
         if verdict.error is not None:
             raise self._told(verdict)
+        self.session.last_saved = self.tag
 
     def _told(self, verdict: Verdict) -> CheckpointError:
         """What rank 0's verdict says. The message names the rank that failed."""
@@ -266,6 +270,7 @@ class Saving:
             stage_seconds=round(self.timings.get("stage_seconds", 0.0), 6),
             host=host.processes().partition("/")[0],
             chunks=self._writer.chunks() if rank > 0 else (),
+            duplicated=self._writer.duplicated_nbytes,
         )
 
     def _learn(self) -> Verdict:

@@ -59,6 +59,8 @@ class Session:
     writing."""
     is_gone: Callable[[int], bool] = lambda rank: False
     """Whether that rank's process is known to have ended."""
+    last_saved: str | None = None
+    """The tag of the last save of this run that became visible."""
     leaves_at: float = math.inf
     """When this rank, after an exception, stops waiting for the others (seconds, as host.monotonic())."""
 

@@ -23,6 +23,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import StorageRecord
 from nxd_ckpt.layout.names import tensors_dirs
+from nxd_ckpt.runtime.save import dedup
 from nxd_ckpt.runtime.save.plan import SavePlan
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.publication import Publication
@@ -84,8 +85,11 @@ class _Written:
 class FileWriter:
     """Writes one rank's planned files below ``folder``, wave by wave.
 
-    ``progress`` is called with the bytes of every chunk that was written, by one of the ``threads`` at a time.
+    ``progress`` is called with the bytes of every chunk that was written, by one of the ``threads`` at a time. Files
+    that are as in the tag ``parent`` are duplicated.
     """
+
+    parent: str | None = None
 
     def __init__(
         self,
@@ -100,7 +104,8 @@ class FileWriter:
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
         self._lock = host.Lock()
-        self.nbytes = 0
+        self.nbytes = self.duplicated_nbytes = 0
+        """Of all files so far; of those that were duplicated."""
 
     def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
         """Digest and write the next wave. Files that end in it are completed and synced."""
@@ -221,7 +226,11 @@ class FileWriter:
 
     def _create(self, number: int) -> _OpenFile:
         planned = self._files[number] = self._files[number].settled()
-        writer = self._storage.create(f"{self._folder}/{planned.key}", planned.image.nbytes)
+        key, nbytes = f"{self._folder}/{planned.key}", planned.image.nbytes
+        if self.parent is None:
+            writer = self._storage.create(key, nbytes)
+        else:
+            writer = dedup.create(self._storage, key, nbytes, f"{self.parent}/{planned.key}")
         return _OpenFile(planned, writer, [])
 
     def _complete(self, number: int, handle: _OpenFile) -> None:
@@ -230,6 +239,9 @@ class FileWriter:
         image = handle.planned.image
         self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
         handle.writer.close()
+        if isinstance(handle.writer, dedup.DedupWriter) and handle.writer.duplicated:
+            with self._lock:
+                self.duplicated_nbytes += image.nbytes
         self._written[number] = _Written(handle.planned, handle.blocks, FileEntry(image.nbytes, handle.crc32))
 
     def _put(self, writer: Writer, offset: int, view: memoryview) -> None:

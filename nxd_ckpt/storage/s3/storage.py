@@ -15,7 +15,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
 from nxd_ckpt.storage.s3.bucket import Bucket, S3Options
 from nxd_ckpt.storage.s3.conditions import put_if
 from nxd_ckpt.storage.s3.download import S3Reader, read_object
@@ -127,6 +127,13 @@ class S3Storage:
 
     def time(self, key: str) -> float:
         return float(self._bucket.head(key)["LastModified"].timestamp())
+
+    def version(self, key: str) -> Version:
+        head = self._bucket.head(key)
+        return Version(int(head["ContentLength"]), str(head["ETag"]))
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        return S3Writer(self._bucket, target, version.nbytes).copy(source, version.mark)
 
     def set_time(self, key: str, seconds: float) -> None:
         """Nothing: times belong to the store, which keeps whole seconds."""

@@ -28,6 +28,8 @@ IN_FLIGHT = 8
 PART = 16 * 2**20
 """Bytes of a part, and up to which a file goes by one request."""
 MOST_PARTS = 10_000
+_COPIED = 2**30
+"""Bytes that the store copies by one request."""
 
 
 def part_nbytes(nbytes: int) -> int:
@@ -139,6 +141,36 @@ class S3Writer:
             self.abort()
             raise FileExistsError(f"{self._url}: taken by another writer meanwhile")
         self._upload_id = None
+
+    def copy(self, source: str, etag: str) -> bool:
+        """In place of writes and :meth:`close`: have the store copy an object, as long as its ETag is ``etag``. In
+        parts too where one request would do: their completion is what all stores refuse if the key was taken.
+
+        False where it was. Raises OSError where there is no such object any more.
+        """
+        copied = False
+        self._upload_id = self._begin()
+        try:
+            for number, begin in enumerate(range(0, self._nbytes, _COPIED), start=1):
+                reply = self._bucket.call(
+                    "upload_part_copy",
+                    self._key,
+                    Key=self._full,
+                    UploadId=self._upload_id,
+                    PartNumber=number,
+                    CopySource={"Bucket": self._bucket.name, "Key": self._bucket.full(source)},
+                    CopySourceIfMatch=etag,
+                    CopySourceRange=f"bytes={begin}-{min(begin + _COPIED, self._nbytes) - 1}",
+                )
+                part = reply["CopyPartResult"]
+                digests = {name: part[name] for name in ("ETag", "ChecksumCRC32") if name in part}
+                self._sent[number] = {"PartNumber": number, **digests}
+            copied = self._complete()
+        finally:
+            if not copied:
+                self.abort()
+        self._upload_id = None
+        return copied
 
     def abort(self) -> None:
         with self._changed:

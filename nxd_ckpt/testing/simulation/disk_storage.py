@@ -11,7 +11,7 @@ from threading import RLock
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length
 from nxd_ckpt.testing.simulation.disk import Disk, File, Folder
 
 Turn = Callable[[str, str], None]
@@ -151,6 +151,21 @@ class DiskStorage:
 
         self._call("utime", key, set_time)
 
+    def version(self, key: str) -> Version:
+        return _version(self._file(key))
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        self._make_parents(target)
+        file = self._file(source)
+        if _version(file) != version:
+            return False
+        self._call("fsync", source, file.sync)
+        self._call("link", target, lambda: self.disk.link(self.disk.file(self._path(source)), self._path(target)))
+        if self._file(target) is not file:
+            self._discard(self._path(target))
+            return False
+        return True
+
     def _file(self, key: str) -> File:
         self._turn("look", key)
         return self.disk.file(self._path(key))
@@ -205,6 +220,10 @@ class DiskStorage:
 
     def _missing(self, key: str, nbytes: int, offset: int) -> EOFError:
         return EOFError(f"{self._where(key)}: {nbytes} bytes missing at byte {offset}")
+
+
+def _version(file: File) -> Version:
+    return Version(len(file.data), f"{id(file)} {file.time}")
 
 
 class _Reader:

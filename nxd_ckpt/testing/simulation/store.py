@@ -136,6 +136,21 @@ class ObjectStore:
         upload.parts[PartNumber] = _etag(Body), Body
         return {"ETag": upload.parts[PartNumber][0]}
 
+    def upload_part_copy(
+        self,
+        *,
+        UploadId: str,
+        PartNumber: int,
+        CopySource: Mapping[str, str],
+        CopySourceIfMatch: str,
+        CopySourceRange: str,
+        **given: Any,
+    ) -> Reply:
+        data = self.get_object(Key=CopySource["Key"], Range=CopySourceRange, IfMatch=CopySourceIfMatch)["Body"]
+        upload = self._upload(UploadId)
+        upload.parts[PartNumber] = _etag(data), data
+        return {"CopyPartResult": {"ETag": upload.parts[PartNumber][0]}}
+
     def complete_multipart_upload(
         self, *, Key: str, UploadId: str, MultipartUpload: Mapping[str, Any], **given: Any
     ) -> Reply:
