@@ -27,8 +27,8 @@ class Operation(NamedTuple):
     """One call on a storage: the method's name (``write_at``, ``close`` for writers, ``read_ranges`` for readers) and
     the key.
 
-    ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for, ``write`` and ``write_at`` are given, and the file of
-    ``duplicate`` has.
+    ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for, those that ``write`` and ``write_at`` are
+    given, and those of the file that ``duplicate`` duplicates.
     """
 
     name: str

@@ -150,7 +150,7 @@ def test_what_is_in_memory_only_in_part_is_written(two: Path) -> None:
         ("version", FileNotFoundError(errno.ENOENT, "the parent was removed")),
         ("read_ranges", OSError(errno.EIO, "a bad block")),
     ],
-    ids=lambda value: errno.errorcode[value.errno] if isinstance(value, OSError) else value,
+    ids=lambda value: errno.errorcode[value.errno or 0] if isinstance(value, OSError) else value,
 )
 def test_where_nothing_can_be_linked_it_is_written(name: str, error: OSError) -> None:
     """File systems without links, with few, a parent that goes away or cannot be read: the save is as any."""
@@ -249,8 +249,8 @@ def test_ranks_of_zero1_share_their_own_files(tmp_path: Path) -> None:
         with Checkpointer(tmp_path, topology=topology, run_id=run_id) as saver:
             for step, tag in enumerate("ab"):
                 model = {**lora(step), "weight": torch.zeros(3, 4)}
-                options: dict[str, Any] = {"zero1_optimizer": True, "param_names": [["weight"]], "use_xser": True, "dedup": True}
-                saver.save(tag, model, optimizers[rank], **options)
+                options: dict[str, Any] = {"zero1_optimizer": True, "param_names": [["weight"]], "use_xser": True}
+                saver.save(tag, model, optimizers[rank], dedup=True, **options)
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(saves, range(2)))

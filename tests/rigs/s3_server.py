@@ -7,8 +7,8 @@
         storage = open_storage("s3://bucket/run", storage_options=server.options)
 
 moto looks and then writes: here conditional requests go one at a time. It does not compare the CRC-32 of what arrives,
-answers 500 for an upload that is gone, and copies objects whatever their ETag: here that is refused as by S3. Needs ``moto[s3]``, ``flask`` and
-``flask-cors``.
+answers 500 for an upload that is gone, and copies objects whatever their ETag: here that is refused as by S3. Needs
+``moto[s3]``, ``flask`` and ``flask-cors``.
 """
 
 from __future__ import annotations
