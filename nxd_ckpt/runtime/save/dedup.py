@@ -1,7 +1,7 @@
 """Files that are byte for byte what an earlier tag has: the storage duplicates them, and they are not written again.
 
 Equal is what was compared: the staged bytes with those that the earlier tag has now. No digest stands for them. Why,
-and what may happen meanwhile, is in docs/decisions/025.
+and what may happen meanwhile, is in docs/decisions/024.
 """
 
 from __future__ import annotations
