@@ -224,7 +224,7 @@ def test_any_sequence_of_saves_leaves_what_was_saved(tmp_path: Path, make: Calla
     state = {f"{number}": torch.rand(50 * number + 1) for number in range(6)}
     log: list[Operation] = []
     with Checkpointer("run", storage=HookedStorage(storage, log.append)) as saver:
-        for _ in range(25):
+        for _ in range(15):
             for name in random.sample(sorted(state), random.randrange(3)):
                 state[name] = torch.rand_like(state[name])
             tag, kept = random.choice("abcde"), random.choice((None, None, None, 2))

@@ -37,7 +37,7 @@ def test_a_seed_is_replayed_exactly(place: str, fault: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_the_promises_hold_where_saves_share_files(place: str) -> None:
     """The same with ``dedup=True``; ``python -m tests.simulation --dedup`` runs more of them."""
-    assert [] == counted(place, range(SLICE[place] // 10), dedup=True).failures
+    assert [] == counted(place, range(SLICE[place] // 20), dedup=True).failures
 
 
 @pytest.mark.soak
