@@ -124,8 +124,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class PartSlice:
-    """``size`` elements in each dimension of the tensor, from ``start`` on; with ``step`` above 1 every so manieth
-    along ``dim``. With ``indexed`` the part has no first dimension."""
+    """``size`` elements in each dimension of the tensor, from ``start`` on; along ``dim`` every ``step``-th one. With
+    ``indexed`` the part has no first dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
