@@ -7,6 +7,7 @@ import fractions
 import itertools
 import pathlib
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,11 @@ def _deep(depth: int) -> Any:
         (_deep(limits.TREE_DEPTH + 1), f"at most {limits.TREE_DEPTH}"),
         ({("k",) * 65: 1}, "of more than 64 values"),
         ({"s": {("k",) * 65}}, r"content\['s'\].*of more than 64 values"),
-        ([fractions.Fraction(10**5000)], r"content\[0\] is longer than the 4300"),
+        pytest.param(
+            [fractions.Fraction(10**5000)],
+            r"content\[0\] is longer than the 4300",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot pickle it: 4300 digits"),
+        ),
         ([decimal.Decimal("1" * 5000)], r"content\[0\] is longer than the 4300"),
         ([pathlib.Path("x" * 33_000)], r"content\[0\] is longer than the 32768"),
     ],

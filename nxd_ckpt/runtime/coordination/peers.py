@@ -147,7 +147,9 @@ class Spoke:
         _set(self._listeners, channel, heard)
         if not self._watched:
             self._watched = True
-            threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
+            selector = selectors.DefaultSelector()
+            selector.register(self._connection, selectors.EVENT_READ)
+            threading.Thread(target=self._watch, args=(selector,), name="nxd_ckpt-peers", daemon=True).start()
 
     def tell(self, channel: int, word: Any) -> None:
         _send(self._connection, channel, word)
@@ -156,9 +158,8 @@ class Spoke:
         """In a forked child: close what is the parent's, which keeps it open."""
         self._connection.close()
 
-    def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_READ)
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        with selector:
             while not self._ended:
                 selector.select()
                 if not self._lines.read(self._hear):
