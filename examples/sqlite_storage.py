@@ -24,6 +24,7 @@ class SqliteStorage:
 
     renames = False  # then tags are written in place, and nothing is ever renamed
     concurrency = 1
+    read_nbytes = 4 * 2**20
 
     def __init__(self, path: Path) -> None:
         self.path, self.url = path, f"sqlite://{path}"

@@ -23,19 +23,21 @@ from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.runtime.checkpointer_options import (
+    DEFAULT_TIMEOUT,
     CheckpointerKeywords,
     CheckpointerOptions,
     DirectoryKeywords,
     DirectoryOptions,
 )
+from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pending import PendingSave
-from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
 from nxd_ckpt.storage.system import in_forked_children
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path
+from nxd_ckpt.tiers import Tiers
 
 _Key = tuple[str, Topology]
 _open: dict[_Key, Checkpointer] = {}
@@ -195,10 +197,13 @@ def has_checkpoint(
     tiers: Sequence[Tier] | None = None,
 ) -> bool:
     """Whether the directory, or any of the ``tiers``, holds a complete checkpoint, which ``load_checkpoint(tag=None)``
-    would load."""
-    places = checked_tiers(_directory(checkpoint_dir_str, path, tiers), tiers)
-    storages = (tier.open(True, storage_options) for tier in places)
-    return any(info.complete for storage in storages for info in settled_tags(storage))
+    would load. Where the first tier is each host's own, all ranks call this."""
+    directory = _directory(checkpoint_dir_str, path, tiers)
+    places = Tiers(directory, tiers, None, CheckpointerOptions(storage_options=storage_options))
+    if not places.per_host:
+        return places.have_checkpoint(None)
+    topology = default_topology()
+    return places.have_checkpoint(meet(topology.rank, topology.world_size, DEFAULT_TIMEOUT, "has_checkpoint"))
 
 
 @as_checkpoint_errors()
@@ -275,9 +280,7 @@ def _checkpointers() -> list[Checkpointer]:
         return list(_open.values())
 
 
-def _directory(
-    first: StrPath | None, other: StrPath | None = None, tiers: Sequence[Tier] | None = None
-) -> StrPath:
+def _directory(first: StrPath | None, other: StrPath | None = None, tiers: Sequence[Tier] | None = None) -> StrPath:
     if first is None and other is None and tiers is not None:
         return checked_tiers(None, tiers)[0].path
     if (first is None) == (other is None):

@@ -191,7 +191,9 @@ class Checkpointer:
             self._in_flight.settle()
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             given, timeout = (model, optimizer, scheduler), self._options.timeout
-            return load(self._places.storages, self.topology, self._meet("load"), tag, given, chosen, timeout)
+            agreement = self._meet("load")
+            with self._places.joined(agreement, lasting=self._session is not None):
+                return load(self._places.storages, self.topology, agreement, tag, given, chosen, timeout)
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], Saving]) -> Saving | None:
         """What ``begin`` gives; None where a first save failed, on all ranks, and that need not be raised."""
@@ -363,8 +365,7 @@ class Checkpointer:
 
     def _meet(self, call: str) -> Agreement | None:
         """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""
-        several = f", {len(self._places)} tiers" if len(self._places) > 1 else ""
-        return meet(self.topology.rank, self.topology.world_size, self._options.timeout, call + several)
+        return meet(self.topology.rank, self.topology.world_size, self._options.timeout, self._places.described(call))
 
     def _shut(self, grace: float | None) -> None:
         with self._preemption.leaving():
@@ -385,3 +386,4 @@ class Checkpointer:
             self._session.close()
             self._session = None
             forget(self)
+            self._places.leave(lambda: self._meet("close") if grace is None else None)

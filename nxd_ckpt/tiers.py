@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions
-from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
+from nxd_ckpt.runtime.coordination.hosts import Replicas, join
+from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.urls import StrPath
 
 if TYPE_CHECKING:
@@ -48,13 +51,73 @@ class Tiers:
         """Which tags the first keeps, where a save does not say it."""
         return self.tiers[0].rules
 
+    def join(self, agreement: Agreement | None) -> None:
+        """Find the other hosts, where the first tier is each host's own; all ranks call this, before they use it.
+
+        Raises, on every rank, what :func:`nxd_ckpt.runtime.coordination.hosts.join` raises; CheckpointError where no
+        process group joins the ranks.
+        """
+        first, tier = self.first, self.tiers[0]
+        if not isinstance(first, HostsStorage) or first.is_joined:
+            return
+        if agreement is None:
+            raise CheckpointError(
+                f"tier {tier.name} is each host's own (per_host=True), which needs torch.distributed to be initialised "
+                "with all ranks: through the process group they find each other"
+            )
+        join(first, agreement, Replicas(tier.replicas, tier.replica_jump), tier.interface, self._timeout)
+
+    @contextmanager
+    def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:
+        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer."""
+        try:
+            self.join(agreement)
+            yield
+        finally:
+            if not lasting:
+                self._leave()
+
+    def leave(self, meet: Callable[[], Agreement | None]) -> None:
+        """After the last save: serve this host's disk no more once all ranks ``meet``, which means that they have left
+        too. Rank 0 may still clean up there, others read its verdict. Where they do not, until the process ends."""
+        with suppress(CheckpointError):
+            if self.per_host and meet() is not None:
+                self._leave()
+
+    def have_checkpoint(self, agreement: Agreement | None) -> bool:
+        """Whether any holds a complete tag; the same on all ranks that share the ``agreement``."""
+
+        def look() -> bool:
+            return any(info.complete for storage in self.storages for info in settled_tags(storage))
+
+        if not self.per_host:
+            return look()
+        with self.joined(agreement, lasting=False):
+            return decided_by_rank0(agreement or Alone(), look)
+
+    @property
+    def per_host(self) -> bool:
+        """Whether the first is each host's own."""
+        return isinstance(self.first, HostsStorage)
+
+    def _leave(self) -> None:
+        if isinstance(self.first, HostsStorage):
+            self.first.leave()
+
+    def described(self, call: str) -> str:
+        """A ``call`` that all ranks make, with what they must have in common."""
+        several = f", {len(self)} tiers" if len(self) > 1 else ""
+        return call + several + (", per host" if self.per_host else "")
+
     def claim(self, topology: Topology, agreement: Agreement | None) -> None:
-        """Rank 0: take the leases of all tiers but the first, as far as they can be reached; all ranks call it.
+        """Find the other hosts. Rank 0: take the leases of all tiers but the first, as far as they can be reached; all
+        ranks call it.
 
         Raises, on every rank that is joined by the ``agreement``:
             DirectoryInUse: another live job writes to one of the tiers.
             InvalidArgument: a tier lies inside a tag.
         """
+        self.join(agreement)
         if len(self.tiers) == 1:
             return
 

@@ -20,7 +20,6 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
-    DigestMismatch,
     MalformedFile,
     PartNotFound,
     as_checkpoint_errors,
@@ -37,6 +36,7 @@ from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.runtime.tag.verification import crc32_of, verify_file
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 
@@ -134,7 +134,7 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     with watched("verify", nbytes, lambda: done.nbytes, progress):
         for file, entry in entries:
             try:
-                _verify_file(opened.storage, f"{opened.tag}/{file}", entry, done)
+                verify_file(opened.storage, f"{opened.tag}/{file}", entry, _memory(entry.nbytes), done)
                 verified += entry.nbytes
             except CheckpointError as error:
                 problems.append(str(error))
@@ -164,33 +164,9 @@ def _marker(opened: OpenTag, marker: str) -> FileEntry:
     return FileEntry(len(data), crc32.crc32(data))
 
 
-def _verify_file(storage: Storage, key: str, entry: FileEntry, done: Counter) -> None:
-    where = f"{storage.url}/{key}"
-    try:
-        size = storage.size(key)
-    except FileNotFoundError as error:
-        raise PartNotFound(f"{where} is missing") from error
-    if size != entry.nbytes:
-        raise MalformedFile(f"{where} has {size} bytes, expected {entry.nbytes}")
-    try:
-        found = _crc32_of(storage, key, 0, size, done)
-    except FileNotFoundError as error:
-        raise PartNotFound(f"{where} is missing") from error
-    except EOFError as error:
-        raise MalformedFile(f"{where} is shorter than when it was opened: {error}") from error
-    if found != entry.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {entry.crc32:08x}, found {found:08x}")
-
-
-def _crc32_of(storage: Storage, key: str, start: int, nbytes: int, done: Counter) -> int:
-    found = 0
-    memory = memoryview(bytearray(min(_CHUNK, nbytes)))
-    for offset in range(0, nbytes, _CHUNK):
-        part = memory[: min(_CHUNK, nbytes - offset)]
-        storage.read_into(key, start + offset, part)
-        found = crc32.crc32(part, found)
-        done.add(len(part))
-    return found
+def _memory(nbytes: int) -> memoryview:
+    """What so many bytes are read through."""
+    return memoryview(bytearray(min(_CHUNK, nbytes)))
 
 
 class Digested(NamedTuple):
@@ -293,7 +269,8 @@ class _Records:
             self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
 
     def _verify(self, file: str, record: Digested) -> None:
-        found = _crc32_of(self._storage, self.tag_files.key(file), record.offset, record.nbytes, self.done)
+        key, memory = self.tag_files.key(file), _memory(record.nbytes)
+        found = crc32_of(self._storage, key, record.offset, record.nbytes, memory, self.done)
         if record.crc32 is None:
             self.undigested += record.nbytes
         elif found == record.crc32:

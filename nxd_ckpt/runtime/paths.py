@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.layout.names import DONE, HIDDEN, MARKER
+from nxd_ckpt.storage.hosts.keys import Names
 
 LEASE = f"{HIDDEN}/lease.json"
 JOURNAL = f"{HIDDEN}/journal.json"
@@ -17,6 +18,10 @@ COPIES = f"{HIDDEN}/copies"
 PINS = f"{HIDDEN}/pins"
 STATISTICS = f"{HIDDEN}/statistics"
 SUMMARIES = f"{HIDDEN}/summaries"
+
+ON_HOSTS = Names(HIDDEN, (STAGING, TRASH, PINS), MARKER, DONE)
+"""Where the files go if each host has a disk of its own. Intents and pins outlive the host of rank 0: they say what a
+later job must finish, or leave."""
 
 
 def statistics_file(tag: str) -> str:

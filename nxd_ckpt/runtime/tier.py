@@ -11,14 +11,17 @@ from typing import Protocol
 from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.runtime.paths import ON_HOSTS
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.hosts.directory import OwnDirectory
+from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for
 
 
 @dataclass(frozen=True)
 class Tier:
-    """One of the places that a job's checkpoints go to, all of which every rank can reach.
+    """One of the places that a job's checkpoints go to. Every rank can reach it, unless it is ``per_host``.
 
     Attributes:
         path: the directory or URL.
@@ -29,6 +32,13 @@ class Tier:
             as it goes.
         storage_options: what a URL is opened with; by default what the Checkpointer was given.
         storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
+        per_host: the directory is each host's own, on a disk that only its ranks see. Each rank writes on its own host,
+            and reads what the others have from them. Only for the first tier.
+        replicas: with ``per_host``, on how many hosts each file is: with 2, none is lost with a host.
+        replica_jump: the replica of a rank's files is on the host of the rank so many further; by default on the next
+            host.
+        interface: the address or network interface on which a host serves its directory to the others of the job; by
+            default on all of them.
     """
 
     path: StrPath
@@ -38,6 +48,10 @@ class Tier:
     max_bytes_per_second: int | str | None = None
     storage_options: StorageOptions | None = field(default=None, repr=False)
     storage: Storage | None = None
+    per_host: bool = False
+    replicas: int = 1
+    replica_jump: int | None = None
+    interface: str | None = None
 
     @property
     def name(self) -> str:
@@ -59,6 +73,8 @@ class Tier:
         """Its storage; ``storage_options`` are for a URL that has none of its own."""
         if self.storage is not None:
             return self.storage
+        if self.per_host:
+            return HostsStorage(OwnDirectory(local_path(self.path), durable), ON_HOSTS)
         own = self.storage_options
         return open_storage(self.path, durable, options_for(self.path, storage_options) if own is None else own)
 
@@ -66,14 +82,31 @@ class Tier:
         """Raises InvalidArgument for what has no meaning."""
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise InvalidArgument(f"the path of a tier must be a directory or URL, found {self.path!r}")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        if not _is_positive(self.every):
             raise InvalidArgument(f"every of tier {self.name} must be a number of saves, at least 1: {self.every!r}")
-        if self.keep is not None and (not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1):
+        if self.keep is not None and not _is_positive(self.keep):
             raise InvalidArgument(
                 f"keep of tier {self.name} must be None (keep all) or at least 1, found {self.keep!r}; 0 would keep "
                 "nothing"
             )
         _ = self.rules, self.rate
+        self._validate_hosts()
+
+    def _validate_hosts(self) -> None:
+        jump = self.replica_jump
+        if not _is_positive(self.replicas) or not (jump is None or _is_positive(jump)):
+            raise InvalidArgument(
+                f"replicas and replica_jump of tier {self.name}: expected at least 1, found {self.replicas!r}, {jump!r}"
+            )
+        if not self.per_host and (self.replicas, self.replica_jump, self.interface) != (1, None, None):
+            raise InvalidArgument(
+                f"replicas=, replica_jump= and interface= of tier {self.name} are for per_host=True: a place that all "
+                "hosts share is on none of them"
+            )
+        if self.per_host and (is_url(self.path) or self.storage is not None):
+            raise InvalidArgument(
+                f"per_host=True of tier {self.name}: expected a directory on each host's own disk, no URL or storage="
+            )
 
 
 class Draining(Protocol):
@@ -114,6 +147,9 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
             f"the first tier, {first.name}, is where every save is written, as fast as it goes: every= and "
             "max_bytes_per_second= are for the tiers after it"
         )
+    later = next((tier for tier in tiers[1:] if tier.per_host), None)
+    if later is not None:
+        raise InvalidArgument(f"tier {later.name}: per_host=True is for the first tier, which every rank writes itself")
     if path is not None and not _overlap(_place(path), _place(first.path), inside=False):
         raise InvalidArgument(
             f"the checkpoint directory {without_password(os.fspath(path))} is not the first tier, {first.name}; leave "
@@ -132,6 +168,10 @@ def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
                     f"tiers {tiers[earlier].name} and {tiers[later].name} are the same place, or one lies inside the "
                     "other: each tier needs a directory of its own, else what is lost in one is lost in both"
                 )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _same_storage(one: Tier, other: Tier) -> bool:

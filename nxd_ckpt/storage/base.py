@@ -76,6 +76,9 @@ class Storage(Protocol):
     concurrency: int
     """Reads at once that serve it well: one for each core of a local disk, more where each waits for a network."""
 
+    read_nbytes: int
+    """Bytes of a read that serve it well: a block of a tensor, more where a request costs as much as its bytes."""
+
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         """All of a file that has at most ``limit`` bytes; raises MalformedFile for a longer one."""
 
@@ -171,6 +174,14 @@ class Duplicating(Protocol):
 
         False where that cannot be done, or with an OSError: ``target`` is then as it was.
         """
+
+
+@runtime_checkable
+class Scattered(Protocol):
+    """What a storage may also be."""
+
+    may_lack_files: bool
+    """Whether files may be lost while others of their tag are there: they lie on disks of several hosts."""
 
 
 def checked_length(nbytes: int, limit: int, where: str) -> int:

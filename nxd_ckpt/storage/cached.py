@@ -19,12 +19,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from nxd_ckpt.core.closing import Closing
-from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import Reader, Storage
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import flags, locked, write_at
 from nxd_ckpt.storage.work_dir import default_work_dir, opened
-from nxd_ckpt.storage.wrapper import StorageWrapper
+from nxd_ckpt.storage.wrapper import RoutedStorage
 
 Progress = Callable[[int], None]
 
@@ -33,7 +32,7 @@ _DOWNLOADS = 8
 _PIECE = 8 * 2**20
 
 
-class CachedStorage(StorageWrapper, Closing):
+class CachedStorage(RoutedStorage, Closing):
     """``inner``, but for what :meth:`fetch` has brought: that is read from copies below ``work_dir``.
 
     To be closed, or used as a context manager; until then nobody removes the copies.
@@ -93,18 +92,6 @@ class CachedStorage(StorageWrapper, Closing):
 
     def _at(self, key: str) -> Storage:
         return self._copies if key in self._fetched else self.inner
-
-    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
-        return self._at(key).read(key, limit)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self._at(key).read_into(key, offset, buffer)
-
-    def open(self, key: str) -> Reader:
-        return self._at(key).open(key)
-
-    def size(self, key: str) -> int:
-        return self._at(key).size(key)
 
     def is_file(self, key: str) -> bool:
         return key in self._fetched or super().is_file(key)

@@ -21,6 +21,7 @@ from contextlib import closing
 from typing import Any
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, checked_key, checked_length
 from nxd_ckpt.storage.fsspec_files import FsspecReader, StreamWriter, WholeWriter
@@ -78,6 +79,7 @@ class FsspecStorage:
 
     renames = False
     concurrency = 16
+    read_nbytes = CRC_BLOCK
 
     def __init__(self, fs: Any, root: str, url: str, throttle: Throttle) -> None:
         self.fs, self.root, self.url, self.throttle = fs, root.rstrip("/"), url.rstrip("/"), throttle

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length, completed
 from nxd_ckpt.storage.local_files import (
@@ -30,6 +31,7 @@ class LocalStorage:
     """Keys below ``root``. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
 
     renames = True
+    read_nbytes = CRC_BLOCK
 
     def __init__(self, root: str | os.PathLike[str], durable: bool = True) -> None:
         self.root = Path(root).absolute()

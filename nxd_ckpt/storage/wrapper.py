@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Scattered, Storage, Writer
 
 T = TypeVar("T")
 
@@ -16,7 +16,9 @@ class StorageWrapper:
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
-        self.url, self.renames, self.concurrency = inner.url, inner.renames, inner.concurrency
+        self.url, self.renames = inner.url, inner.renames
+        self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
+        self.may_lack_files = isinstance(inner, Scattered) and inner.may_lack_files
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         """What the method ``name``, called for ``key``, returns; ``operation`` calls it on ``inner``."""
@@ -75,3 +77,23 @@ class StorageWrapper:
 
     def set_time(self, key: str, seconds: float) -> None:
         self.around("set_time", key, lambda: self.inner.set_time(key, seconds))
+
+
+class RoutedStorage(StorageWrapper):
+    """Another storage, of whose files some are read from elsewhere: subclasses say from where."""
+
+    def _at(self, key: str) -> Storage:
+        """The storage that the file ``key`` is read from."""
+        raise NotImplementedError
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return self._at(key).read(key, limit)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._at(key).read_into(key, offset, buffer)
+
+    def open(self, key: str) -> Reader:
+        return self._at(key).open(key)
+
+    def size(self, key: str) -> int:
+        return self._at(key).size(key)

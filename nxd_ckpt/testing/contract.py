@@ -251,8 +251,9 @@ class StorageContract:
         assert [True] * 8 == _at_once([partial(there_and_back, number) for number in range(8)])
 
     def test_it_says_how_many_reads_at_once_serve_it(self, storage: Storage) -> None:
-        """At least one."""
+        """At least one; and of how many bytes."""
         assert storage.concurrency >= 1
+        assert storage.read_nbytes >= 1
 
 
 def _write(storage: Storage, key: str, data: bytes, cuts: Sequence[int]) -> None:

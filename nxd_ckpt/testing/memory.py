@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_length
 
 
@@ -39,6 +40,7 @@ class MemoryStorage:
     def __init__(self, name: str | None = None, renames: bool = False) -> None:
         self.name = name if name is not None else uuid.uuid4().hex[:12]
         self.url, self.renames, self.concurrency = f"memory://{self.name}", renames, 2
+        self.read_nbytes = 3 * CRC_BLOCK
         self._store = _stores.setdefault(self.name, _Store())
 
     @property

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
+from tests.runtime.clock import Clock
 from tests.runtime.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -86,6 +87,23 @@ def test_who_does_not_come_is_named(absent: int) -> None:
     error = on_ranks(2, come, timeout=0.3)[1 - absent]
     assert PeerTimeout is type(error)
     assert f"rank {1 - absent} waited 0 s for rank {absent}" in str(error)
+
+
+def test_who_shows_that_it_is_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the timeout, which counts from the last sign."""
+    store, clock = dist.HashStore(), Clock()  # type: ignore[attr-defined]
+    monkeypatch.setattr("nxd_ckpt.host.monotonic", clock.monotonic)
+    monkeypatch.setattr("nxd_ckpt.host.sleep", clock.sleep)
+    working, waiting = (StoreAgreement(store, rank, 2, 10.0) for rank in range(2))
+    for second in range(0, 30, 5):
+        clock.at(second, working.sign)
+    clock.at(30, lambda: working.broadcast("done"))
+    assert "done" == waiting.broadcast(None)
+    working.sign()
+    last = clock.now
+    with pytest.raises(PeerTimeout, match="rank 1 waited 10 s for rank 0"):
+        waiting.broadcast(None)
+    assert 10 <= clock.now - last < 12
 
 
 def test_the_store_does_not_fill_up() -> None:

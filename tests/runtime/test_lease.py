@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from nxd_ckpt import Topology
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.runtime.coordination import lease
+from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.runtime.paths import LEASE, STAGING, staging_dir
+from nxd_ckpt.runtime.save.session import open_session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
@@ -256,6 +259,32 @@ def test_a_holder_is_watched_for_the_whole_patience(storage: LocalStorage, monke
         slept.clear()
         assert False is lease.job_lives(storage, patience)
         assert naps == slept
+
+
+def test_who_watches_a_holder_shows_that_it_goes_on(storage: LocalStorage) -> None:
+    """Each time that it looks: other ranks wait for it meanwhile."""
+    write(storage, abroad())
+    signs = list[Lease | None]()
+    lease.acquire(storage, "new", 0.1, lambda: signs.append(lease.read(storage)))
+    assert 1 < len(signs) <= 20
+    assert {abroad()} == {*signs}
+
+
+def test_who_removes_what_a_dead_job_left_shows_that_it_goes_on(storage: LocalStorage) -> None:
+    """Once for each thing that it finds: there may be many, and other ranks wait."""
+    for number in range(10):
+        storage.write(f"{staging_dir(f'dead-{number}')}/file", b"1")
+
+    class Waited(Alone):
+        signs = 0
+
+        def sign(self) -> None:
+            self.signs += 1
+
+    agreement = Waited()
+    open_session(storage, Topology(), agreement, None, 5.0).close()
+    assert agreement.signs >= 10
+    assert [] == storage.list(STAGING)
 
 
 def test_of_a_damaged_lease_nobody_is_the_holder(storage: LocalStorage) -> None:

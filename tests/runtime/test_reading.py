@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from nxd_ckpt.convert.image_writer import read_run
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.entries import TensorEntry
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, byte_view
+from nxd_ckpt.formats.tensors import Assembly, StorageSpan, TensorStub, byte_view
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag import reading, wanted_blocks
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.tag.verification import Entries
+from nxd_ckpt.storage.ranges import HOLE
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.formats.assemblies import Files, cases, index
@@ -188,3 +190,28 @@ def test_damage_is_found_in_every_block_that_is_read(case: Case, data: st.DataOb
         else:
             reader.finish()
             assert torch.equal(expected, out)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_how_long_reads_are(is_read: bool) -> None:
+    """As the storage likes them, of what lies together and has memory; what is only verified goes block by block."""
+    storage, gap = MemoryStorage(), 2 * HOLE
+    tensors = {"a": 2 * CRC_BLOCK, "b": 2 * CRC_BLOCK, "c": CRC_BLOCK}
+    places = {"a": 0, "b": 2 * CRC_BLOCK + 64, "c": 4 * CRC_BLOCK + gap}
+    data = bytes(range(256)) * ((5 * CRC_BLOCK + gap) // 256)
+    storage.link_new("file", data)
+    log: list[Operation] = []
+    with LeafReader(TagFiles(HookedStorage(storage, log.append), ""), {}) as reader:
+        outs = {name: torch.zeros(nbytes, dtype=torch.uint8) for name, nbytes in tensors.items()}
+        for name, nbytes in tensors.items():
+            at = places[name]
+            span = StorageSpan(name, at, nbytes, crc32.crc32(data[at : at + nbytes]))
+            stub = TensorStub("file", at, "uint8", (nbytes,), (1,), span)
+            if is_read:
+                reader.read_into(stub, outs[name], name, compare=True)
+            else:
+                reader.verify(stub, name)
+        reader.finish()
+    assert not is_read or all(bytes(out.numpy()) == data[places[name] :][: len(out)] for name, out in outs.items())
+    blocks = [3, 1, 1] if is_read else [1] * 5  # MemoryStorage likes three
+    assert [count * CRC_BLOCK for count in blocks] == sorted((one.nbytes for one in log if one.nbytes), reverse=True)

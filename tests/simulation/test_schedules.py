@@ -80,6 +80,12 @@ FOUND = [
     DiskSchedule(1206, (Save("a", 1), Save("a", 2, is_async=True)), "error", rank=0, at=7),
     # The other ranks waited no longer for rank 0 than it did for a dead job on another host, and gave up first.
     StoreSchedule(4, (Save("a", 1), Save("b", 2)), "kill all", rank=0, at=21, has_group=True),
+    # Rank 0 of the next launch watched a lease on another host and removed what was left, for longer than rank 1, which
+    # heard nothing of it, had patience.
+    StoreSchedule(
+        100296, (Save("a", 1), Save("a", 2, is_async=True)), "kill all", rank=1, at=2, has_group=True,
+        machines=("one", "two", "three"), reads=True, part=400,
+    ),
     # A rank stood still between the two renames that replace a tag. The job that took over finished them, and the
     # save was told to have failed.
     DiskSchedule(

@@ -57,12 +57,12 @@ def test_the_newest_counts_before_the_nearest(tiers: list[Tier], caplog: pytest.
         loaded_from(tiers, caplog, tag="step_2")
 
 
-def test_what_is_damaged_is_loaded_from_the_next(tiers: list[Tier], caplog: pytest.LogCaptureFixture) -> None:
-    """With ``fallback``, another copy of the same save counts before an older save."""
+def test_a_file_that_is_damaged_is_loaded_from_the_next(tiers: list[Tier], caplog: pytest.LogCaptureFixture) -> None:
+    """Another copy of the same save counts before an older save."""
     shutil.rmtree(Path(tiers[0].path) / "step_2")
     flip(next((Path(tiers[0].path) / "step_1" / "model").iterdir()), 300)
-    assert (1, "far") == loaded_from(tiers, caplog, fallback=True)
-    assert any("'step_1' is damaged" in line for line in caplog.messages)
+    assert (1, "near") == loaded_from(tiers, caplog, fallback=True)
+    assert any("lacks files of its save" in line for line in caplog.messages)
 
 
 def test_a_tier_that_cannot_be_reached_is_passed_over(tiers: list[Tier], caplog: pytest.LogCaptureFixture) -> None:

@@ -39,6 +39,9 @@ class Agreement(Protocol):
     def is_gone(self, rank: int) -> bool:
         """Whether that rank's process is known to have ended. False does not mean that it lives."""
 
+    def sign(self) -> None:
+        """Show those who wait for rank 0 that it is at work on its word; nothing on other ranks."""
+
     def store(self, name: str) -> Any:
         """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
 
@@ -59,6 +62,9 @@ class Alone:
     def is_gone(self, rank: int) -> bool:
         return False
 
+    def sign(self) -> None:
+        """Nobody waits."""
+
     def store(self, name: str) -> Any:
         raise CheckpointError(f"a single process has no other ranks to meet in {name!r}")
 
@@ -67,8 +73,8 @@ class Words:
     """The words (JSON) that ranks leave for each other in a c10d store: TCPStore, FileStore, HashStore, PrefixStore.
 
     A wait ends when the word is there, after ``timeout`` seconds without a sign of the rank that should leave it, or as
-    soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits for others it gives signs of
-    life, so that those who wait for its word do not give up before it does.
+    soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits, for other ranks or for what is
+    not theirs, it gives signs of life, so that those who wait for its word do not give up before it does.
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], bool] = lambda rank: False) -> None:
@@ -110,13 +116,18 @@ class Words:
         with self._reaching():
             return int(self.store.add(key, amount))
 
+    def sign(self) -> None:
+        """Rank 0: show that it is alive, and at work on what the others wait for. Nothing on other ranks."""
+        now = host.monotonic()
+        if self._rank == 0 and now - self._signed >= _SLICE / 2:
+            self._signed = now
+            self.leave("waiting", now)
+
     def _comes(self, key: str, began: float) -> bool:
         """Whether it is there within a slice of the time; pauses grow with the time since the wait ``began``."""
         started = host.monotonic()
         within = min(_SLICE, self._timeout)
-        if self._rank == 0 and started - self._signed >= _SLICE / 2:
-            self._signed = started
-            self.leave("waiting", started)
+        self.sign()
         # Not store.wait: where it times out, torch prints two warnings.
         while not self.has(key):
             now = host.monotonic()
@@ -192,6 +203,9 @@ class StoreAgreement:
 
     def is_gone(self, rank: int) -> bool:
         return self.peers is not None and self.peers.is_gone(rank)
+
+    def sign(self) -> None:
+        self._words.sign()
 
     def store(self, name: str) -> Any:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]

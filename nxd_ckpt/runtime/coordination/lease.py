@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -56,19 +57,20 @@ class Lease:
         return f"run {self.run_id} (pid {self.pid} on {self.host.partition('/')[0]})"
 
 
-def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
+def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], None] = lambda: None) -> Lease:
     """Take the lease, also from a dead holder.
 
     Args:
         patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
             several times in it.
+        sign: called again and again while it waits for that.
 
     Raises:
         DirectoryInUse: another live job holds it.
     """
     mine = Lease.of_this_process(run_id)
     try:
-        return _acquired(storage, mine, patience)
+        return _acquired(storage, mine, patience, sign)
     except DirectoryInUse:
         raise
     except BaseException:  # an interrupt too: otherwise nobody would give back what may have been taken
@@ -77,7 +79,7 @@ def acquire(storage: Storage, run_id: str, patience: float) -> Lease:
         raise
 
 
-def _acquired(storage: Storage, mine: Lease, patience: float) -> Lease:
+def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
     while not storage.link_new(LEASE, _encode(mine)):
         found = _found(storage)
         if found is None:
@@ -90,7 +92,7 @@ def _acquired(storage: Storage, mine: Lease, patience: float) -> Lease:
                 f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
                 "one directory, or close the other first"
             )
-        if _lives(storage, holder, patience):
+        if _lives(storage, holder, patience, sign):
             raise DirectoryInUse(
                 f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
                 f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
@@ -185,13 +187,14 @@ class Heartbeat:
             self._storage.exchange(LEASE, data, renewed)  # a take-over since it was read is not undone
 
 
-def _lives(storage: Storage, holder: Lease, patience: float) -> bool:
+def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], None] = lambda: None) -> bool:
     runs = holder.holder_runs_here()
     if runs is not None:
         return runs
     deadline = host.monotonic() + patience
     while host.monotonic() < deadline:
         host.sleep(min(patience / 20, 1.0))
+        sign()
         if read(storage) != holder:
             return True
     return False

@@ -65,7 +65,7 @@ class Hub:
         threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
 
     def address(self) -> Address:
-        return {"hosts": _own_hosts(), "port": self._listener.getsockname()[1], "token": self._token}
+        return {"hosts": own_hosts(), "port": self._listener.getsockname()[1], "token": self._token}
 
     def is_gone(self, rank: int) -> bool:
         """Whether that rank was connected and has ended."""
@@ -245,7 +245,7 @@ def _call(heard: Heard | None, rank: int, word: Any) -> None:
         logger.exception("nxd_ckpt: unexpected error at a word of rank %d", rank)
 
 
-def _own_hosts() -> list[str]:
+def own_hosts() -> list[str]:
     """Addresses of this host, as others may reach it; its own processes reach all of them."""
     found = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

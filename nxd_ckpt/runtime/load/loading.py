@@ -19,8 +19,6 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
-    PartLost,
-    PeerTimeout,
     RanksDisagree,
     TagReplaced,
 )
@@ -30,11 +28,13 @@ from nxd_ckpt.runtime.load.downloading import open_cache
 from nxd_ckpt.runtime.load.filter_agreement import word_of
 from nxd_ckpt.runtime.load.hugging_face import load_hugging_face
 from nxd_ckpt.runtime.load.options import LoadOptions
-from nxd_ckpt.runtime.load.overwriting import PARTLY, overwriting
+from nxd_ckpt.runtime.load.overwriting import overwriting
 from nxd_ckpt.runtime.load.prepared import PreparedLoad, garbage_left
+from nxd_ckpt.runtime.load.tries import Tries
 from nxd_ckpt.runtime.progress import report
 from nxd_ckpt.runtime.tag.identity import of_latest
-from nxd_ckpt.runtime.tag.nearest import Copy, choose_nearest
+from nxd_ckpt.runtime.tag.nearest import Copy, Source, choose_nearest
+from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 
@@ -60,41 +60,34 @@ def load(
     wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
 
     touched: list[str] = []
-    damaged: dict[Copy, str] = {}
-    downloaded_anew: set[Copy] = set()
+    tries = Tries(storages, agreement, options, wanted is None, given[1] is not None)
     empty = [one for one in given if isinstance(one, dict) and not one]
 
     def read() -> Any:
-        before = len(damaged), len(downloaded_anew)
+        before = tries.number
         for one in empty:  # what an earlier try put into it is of a tag that was given up
             one.clear()
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
         with overwriting(storages[0].url) if touched else nullcontext():
             content = read_tag()
-        return content if (len(damaged), len(downloaded_anew)) == before else read()
+        return content if tries.number == before else read()
 
     def read_tag() -> Any:
-        """The user content; None too where a tag is damaged, and another one may be read."""
-        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, wanted, damaged))
+        """The user content; None too where that failed, and there is another try."""
+        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, wanted, tries.damaged))
         if decided is None:
             model, *others = given
             _must_be_one(agreement, storages[0].url)
             load_hugging_face(storages[0], topology, agreement, model, others, options)
             return None
-        chosen = Copy(*decided)
+        source = tries.source(Source(*decided))
         try:
-            storage = storages[chosen.place]
-            prepared = _load(storage, topology, agreement, chosen.tag, given, options, timeout, touched)
+            storage = source.open(storages)
+            prepared = _load(storage, source, topology, agreement, given, options, timeout, touched)
         except Exception as error:  # the rank that met an error raises it as it is, and is needed here too
-            if wanted is not None or not options.fallback or isinstance(error, (TagReplaced, PeerTimeout)):
-                raise
-            found, downloads = _damage(agreement, error, options.pre_download)
-            if downloads and chosen not in downloaded_anew:
-                downloaded_anew.add(chosen)  # a local copy may be what is damaged: it is gone now
-            else:
-                damaged[chosen] = found
+            tries.failed(source, error)
             return None
-        _say_passed_over(agreement, prepared.where, damaged)
+        _say_passed_over(agreement, prepared.where, tries.damaged)
         if prepared.reports_progress and logger.isEnabledFor(logging.INFO):
             report("loaded", prepared.where, prepared.nbytes, started)
         return prepared.user_content
@@ -104,15 +97,16 @@ def load(
 
 def _load(
     storage: Storage,
+    source: Source,
     topology: Topology,
     agreement: Agreement,
-    chosen: str,
     given: tuple[Any, Any, Any],
     options: LoadOptions,
     timeout: float,
     touched: list[str],
 ) -> PreparedLoad:
-    """Load the tag ``chosen``. Once live objects change, it is among ``touched``."""
+    """Load the tag of ``source``, which ``storage`` reads. Once live objects change, it is among ``touched``."""
+    chosen = source.tag
 
     def prepare() -> PreparedLoad:
         options.validate()
@@ -122,6 +116,7 @@ def _load(
             cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
         with garbage_left():
             opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
+            _must_be_of(opened, source.attempt)
             with opened.kept():
                 prepared = PreparedLoad(opened, topology, *given, settled, cache)
                 if not prepared.filtered:
@@ -146,7 +141,13 @@ def _load(
     return prepared
 
 
-def _tag_at(storages: Sequence[Storage], tag: Tag | None, damaged: Mapping[Copy, str]) -> Copy | None:
+def _must_be_of(opened: OpenTag, attempt: str | None) -> None:
+    """Raise TagReplaced unless the tag is of the attempt whose files were looked for."""
+    if attempt is not None and (opened.manifest is None or opened.manifest.attempt != attempt):
+        raise TagReplaced(f"{opened.where} was replaced by another save while it was read; read it again")
+
+
+def _tag_at(storages: Sequence[Storage], tag: Tag | None, damaged: Mapping[Copy, str]) -> Source | None:
     """The tag to load, none that is ``damaged``; None where there is none, but a Hugging Face directory.
 
     Raises as :func:`choose_nearest`, and CorruptCheckpoint where all are damaged.
@@ -161,21 +162,6 @@ def _tag_at(storages: Sequence[Storage], tag: Tag | None, damaged: Mapping[Copy,
         if tag is None and is_hugging_face(storages[0]):
             return None
         raise
-
-
-def _damage(agreement: Agreement, error: Exception, downloads: bool) -> tuple[str, bool]:
-    """What is damaged in a tag that no rank could load, as one of the ranks found it, and whether any downloads it.
-
-    Raises ``error`` where no rank found damage.
-    """
-    is_damage = isinstance(error, (CorruptCheckpoint, PartLost, EOFError))
-    word = str(error).removesuffix(f". {PARTLY}") if is_damage else None
-    words = agreement.gather([word, downloads]) or []
-    found: str | None = decided_by_rank0(agreement, lambda: next((word for word, _ in words if word), None))
-    any_downloads: bool = decided_by_rank0(agreement, lambda: any(downloads for _, downloads in words))
-    if found is None:
-        raise error
-    return found, any_downloads
 
 
 def _say_passed_over(agreement: Agreement, where: str, damaged: Mapping[Copy, str]) -> None:

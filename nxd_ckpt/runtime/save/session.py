@@ -120,7 +120,7 @@ def open_session(
 def _open_with_group(session: Session, agreement: Agreement, run_id: str | None) -> None:
     def claim() -> str:
         _refuse_inside_tag(session.storage)
-        _claim(session, run_id or uuid.uuid4().hex[:12], first=True)
+        _claim(session, run_id or uuid.uuid4().hex[:12], first=True, sign=agreement.sign)
         return session.run_id
 
     session.run_id = decided_by_rank0(agreement, claim)
@@ -161,19 +161,20 @@ def _refuse_inside_tag(storage: Storage) -> None:
         )
 
 
-def _claim(session: Session, run_id: str, *, first: bool) -> None:
+def _claim(session: Session, run_id: str, *, first: bool, sign: Callable[[], None] = lambda: None) -> None:
     """Rank 0: take the lease, repair what a dead job left, and leave a file for the other ranks to find.
 
-    ``first`` says that no other rank can have begun yet.
+    ``first`` says that no other rank can have begun yet. To find out that a holder is dead, and to remove what it left,
+    may take long: ``sign`` shows those who wait that it goes on.
     """
     storage = session.storage
     session.run_id = run_id
     make_places(storage)
     interval = _beat_interval(session)
-    session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval)
+    session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval, sign=sign)
     session.heartbeat = Heartbeat(storage, session.lease, interval)
     journal.recover(storage)
-    _sweep(storage, run_id, first=first)
+    _sweep(storage, run_id, first=first, sign=sign)
     if storage.renames and not _can_rename(storage, run_id):
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
@@ -255,7 +256,7 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
         host.sleep(0.05)
 
 
-def _sweep(storage: Storage, run_id: str, *, first: bool) -> None:
+def _sweep(storage: Storage, run_id: str, *, first: bool, sign: Callable[[], None]) -> None:
     """Remove what dead jobs left behind.
 
     We hold the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
@@ -263,6 +264,7 @@ def _sweep(storage: Storage, run_id: str, *, first: bool) -> None:
     """
     for folder in (STAGING, VOTES, PROBES, TRASH):
         for entry in storage.list(folder):
+            sign()
             is_ours = entry.name.startswith(f"{run_id}-")
             if is_ours and not first:
                 continue  # without a process group, another rank of this run may have been faster

@@ -11,6 +11,7 @@ from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoi
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.layout import names
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.layered import LayeredStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
@@ -57,14 +58,8 @@ class Identity:
         The same for all who look at the same copy. Copies keep the times of files, so a file system is asked more; what
         cannot be asked, such as an archive on a disk, may be another one for each that looks.
         """
-        storage, done = self._storage, f"{self._tag}/{names.DONE}"
-        while isinstance(storage, StorageWrapper):
-            storage = storage.inner
-        found: object = None if not storage.renames else uuid4().hex
-        if isinstance(storage, LocalStorage):
-            with suppress(OSError, CheckpointError):  # whoever reads it will say so
-                found = storage.inode(done if storage.is_file(done) else self._tag)
-        return f"{self.word} {found}"
+        used = self._storage.used if isinstance(self._storage, LayeredStorage) else [self._storage]
+        return " ".join([str(self.word), *(_copy_in(storage, self._tag) for storage in used)])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -105,6 +100,17 @@ def of_latest(unnamed: bool, read: Callable[[], T]) -> T:
             if not unnamed:
                 raise
     return read()
+
+
+def _copy_in(storage: Storage, tag: str) -> str:
+    while isinstance(storage, StorageWrapper):
+        storage = storage.inner
+    found: object = None if not storage.renames else uuid4().hex
+    if isinstance(storage, LocalStorage):
+        with suppress(OSError, CheckpointError):  # whoever reads it will say so
+            done = f"{tag}/{names.DONE}"
+            found = storage.inode(done if storage.is_file(done) else tag)
+    return str(found)
 
 
 def _word(storage: Storage, tag: str) -> str | None:

@@ -39,6 +39,7 @@ from nxd_ckpt.runtime.tag.read_pool import PIECE, ReadPool
 from nxd_ckpt.runtime.tag.verification import Digest, mismatch, naming
 from nxd_ckpt.runtime.tag.verified_records import Expected, VerifiedRecords
 from nxd_ckpt.runtime.tag.wanted_blocks import Want, WantedBlock, span_of
+from nxd_ckpt.storage.ranges import HOLE
 
 Leaf = TensorStub | Assembly
 
@@ -64,7 +65,9 @@ class LeafReader(Closing):
         self.done = Counter()
         self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
         self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], WantedBlock](), 0
-        self._file, self._ranges, self._nbytes = "", list[_Range](), 0
+        self._file, self._ranges = "", list[_Range]()
+        self._nbytes, self._scratch_nbytes = 0, 0
+        self._longest = max(PIECE, files.storage.read_nbytes)
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
         """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
@@ -276,11 +279,22 @@ class LeafReader(Closing):
         return lambda offset, memory: self._open.read_ranges(file, [(offset, memory)])
 
     def _add(self, file: str, one: _Range) -> None:
-        if file != self._file or self._nbytes + one.nbytes > PIECE or len(self._ranges) >= _TOGETHER:
+        if file != self._file or len(self._ranges) >= _TOGETHER or not self._goes_along(one):
             self._flush()
         self._file = file
-        self._nbytes += _aligned(one.nbytes)
+        self._nbytes += one.nbytes
+        self._scratch_nbytes += one.scratch_nbytes
         self._ranges.append(one)
+
+    def _goes_along(self, one: _Range) -> bool:
+        """Whether it is read together with those before it: small ones are, and what follows on them as long as the
+        storage likes long reads."""
+        if not self._ranges:
+            return True
+        if self._scratch_nbytes + one.scratch_nbytes > PIECE:
+            return False
+        follows = 0 <= one.offset - self._ranges[-1].end <= HOLE
+        return self._nbytes + one.nbytes <= (self._longest if follows else PIECE)
 
     def _call(self, name: str, read: partial[None]) -> None:
         def task(scratch: memoryview) -> None:
@@ -292,7 +306,7 @@ class LeafReader(Closing):
 
     def _flush(self) -> None:
         if self._ranges:
-            ranges, self._ranges, self._nbytes = self._ranges, [], 0
+            ranges, self._ranges, self._nbytes, self._scratch_nbytes = self._ranges, [], 0, 0
             self._pool.submit(partial(self._read, self._file, ranges))
 
     def _read(self, file: str, ranges: Sequence[_Range], scratch: memoryview) -> None:
@@ -300,7 +314,7 @@ class LeafReader(Closing):
         memories, at = [], 0
         for one in ranges:
             memories.append(scratch[at : at + one.nbytes] if one.memory is None else one.memory)
-            at += _aligned(one.nbytes)
+            at += one.scratch_nbytes
         try:
             self._open.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
         except MalformedFile:  # the file ends before one of them does
@@ -314,7 +328,6 @@ class LeafReader(Closing):
                 self._compare(file, one, memory)
             if one.deliver is not None:
                 one.deliver(memory)
-
 
     def _compare(self, file: str, one: _Range, memory: memoryview) -> None:
         found = crc32.crc32(memory)
@@ -342,14 +355,18 @@ class _Range(NamedTuple):
     segment: int = 0
     deliver: Callable[[memoryview], None] | None = None
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """What it takes of the memory that is used again, so that the next may begin as any dtype wants it."""
+        return -(-self.nbytes // 16) * 16 if self.memory is None else 0
+
 
 def _takes_all(fragment: Fragment, block: int) -> bool:
     return True
-
-
-def _aligned(nbytes: int) -> int:
-    """Where in scratch memory the next range may begin: as any dtype wants it."""
-    return -(-nbytes // 16) * 16
 
 
 def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:

@@ -13,10 +13,12 @@ from typing import Any
 
 from nxd_ckpt import host
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
 from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.runtime.progress import Counter
+from nxd_ckpt.storage.base import Storage
 
 Entries = dict[tuple[str, int], TensorEntry]
 """Tensors by file and offset of their first byte in it."""
@@ -209,3 +211,37 @@ def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
     found = crc32.crc32(data)
     if found != expected.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
+
+
+def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryview, done: Counter) -> None:
+    """Read a whole file, a ``memory`` full at a time, and compare it with what was written. ``done`` counts its bytes.
+
+    Raises:
+        PartNotFound, MalformedFile, DigestMismatch: it is missing, has another size, or other bytes.
+    """
+    where = f"{storage.url}/{key}"
+    try:
+        size = storage.size(key)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing") from error
+    if size != expected.nbytes:
+        raise MalformedFile(f"{where} has {size} bytes, expected {expected.nbytes}")
+    try:
+        found = crc32_of(storage, key, 0, size, memory, done)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing") from error
+    except EOFError as error:
+        raise MalformedFile(f"{where} is shorter than when it was opened: {error}") from error
+    if found != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}")
+
+
+def crc32_of(storage: Storage, key: str, start: int, nbytes: int, memory: memoryview, done: Counter) -> int:
+    """The CRC-32 of so many bytes of a file from ``start`` on, which are read a ``memory`` full at a time."""
+    found = 0
+    for offset in range(0, nbytes, len(memory) or 1):
+        part = memory[: min(len(memory), nbytes - offset)]
+        storage.read_into(key, start + offset, part)
+        found = crc32.crc32(part, found)
+        done.add(len(part))
+    return found

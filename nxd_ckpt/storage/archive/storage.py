@@ -30,6 +30,9 @@ class ArchiveFile(Protocol):
     @property
     def concurrency(self) -> int: ...
 
+    @property
+    def read_nbytes(self) -> int: ...
+
     def size(self) -> int: ...
 
     def open(self) -> Reader: ...
@@ -54,6 +57,10 @@ class StoredFile:
     def concurrency(self) -> int:
         return self.inner.concurrency
 
+    @property
+    def read_nbytes(self) -> int:
+        return self.inner.read_nbytes
+
     def size(self) -> int:
         return self.inner.size(self.key)
 
@@ -69,7 +76,8 @@ class ArchiveStorage:
 
     def __init__(self, file: ArchiveFile) -> None:
         self._file = file
-        self.url, self.renames, self.concurrency = file.url, file.renames, file.concurrency
+        self.url, self.renames = file.url, file.renames
+        self.concurrency, self.read_nbytes = file.concurrency, file.read_nbytes
         self._idle: list[Reader] = []
         weakref.finalize(self, _close, self._idle)
 

@@ -57,7 +57,7 @@ class UnpackedFile:
     def __init__(self, inner: Storage, key: str, compressed: str) -> None:
         self._inner, self._key, self._compressed = inner, key, compressed
         self.url = f"{inner.url.rstrip('/')}/{key}"
-        self.concurrency = LocalStorage(".").concurrency
+        self.concurrency, self.read_nbytes = LocalStorage(".").concurrency, LocalStorage.read_nbytes
 
     def size(self) -> int:
         return self._local.size(_FILE)

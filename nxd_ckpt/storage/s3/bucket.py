@@ -12,6 +12,7 @@ from typing import Any
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.s3.errors import NotOffered, UploadGone, as_os_error, code_of
 from nxd_ckpt.storage.throttle import Limits, Throttle, shared_throttle
+from nxd_ckpt.version import __version__
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -62,6 +63,7 @@ class S3Options:
             "max_pool_connections": _CONNECTIONS,
             "connect_timeout": 10,
             "read_timeout": 60,
+            "user_agent": f"nxd_ckpt/{__version__}",  # botocore puts its own together anew for every request
             # Bodies carry our CRC-32, which the store compares: neither a second digest nor a hash for the signature.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from nxd_ckpt.core.limits import DOCUMENT
@@ -61,28 +62,28 @@ class S3Reader:
 
     def _fetch(self, run: ByteRun) -> None:
         """Where a connection breaks in the middle, the next request goes on from there."""
-        from botocore.exceptions import BotoCoreError
         from urllib3.exceptions import HTTPError
 
         done, tries = run.begin, 0
         while done < run.end:
             before = done
-            body = self._request(done, run.end)
-            try:
-                for memory in _memories(run, done, self._bucket.throttle.block):
-                    self._bucket.throttle.take(len(memory))
-                    while len(memory):
-                        count = body.readinto(memory)
-                        if not count:
-                            raise ConnectionResetError("the body ended early")
-                        memory, done = memory[count:], done + count
-            except (BotoCoreError, HTTPError, OSError) as error:
-                tries = 0 if done > before else tries + 1
-                if tries > self._bucket.options.retries:
-                    raise ConnectionError(f"{self._url}: broke off at byte {done} {tries} times: {error}") from error
-                wait_before_retry(tries)
-            finally:
-                body.close()
+            with self._request(done, run.end) as body:
+                try:
+                    reply = _uncopied(body)
+                    for memory in _memories(run, done, self._bucket.throttle.block):
+                        self._bucket.throttle.take(len(memory))
+                        while len(memory):
+                            count = reply.readinto(memory)
+                            if not count:
+                                raise ConnectionResetError("the body ended early")
+                            memory, done = memory[count:], done + count
+                    body.read()  # nothing is left: it gives its connection back
+                except (HTTPException, HTTPError, OSError) as error:
+                    tries = 0 if done > before else tries + 1
+                    if tries > self._bucket.options.retries:
+                        where = f"{self._url}: broke off at byte {done} {tries} times"
+                        raise ConnectionError(f"{where}: {error}") from error
+                    wait_before_retry(tries)
 
     def _request(self, begin: int, end: int) -> Any:
         """The body of bytes ``begin`` to ``end``."""
@@ -96,6 +97,13 @@ class S3Reader:
         if reply["ContentLength"] != end - begin:
             raise OSError(f"{self._url}: asked for {end - begin} bytes, the store sends {reply['ContentLength']}")
         return reply["Body"]
+
+
+def _uncopied(body: Any) -> Any:
+    """What reads a body of urllib3 straight into memory, which itself reads into its own and copies: the reply below
+    it, if it has one like that."""
+    reply = getattr(body, "_fp", None)
+    return reply if isinstance(reply, HTTPResponse) else body
 
 
 def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:

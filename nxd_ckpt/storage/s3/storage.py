@@ -45,6 +45,7 @@ class S3Storage:
 
     renames = False
     concurrency = 16
+    read_nbytes = 16 * 2**20
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.url = bucket, bucket.url

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from threading import RLock
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length
 from nxd_ckpt.testing.simulation.disk import Disk, File, Folder
@@ -27,6 +28,7 @@ class DiskStorage:
 
     renames = True
     concurrency = 2
+    read_nbytes = CRC_BLOCK
     _path = staticmethod(_checked)
 
     def __init__(self, disk: Disk, turn: Turn = lambda call, path: None, *, swaps: bool = True) -> None:

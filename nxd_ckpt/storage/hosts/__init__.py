@@ -1,0 +1,1 @@
+"""The disks of a job's hosts as one store: each rank writes on its own host, and reads what lies on any."""

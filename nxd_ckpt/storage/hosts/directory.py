@@ -1,0 +1,111 @@
+"""One host's directory, as its own processes and, through its server, those of other hosts use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from nxd_ckpt.core.limits import DOCUMENT, NOTE
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.storage.base import DirEntry, Reader, Writer
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import locked
+
+_LOCK = ".lock"
+"""Beside a small file: whoever exchanges it holds this."""
+
+
+class Directory(Protocol):
+    """One host's directory. Raises as :mod:`nxd_ckpt.storage.base` says; ConnectionError where the host is away."""
+
+    url: str
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes: ...
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Small files, all at once: None for one that is absent, and ``b""`` for what is no such file."""
+
+    def open(self, key: str) -> Reader: ...
+
+    def size(self, key: str) -> int: ...
+
+    def time(self, key: str) -> float: ...
+
+    def is_dir(self, key: str) -> bool: ...
+
+    def is_file(self, key: str) -> bool: ...
+
+    def list(self, key: str = "") -> list[DirEntry]: ...
+
+    def write(self, key: str, data: bytes) -> None:
+        """The bytes and the name are durable, and so are those of the directories above it."""
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        """The same."""
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool: ...
+
+    def create(self, key: str, nbytes: int) -> Writer: ...
+
+    def make_dir(self, key: str) -> None: ...
+
+    def sync_dir(self, key: str) -> None: ...
+
+    def remove(self, key: str) -> None: ...
+
+
+class OwnDirectory(LocalStorage):
+    """The directory of the host that this process runs on."""
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._peeked(key) for key in keys]
+
+    def write(self, key: str, data: bytes) -> None:
+        self._make_room(key)
+        super().write(key, data)
+        self.sync_dir(_folder(key))
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        self._make_room(key)
+        created = super().link_new(key, data)
+        self.sync_dir(_folder(key))
+        return created
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        """Nobody finds the key absent meanwhile, as elsewhere: here a lock keeps those apart who exchange."""
+        if not self.is_file(key):
+            return False
+        with locked(self.path(f"{_folder(key)}/{_LOCK}".lstrip("/"))):
+            if self._peeked(key) != expected:
+                return False
+            self.write(key, data)
+            return True
+
+    def remove(self, key: str) -> None:
+        try:
+            super().remove(key)
+        except FileNotFoundError:  # of two that remove a directory, each may find some of it gone
+            super().remove(key)
+        with suppress(FileNotFoundError):
+            self.sync_dir(_folder(key))
+
+    def sync_dir(self, key: str) -> None:
+        """Also where nothing was written on this host."""
+        with suppress(FileNotFoundError):
+            super().sync_dir(key)
+
+    def _make_room(self, key: str) -> None:
+        self.make_dir(_folder(key))
+
+    def _peeked(self, key: str) -> bytes | None:
+        try:
+            return self.read(key, NOTE)
+        except FileNotFoundError:
+            return None
+        except MalformedFile:
+            return b""
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]

@@ -1,0 +1,301 @@
+"""Another host's directory, through its server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
+from nxd_ckpt.storage.hosts.server import PIECE
+from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
+from nxd_ckpt.storage.system import in_forked_children
+
+_CONNECTING = 10.0
+"""Seconds that connecting to one address may take."""
+_PAUSE = 0.1
+_RANGES = 1000
+"""Ranges of a file that are asked for at once."""
+
+
+class Refused(OSError):
+    """A host answered with an error of its own: the connection is well."""
+
+
+_ANSWERS = (Refused, *NAMED)
+"""What a host may answer with: its connection is well."""
+
+
+class Address(NamedTuple):
+    """Where a host's server listens: any of several addresses of it."""
+
+    hosts: Sequence[str]
+    port: int
+
+
+class RemoteDirectory:
+    """The directory of host number ``host``. Safe for threads, each of which has a connection while it needs one.
+
+    Whatever goes wrong on the way is a ConnectionError or TimeoutError that names the host.
+    """
+
+    def __init__(self, host: int, name: str, address: Address, secret: bytes, timeout: float) -> None:
+        self.host, self.url = host, name
+        self.received = 0
+        """Bytes of files that it sent so far."""
+        self._address, self._secret, self._timeout = address, secret, timeout
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._channels: WeakSet[Channel] = WeakSet()
+        _connected.add(self)
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        data = self._ask("read", key, limit=limit)[1]
+        self._count(len(data))
+        return data
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        lengths, data = self._ask("peek", keys=list(keys))
+        found, begin = list[bytes | None](), 0
+        for length in lengths:
+            found.append(None if length is None else data[begin : begin + length])
+            begin += length or 0
+        return found
+
+    def open(self, key: str) -> Reader:
+        nbytes, mark = self._ask("version", key)[0]
+        return RemoteReader(self, key, Version(nbytes, mark))
+
+    def read_ranges(self, key: str, version: Version, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill memory from the file as it was at ``version``; OSError where it is another by now."""
+        fields = {"do": "read_ranges", "key": key, "version": version}
+        with self._connected() as channel:
+            channel.send({**fields, "ranges": [(offset, len(view)) for offset, view in ranges]})
+            answer, lengths = channel.reply()
+            _raise_of(self.url, answer)
+            if lengths != [sum(len(view) for _, view in ranges)]:
+                raise ConnectionError("sends another number of bytes than was asked for")
+            for _, view in ranges:
+                channel.fill(view)
+        self._count(lengths[0])
+
+    def size(self, key: str) -> int:
+        return int(self._ask("size", key)[0])
+
+    def time(self, key: str) -> float:
+        return float(self._ask("time", key)[0])
+
+    def is_dir(self, key: str) -> bool:
+        return bool(self._ask("is_dir", key)[0])
+
+    def is_file(self, key: str) -> bool:
+        return bool(self._ask("is_file", key)[0])
+
+    def list(self, key: str = "") -> list[DirEntry]:
+        names = self._ask("list", key)[1].decode(errors="surrogateescape")
+        return sorted(DirEntry(name[1:], name[0] == "d") for name in names.split("\0") if name)
+
+    def write(self, key: str, data: bytes) -> None:
+        self._ask("write", key, data)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        return bool(self._ask("link_new", key, data)[0])
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        return bool(self._ask("exchange", key, expected, data)[0])
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        with self.naming():
+            channel = self._connect()
+            try:
+                _answer_to(self.url, channel, {"do": "create", "key": key, "nbytes": nbytes})
+            except BaseException:
+                channel.close()
+                raise
+        return RemoteWriter(self, key, channel)
+
+    def make_dir(self, key: str) -> None:
+        self._ask("make_dir", key)
+
+    def sync_dir(self, key: str) -> None:
+        self._ask("sync_dir", key)
+
+    def remove(self, key: str) -> None:
+        self._ask("remove", key)
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def leave(self) -> None:
+        """In a forked child: close what is the parent's, which keeps it open."""
+        self._lock, self._idle = threading.Lock(), []
+        for channel in self._channels:
+            channel.close()
+
+    def finish(self, key: str, channel: Channel, operation: str) -> None:
+        """The last but what a writer asks on the connection of its own."""
+        with self.naming():
+            _answer_to(self.url, channel, {"do": operation, "key": key})
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of the connection name the host."""
+        try:
+            yield
+        except _ANSWERS:
+            raise
+        except OSError as error:
+            kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+            raise kind(f"host {self.host} ({self.url}) is away, stuck or wrong: {error}") from error
+
+    def _ask(self, operation: str, key: str = "", *blobs: bytes, **fields: Any) -> tuple[Any, bytes]:
+        with self._connected() as channel:
+            return _answer_to(self.url, channel, {"do": operation, "key": key, **fields}, *blobs)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Channel]:
+        """A connection for one request. It is kept for the next, unless the request did not come to its end."""
+        with self.naming():
+            channel = self._taken() or self._connect()
+            try:
+                yield channel
+            except _ANSWERS:
+                self._keep(channel)
+                raise
+            except BaseException:
+                channel.close()
+                raise
+            self._keep(channel)
+
+    def _taken(self) -> Channel | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _keep(self, channel: Channel) -> None:
+        with self._lock:
+            self._idle.append(channel)
+
+    def _connect(self) -> Channel:
+        """A new connection. One that is dropped before it is admitted, by a host that strangers keep busy, is tried
+        again for a while."""
+        deadline = time.monotonic() + min(self._timeout, _CONNECTING)
+        while True:
+            problem: OSError = ConnectionError("it has no address")
+            dropped = False
+            for address in self._address.hosts:
+                within = max(deadline - time.monotonic(), 0.1)
+                try:
+                    connection = socket.create_connection((address, self._address.port), timeout=within)
+                except OSError as error:
+                    problem = error
+                    continue
+                try:
+                    return self._proved(connection, within)
+                except OSError as error:
+                    connection.close()
+                    problem, dropped = error, True
+            if not dropped or time.monotonic() > deadline:
+                raise problem
+            time.sleep(_PAUSE)
+
+    def _proved(self, connection: socket.socket, within: float) -> Channel:
+        Channel(connection, within).prove(self._secret, self.host)
+        channel = Channel(connection, self._timeout)
+        self._channels.add(channel)
+        return channel
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.received += nbytes
+
+
+_connected: WeakSet[RemoteDirectory] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for directory in _connected:
+        directory.leave()
+
+
+in_forked_children(_leave_to_parent)
+
+
+class RemoteReader:
+    """A file of another host, as it was when this was made."""
+
+    def __init__(self, directory: RemoteDirectory, key: str, version: Version) -> None:
+        self._directory, self._key, self._version = directory, key, version
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        batch, nbytes = list[tuple[int, memoryview]](), 0
+        for offset, buffer in ranges:
+            view = memoryview(buffer).cast("B")
+            for begin in range(0, len(view), PIECE) or (0,):
+                part = view[begin : begin + PIECE]
+                if batch and (nbytes + len(part) > PIECE or len(batch) == _RANGES):
+                    self._directory.read_ranges(self._key, self._version, batch)
+                    batch, nbytes = [], 0
+                batch.append((offset + begin, part))
+                nbytes += len(part)
+        if batch:
+            self._directory.read_ranges(self._key, self._version, batch)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class RemoteWriter:
+    """A file that is written on another host, over a connection of its own."""
+
+    def __init__(self, directory: RemoteDirectory, key: str, channel: Channel) -> None:
+        self._directory, self._key, self._channel = directory, key, channel
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        with self._directory.naming():
+            for begin in range(0, len(view), PIECE):
+                part = view[begin : begin + PIECE]
+                self._channel.send({"do": "write_at", "offset": offset + begin, "crc32": zlib.crc32(part)}, part)
+
+    def settle(self) -> None:
+        self._directory.finish(self._key, self._channel, "settle")
+
+    def close(self) -> None:
+        with closing(self._channel):
+            self._directory.finish(self._key, self._channel, "close")
+
+    def abort(self) -> None:
+        with suppress(OSError), closing(self._channel):
+            self._directory.finish(self._key, self._channel, "abort")
+
+
+def _answer_to(where: str, channel: Channel, fields: Fields, *blobs: bytes) -> tuple[Any, bytes]:
+    channel.send(fields, *blobs)
+    answer, lengths = channel.reply()
+    data = [channel.blob(length, DOCUMENT) for length in lengths]
+    _raise_of(where, answer)
+    return answer.get("value"), b"".join(data)
+
+
+def _raise_of(where: str, answer: Fields) -> None:
+    """Raise the error that a host answered with, if it did."""
+    if "error" not in answer:
+        return
+    try:
+        kind, number, message = answer["error"]
+    except (TypeError, ValueError):
+        raise ConnectionError("sends what is no message") from None
+    for known in NAMED:
+        if kind == known.__name__:
+            raise known(f"{where}: {message}")
+    raise Refused(number, f"{where}: {message}") if isinstance(number, int) else Refused(f"{where}: {message}")

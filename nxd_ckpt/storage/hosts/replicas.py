@@ -1,0 +1,76 @@
+"""A file that is written on this host and, at the same time, on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from nxd_ckpt.storage.base import Writer
+from nxd_ckpt.storage.hosts.directory import Directory
+
+_BESIDE = 2**20
+"""Bytes from which on sending goes on beside writing: less is sent before a thread would have begun."""
+
+
+class ReplicatedWriter:
+    """Writes to ``own`` and to a file of the same key on each of the other hosts: closed means complete on all."""
+
+    def __init__(self, own: Writer, others: Sequence[tuple[Directory, str, int]]) -> None:
+        self._own = own
+        self._others: list[Writer] = []
+        self._sender: ThreadPoolExecutor | None = None
+        self._sending: list[Future[None]] = []
+        try:
+            for directory, key, nbytes in others:
+                self._others.append(directory.create(key, nbytes))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        if len(memoryview(data).cast("B")) >= _BESIDE:
+            self._sender = self._sender or ThreadPoolExecutor(1, "nxd_ckpt-replica")
+        if self._sender is None:
+            self._send(offset, data)
+        else:
+            self._sending.append(self._sender.submit(self._send, offset, data))
+        self._own.write_at(offset, data)
+
+    def settle(self) -> None:
+        self._await_sent()
+        self._own.settle()
+
+    def close(self) -> None:
+        try:
+            self._await_sent()
+            for other in self._others:
+                other.close()
+            self._own.close()
+        finally:
+            self._end()
+
+    def abort(self) -> None:
+        for sending in self._sending:
+            sending.cancel()
+        self._end()  # nothing looks into memory afterwards
+        for writer in (*self._others, self._own):
+            with suppress(OSError):
+                writer.abort()
+
+    def _send(self, offset: int, data: bytes | memoryview) -> None:
+        for other in self._others:
+            other.write_at(offset, data)
+
+    def _await_sent(self) -> None:
+        """Return once all of it was sent and proved on arrival; raises what failed on the way."""
+        sending, self._sending = self._sending, []
+        for one in sending:
+            one.result()
+        for other in self._others:
+            other.settle()
+
+    def _end(self) -> None:
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._sender = None

@@ -1,0 +1,310 @@
+"""A host's server: the other hosts of the job read and write its directory through it.
+
+A connection has a thread of its own. Who does not prove in time to belong to the job is dropped. Whatever a connection
+asks for goes through the host's own directory, whose keys lead nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.errors import CheckpointError, MalformedFile
+from nxd_ckpt.storage.base import Version, Writer
+from nxd_ckpt.storage.hosts.directory import OwnDirectory
+from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
+from nxd_ckpt.storage.local_files import open_regular, version_of
+from nxd_ckpt.storage.system import in_forked_children
+
+logger = logging.getLogger("nxd_ckpt")
+
+PIECE = 8 * 2**20
+"""Bytes that one message carries of a file, at most."""
+
+_ADMITTING = 5.0
+"""Seconds within which who connects must prove to belong to the job."""
+_STRANGERS = 64
+"""Who may be about to prove it at the same time. More are dropped at once."""
+
+Answer = tuple[Fields, bytes]
+
+_ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError, IndexError)
+"""Errors that the caller is told, who may ask for something else then."""
+
+_serving: WeakSet[HostServer] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for server in _serving:
+        server.leave()
+
+
+in_forked_children(_leave_to_parent)
+
+
+class HostServer:
+    """Serves ``directory`` as host number ``host`` of a job, on the given address of this host, until it is closed.
+
+    Raises OSError where that address cannot be listened to. ``timeout``: seconds that a message may take.
+    """
+
+    def __init__(self, directory: OwnDirectory, host: int, secret: bytes, address: str, timeout: float) -> None:
+        self._directory, self._host, self._secret, self._timeout = directory, host, secret, timeout
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._connections: set[socket.socket] = set()
+        self._lock, self._closed = threading.Lock(), False
+        _serving.add(self)
+        threading.Thread(target=self._listen, name="nxd_ckpt-host", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Serve nobody any more. Safe to call again."""
+        with self._lock:
+            self._closed = True
+            open_ones = list(self._connections)
+        for held in (self._listener, *open_ones):
+            with suppress(OSError):
+                held.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+            held.close()
+
+    def leave(self) -> None:
+        """In a forked child: close what is the parent's, which keeps it open."""
+        for held in (self._listener, *self._connections):
+            held.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue  # the other end was gone before it was accepted
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._meet, args=(connection,), name="nxd_ckpt-host", daemon=True).start()
+            else:
+                connection.close()
+
+    def _meet(self, connection: socket.socket) -> None:
+        with connection:
+            known = False
+            try:
+                with suppress(OSError):
+                    known = Channel(connection, _ADMITTING).admit(self._secret, self._host)
+            finally:
+                self._strangers.release()
+            if not known or not self._keep(connection):
+                return
+            try:
+                with suppress(OSError):  # its caller has gone
+                    _Conversation(self._directory, Channel(connection, self._timeout)).serve()
+            except Exception:
+                logger.exception("nxd_ckpt: unexpected error in a host's server")
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
+
+    def _keep(self, connection: socket.socket) -> bool:
+        with self._lock:
+            if not self._closed:
+                self._connections.add(connection)
+            return not self._closed
+
+
+class _Conversation:
+    """What one connection asks for, one request after the other."""
+
+    def __init__(self, directory: OwnDirectory, channel: Channel) -> None:
+        self._directory, self._channel = directory, channel
+        self._writer: Writer | None = None
+        self._memory: memoryview | None = None
+        self._failed: Exception | None = None
+        """What the file that is being written met, until its caller asks."""
+
+    def serve(self) -> None:
+        try:
+            while True:
+                fields, lengths = self._channel.request()
+                self._answer(fields, lengths)
+        finally:
+            if self._writer is not None:
+                self._writer.abort()
+
+    def _answer(self, fields: Fields, lengths: list[int]) -> None:
+        operation = fields.get("do")
+        if operation == "write_at":
+            self._write_at(fields, lengths)
+            return
+        blobs = [self._channel.blob(length, DOCUMENT) for length in lengths]
+        try:
+            if operation == "read_ranges":
+                fd, ranges = self._opened(fields)
+            else:
+                answer, blob = self._done(operation, fields, blobs)
+        except _ANSWERED as error:
+            self._channel.send({"error": _in_words(error)})
+            return
+        if operation != "read_ranges":
+            self._channel.send(answer, blob)
+            return
+        try:
+            self._channel.send_file({}, fd, ranges)
+        finally:
+            os.close(fd)
+
+    def _done(self, operation: Any, fields: Fields, blobs: list[bytes]) -> Answer:
+        do: Callable[[Fields, list[bytes]], Answer] | None = getattr(self, f"_do_{operation}", None)
+        if do is None:
+            raise OSError(f"unknown request {operation!r:.40}")
+        return do(fields, blobs)
+
+    def _do_read(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {}, self._directory.read(_key(fields), int(fields["limit"]))
+
+    def _do_peek(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        found = self._directory.peek([_text(key) for key in fields["keys"]])
+        return {"value": [None if data is None else len(data) for data in found]}, b"".join(filter(None, found))
+
+    def _do_list(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        names = [f"{'d' if entry.is_dir else 'f'}{entry.name}" for entry in self._directory.list(_key(fields))]
+        return {}, "\0".join(names).encode(errors="surrogateescape")
+
+    def _do_version(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": list(self._directory.version(_key(fields)))}, b""
+
+    def _do_size(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": self._directory.size(_key(fields))}, b""
+
+    def _do_time(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": self._directory.time(_key(fields))}, b""
+
+    def _do_is_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": self._directory.is_dir(_key(fields))}, b""
+
+    def _do_is_file(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": self._directory.is_file(_key(fields))}, b""
+
+    def _do_write(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._directory.write(_key(fields), blobs[0])
+        return {}, b""
+
+    def _do_link_new(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": self._directory.link_new(_key(fields), blobs[0])}, b""
+
+    def _do_exchange(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        return {"value": self._directory.exchange(_key(fields), blobs[0], blobs[1])}, b""
+
+    def _do_make_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._directory.make_dir(_key(fields))
+        return {}, b""
+
+    def _do_sync_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._directory.sync_dir(_key(fields))
+        return {}, b""
+
+    def _do_remove(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        key = _key(fields)
+        if not key:
+            raise OSError("the directory itself is removed by nobody")
+        self._directory.remove(key)
+        return {}, b""
+
+    def _do_create(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._do_abort(fields, blobs)
+        self._directory.make_dir(_key(fields).rpartition("/")[0])
+        self._writer = self._directory.create(_key(fields), int(fields["nbytes"]))
+        return {}, b""
+
+    def _do_settle(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        """Whether all that was sent has arrived, and is what was sent."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self._do_abort(fields, blobs)
+            raise failed
+        return {}, b""
+
+    def _do_close(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._do_settle(fields, blobs)
+        if self._writer is None:
+            raise OSError("no file is being written")
+        self._writer.close()
+        self._writer = None
+        self._directory.sync_dir(_key(fields).rpartition("/")[0])
+        return {}, b""
+
+    def _do_abort(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        writer, self._writer, self._failed = self._writer, None, None
+        if writer is not None:
+            writer.abort()
+        return {}, b""
+
+    def _write_at(self, fields: Fields, lengths: list[int]) -> None:
+        """Without a reply: ``settle`` and ``close`` give it."""
+        if sum(lengths) > PIECE:
+            raise ConnectionError(f"sends {sum(lengths)} bytes, at most {PIECE} are expected")
+        self._memory = self._memory or memoryview(mmap.mmap(-1, PIECE))  # aligned, as direct writes need it
+        data = self._memory[: sum(lengths)]
+        self._channel.fill(data)
+        try:
+            if zlib.crc32(data) != fields["crc32"]:
+                raise OSError("what arrived is not what was sent: the network, or one of its ends, changed bytes")
+            if self._writer is None:
+                raise OSError("no file is being written")
+            self._writer.write_at(int(fields["offset"]), data)
+            self._writer.settle()
+        except _ANSWERED as error:
+            self._failed = self._failed or error
+
+    def _opened(self, fields: Fields) -> tuple[int, list[tuple[int, int]]]:
+        """A file of the version that is asked for, and the ranges of it, which are there."""
+        key, version = _key(fields), Version(*fields["version"])
+        ranges = [(int(offset), int(length)) for offset, length in fields["ranges"]]
+        where = f"{self._directory.url}/{key}"
+        fd, _ = open_regular(self._directory.path(key))
+        try:
+            if version_of(os.fstat(fd)) != version:
+                raise OSError(f"{where} was replaced while it was read")
+            for offset, length in ranges:
+                if min(offset, length) < 0 or length > PIECE:
+                    raise OSError(f"{where}: cannot read {length} bytes at byte {offset}")
+                if offset + length > version.nbytes:
+                    raise EOFError(f"{where}: {offset + length - version.nbytes} bytes missing at byte {offset}")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, ranges
+
+
+def _key(fields: Fields) -> str:
+    return _text(fields["key"])
+
+
+def _text(key: Any) -> str:
+    if not isinstance(key, str):
+        raise MalformedFile(f"expected a key, found {key!r:.80}")
+    return key
+
+
+def _in_words(error: Exception) -> list[Any]:
+    """What the caller raises again, see remote._raise_of."""
+    for kind in NAMED:
+        if isinstance(error, kind):
+            return [kind.__name__, None, str(error)]
+    if isinstance(error, OSError) and error.errno is not None:
+        return ["OSError", error.errno, f"{error.strerror}: {error.filename}" if error.filename else error.strerror]
+    return ["OSError", None, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"]

@@ -1,0 +1,287 @@
+"""The disks of a job's hosts as one object store.
+
+Each rank writes its data on its own host, at the speed of its disk. What says what a directory of files is, small and
+written whole, is on every host. The job's own small files have one home, the host of rank 0. A key is there while any
+host has it; a listing is the union; what is removed is removed everywhere.
+
+A host that was away may come back with an older save of a name. The marker of a directory names the save that its files
+belong to, so the hosts whose marker is that of the newest complete save are its *members*, and nothing of the others is
+read or listed. With replicas each data file is on other hosts too, before its writer has closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from typing import NamedTuple, TypeVar
+
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.storage.base import DirEntry, Reader, Writer
+from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
+from nxd_ckpt.storage.hosts.keys import Names, top_of
+from nxd_ckpt.storage.hosts.remote import RemoteDirectory
+from nxd_ckpt.storage.hosts.replicas import ReplicatedWriter
+
+T = TypeVar("T")
+
+
+class Hosts(NamedTuple):
+    """The hosts of a job: their directories, that of rank 0 first; which is this one, and which have its replicas."""
+
+    directories: Sequence[Directory]
+    here: int
+    replicas: Sequence[int] = ()
+
+
+class HostsStorage:
+    """Keys on the disks of all hosts; ``own`` is the directory on this one. Safe for threads.
+
+    It must be joined to the others with :meth:`join` before it is used.
+    """
+
+    renames = False
+    concurrency = 8
+    read_nbytes = CRC_BLOCK
+    may_lack_files = True
+    """A host may be lost, and its files with it."""
+
+    def __init__(self, own: OwnDirectory, names: Names) -> None:
+        self.own, self.url = own, own.url
+        self._names = names
+        self._hosts: Hosts | None = None
+        self._members: dict[str, Sequence[Directory]] = {}
+        self._received = 0
+
+    @property
+    def hosts(self) -> Hosts:
+        """Raises CheckpointError before it is joined."""
+        if self._hosts is None:
+            raise CheckpointError(
+                f"{self.url} is the part of one host (per_host=True): it is used within save, load and has_checkpoint, "
+                "which all ranks call together"
+            )
+        return self._hosts
+
+    @property
+    def is_joined(self) -> bool:
+        return self._hosts is not None
+
+    @property
+    def received(self) -> int:
+        """Bytes of files that other hosts have sent to this process so far."""
+        directories = () if self._hosts is None else self._hosts.directories
+        return self._received + sum(one.received for one in directories if isinstance(one, RemoteDirectory))
+
+    def join(self, hosts: Hosts, leave: Callable[[], None] = lambda: None) -> None:
+        """From now on it is all of these; ``leave`` gives up what that takes."""
+        self._hosts, self._leave = hosts, leave
+
+    def leave(self) -> None:
+        """From now on it is nothing, until it is joined anew. Safe to call again."""
+        if self._hosts is not None:
+            self._received = self.received
+            self._leave()
+        self._hosts = None
+        self._members.clear()
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        return self._from_first(key, lambda directory: directory.read(key, limit))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
+
+    def open(self, key: str) -> Reader:
+        return self._from_first(key, lambda directory: directory.open(key))
+
+    def size(self, key: str) -> int:
+        return self._from_first(key, lambda directory: directory.size(key))
+
+    def time(self, key: str) -> float:
+        return self._from_first(key, lambda directory: directory.time(key))
+
+    def is_file(self, key: str) -> bool:
+        return self._any(self._order(key, anew=self._names.is_mirrored(key)), lambda directory: directory.is_file(key))
+
+    def is_dir(self, key: str) -> bool:
+        return self._any(self._all(), lambda directory: directory.is_dir(key))
+
+    def list(self, key: str = "") -> list[DirEntry]:
+        found: set[DirEntry] = set()
+        for directory in self._listed(key):
+            found |= set(directory.list(key))
+        return sorted(found)
+
+    def write(self, key: str, data: bytes) -> None:
+        if self._names.is_at_home(key):
+            self._home.write(key, data)
+            return
+        if self._names.is_mirrored(key):
+            for directory in self.hosts.directories:
+                directory.write(key, data)
+            return
+        there = [directory for directory in self._order(key) if directory.is_file(key)]
+        for directory in there or [self.own, *self._replicas]:
+            directory.write(key, data)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        at_home, mirrored = self._names.is_at_home(key), self._names.is_mirrored(key)
+        if not (at_home or mirrored):  # of one rank's files, which no other has
+            created = self.own.link_new(key, data)
+            for directory in self._replicas if created else ():
+                directory.write(key, data)
+            return created
+        others = [directory for directory in self.hosts.directories if directory is not self._home]
+
+        def is_elsewhere() -> bool:
+            return self._any(others, lambda directory: directory.is_file(key))
+
+        if is_elsewhere() or not self._home.link_new(key, data):
+            return False
+        if at_home and is_elsewhere():  # another job, whose home is another host, was as fast: neither has it
+            self._home.remove(key)
+            return False
+        for directory in others if mirrored else ():
+            directory.write(key, data)
+        return True
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        there = next((directory for directory in self.hosts.directories if directory.is_file(key)), None)
+        if there is None or not there.exchange(key, expected, data):
+            return False
+        if self._names.is_mirrored(key):
+            self.write(key, data)
+        return True
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        writer = self.own.create(key, nbytes)
+        if not self._replicas:
+            return writer
+        return ReplicatedWriter(writer, [(directory, key, nbytes) for directory in self._replicas])
+
+    def make_dir(self, key: str) -> None:
+        """Only for the job's own files, whose directories are looked into before there is anything in them."""
+        if self._names.is_at_home(key):
+            self._home.make_dir(key)
+
+    def sync_dir(self, key: str) -> None:
+        """Of what this host wrote as it was told to. Small files are durable with their names."""
+        if not self._names.is_at_home(key):
+            self.own.sync_dir(key)
+
+    def rename(self, source: str, target: str) -> None:
+        raise OSError(f"{self.url}: cannot rename {source} to {target}: the hosts' disks together have no rename")
+
+    def remove(self, key: str) -> None:
+        """Everywhere, as far as it can be reached. Raises the first error that was met."""
+        problem: Exception | None = None
+        for directory in self.hosts.directories:
+            try:
+                directory.remove(key)
+            except (OSError, CheckpointError) as error:
+                problem = problem or error
+        self._members.pop(top_of(key), None)
+        if problem is not None:
+            raise problem
+
+    def discard_unfinished(self, key: str) -> None:
+        """Nothing: what is unfinished lies among the files, and goes with them."""
+
+    def set_time(self, key: str, seconds: float) -> None:
+        """Nothing: a host that was away would have another time."""
+
+    @property
+    def _home(self) -> Directory:
+        return self.hosts.directories[0]
+
+    @property
+    def _replicas(self) -> Sequence[Directory]:
+        hosts = self.hosts
+        return [hosts.directories[number] for number in hosts.replicas]
+
+    def _all(self) -> Sequence[Directory]:
+        """In the order in which they are asked: this one, and those after it, the first of which have its replicas."""
+        directories, here = self.hosts.directories, self.hosts.here
+        return [*directories[here:], *directories[:here]]
+
+    def _order(self, key: str, *, anew: bool = False) -> Sequence[Directory]:
+        """The directories that may have the file ``key``, in the order in which they are asked."""
+        if self._names.is_hidden(key):
+            return self.hosts.directories
+        top = top_of(key)
+        if anew or top not in self._members:
+            self._members[top] = self._members_of(top)
+        return self._members[top]
+
+    def _members_of(self, top: str) -> Sequence[Directory]:
+        """The hosts whose files in the directory ``top`` are of the newest complete save of that name.
+
+        Those that are away are among them: who does not find a file elsewhere meets their error.
+        """
+        keys = [f"{top}/{self._names.marker}", f"{top}/{self._names.done}"]
+        away, marks = list[Directory](), list[tuple[Directory, bytes | None, bytes | None]]()
+        for directory in self._all():
+            try:
+                marker, done = directory.peek(keys)
+                marks.append((directory, marker, done))
+            except (ConnectionError, TimeoutError):
+                away.append(directory)
+        marked = [(_order_of(done), marker) for _, marker, done in marks if marker is not None]
+        newest = max(marked, key=lambda one: one[0])[1] if marked else None
+        return [*(directory for directory, marker, _ in marks if marker == newest), *away]
+
+    def _listed(self, key: str) -> Sequence[Directory]:
+        """The directories that are listed for ``key``."""
+        if not key:
+            return self._all()
+        if not self._names.is_hidden(key):
+            return self._order(key, anew=True)
+        attempt = "/".join(key.split("/")[:3])
+        # What is of this launch is at home, and is looked for again and again.
+        if self._names.is_at_home(key) and key.count("/") >= 2 and self._home.is_dir(attempt):
+            return [self._home]
+        return self._all()
+
+    def _from_first(self, key: str, get: Callable[[Directory], T]) -> T:
+        """What ``get`` returns for the first directory that has the file."""
+        known, mirrored = top_of(key) in self._members, self._names.is_mirrored(key)
+        try:
+            return self._first(key, self._order(key, anew=mirrored), get)
+        except FileNotFoundError:
+            if not known or mirrored or self._names.is_hidden(key):
+                raise
+        return self._first(key, self._order(key, anew=True), get)  # the name may have got another save since
+
+    def _first(self, key: str, directories: Sequence[Directory], get: Callable[[Directory], T]) -> T:
+        """Raises what one that is away raised, where no other has the file."""
+        away: Exception | None = None
+        for directory in directories:
+            try:
+                return get(directory)
+            except FileNotFoundError:
+                continue
+            except (ConnectionError, TimeoutError) as error:
+                away = away or error
+        number = len(self.hosts.directories)
+        raise away or FileNotFoundError(f"{self.url}/{key} does not exist on any of {number} hosts")
+
+    def _any(self, directories: Iterable[Directory], holds: Callable[[Directory], bool]) -> bool:
+        """Whether it holds for any. Raises what one that is away raised where it holds for no other."""
+        away: Exception | None = None
+        for directory in directories:
+            try:
+                if holds(directory):
+                    return True
+            except (ConnectionError, TimeoutError) as error:
+                away = away or error
+        if away is not None:
+            raise away
+        return False
+
+
+def _order_of(done: bytes | None) -> tuple[int, bytes]:
+    """By which saves of one name are ordered: the number that ``done`` begins with; without one it is not complete."""
+    first = (done or b"").partition(b" ")[0]
+    return (int(first) if first.isdigit() and len(first) < 20 else -1, done or b"")

@@ -1,0 +1,158 @@
+"""What two hosts of a job say to each other over TCP: messages of a few JSON fields and blobs of bytes.
+
+Whoever connects proves that it knows the job's secret, and so does the host that it connects to, which also proves
+which of the hosts it is. After that there are requests and replies. Nothing that arrives is unpickled, no length is
+believed beyond its limit, and every message has its time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nxd_ckpt.errors import MalformedFile
+
+_LENGTH = struct.Struct(">I")
+_HEAD = 2**16
+"""Bytes of a message's fields, at most. What may be longer is a blob."""
+
+_NONCE = 32
+_BLOBS = 4
+
+Fields = dict[str, Any]
+
+NAMED = (MalformedFile, EOFError, FileNotFoundError, FileExistsError)
+"""Errors that a host names to its caller, which raises the same: the first of them that it is."""
+
+
+class Channel:
+    """One connection, used by one thread at a time. Every message must be over ``timeout`` seconds after its first
+    byte is waited for, but for the first of a request, which may be waited for without a limit.
+
+    All methods raise OSError where the other end is gone, silent, or sends what is no message.
+    """
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self._socket, self._timeout = connection, timeout
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._deadline = 0.0
+
+    def send(self, fields: Fields, *blobs: bytes | memoryview) -> None:
+        self._begin()
+        self._put(self._head(fields, [len(blob) for blob in blobs]))
+        for blob in blobs:
+            self._put(blob)
+
+    def send_file(self, fields: Fields, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Send (offset, length) ranges of a file as one blob; they must be there."""
+        self._begin()
+        self._put(self._head(fields, [sum(length for _, length in ranges)]))
+        with open(fd, "rb", buffering=0, closefd=False) as file:
+            for offset, length in ranges:
+                self._socket.settimeout(self._left())
+                if length and self._socket.sendfile(file, offset, length) != length:
+                    raise EOFError("the file became shorter while it was sent")
+
+    def request(self) -> tuple[Fields, list[int]]:
+        """The fields of the next message, however late it comes, and the lengths of the blobs that follow."""
+        self._socket.settimeout(None)
+        first = self._socket.recv(1)
+        self._begin()
+        return self._parsed(first + self._take(_LENGTH.size - 1) if first else b"")
+
+    def reply(self) -> tuple[Fields, list[int]]:
+        """The same, within the time."""
+        self._begin()
+        return self._parsed(self._take(_LENGTH.size))
+
+    def blob(self, nbytes: int, limit: int) -> bytes:
+        if nbytes > limit:
+            raise ConnectionError(f"sends {nbytes} bytes, at most {limit} are expected")
+        return self._take(nbytes)
+
+    def fill(self, view: memoryview) -> None:
+        """Put the next bytes into memory."""
+        done = 0
+        while done < len(view):
+            self._socket.settimeout(self._left())
+            count = self._socket.recv_into(view[done:])
+            if not count:
+                raise ConnectionError("closed the connection")
+            done += count
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def prove(self, secret: bytes, host: int) -> None:
+        """Who connects: prove to know the secret, and have it proved that this is that host."""
+        self._begin()
+        theirs, ours = self._take(_NONCE), os.urandom(_NONCE)
+        self._put(ours + _proof(secret, b"caller", host, theirs + ours))
+        if not hmac.compare_digest(self._take(_NONCE), _proof(secret, b"host", host, theirs + ours)):
+            raise ConnectionError(f"does not prove that it is host {host} of this job")
+
+    def admit(self, secret: bytes, host: int) -> bool:
+        """The other side of it: whether who connects knows the secret."""
+        self._begin()
+        ours = os.urandom(_NONCE)
+        self._put(ours)
+        theirs, proof = self._take(_NONCE), self._take(_NONCE)
+        if not hmac.compare_digest(proof, _proof(secret, b"caller", host, ours + theirs)):
+            return False
+        self._put(_proof(secret, b"host", host, ours + theirs))
+        return True
+
+    def _begin(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
+
+    def _left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"did not answer within {self._timeout:.0f} s")
+        return left
+
+    def _head(self, fields: Fields, lengths: list[int]) -> bytes:
+        head = json.dumps([fields, lengths]).encode()
+        if len(head) > _HEAD:
+            raise OSError(f"a message of {len(head)} bytes, at most {_HEAD} are sent")
+        return _LENGTH.pack(len(head)) + head
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._socket.settimeout(self._left())
+        self._socket.sendall(data)
+
+    def _take(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def _parsed(self, prefix: bytes) -> tuple[Fields, list[int]]:
+        if not prefix:
+            raise ConnectionError("closed the connection")
+        (nbytes,) = _LENGTH.unpack(prefix)
+        try:
+            fields, lengths = json.loads(self.blob(nbytes, _HEAD))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConnectionError("sends what is no message") from error
+        if not isinstance(fields, dict) or not _are_lengths(lengths):
+            raise ConnectionError("sends what is no message")
+        return fields, lengths
+
+
+def _are_lengths(lengths: Any) -> bool:
+    return (
+        isinstance(lengths, list)
+        and len(lengths) <= _BLOBS
+        and all(type(length) is int and 0 <= length < 2**63 for length in lengths)
+    )
+
+
+def _proof(secret: bytes, role: bytes, host: int, nonces: bytes) -> bytes:
+    return hmac.digest(secret, role + b" " + str(host).encode() + b" " + nonces, "sha256")

@@ -1,0 +1,159 @@
+"""Jobs whose first tier is each host's own disk: real processes, which are hosts because each has its directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_ckpt import Checkpointer, Tier, Topology, load_checkpoint
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.local import LocalStorage
+from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, of, save, state, there, tier
+from tests.protocol.job import Died, Job
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def save_and_load(rank: int, path: Path, ranks_per_host: int) -> list[Any]:
+    tiers = [tier(path, rank, ranks_per_host)]
+    before = there(tiers)
+    save(rank, path, [1, 2, 3], ranks_per_host, keep=2)
+    return [before, there(tiers), load(rank, path, tiers)]
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4])
+def test_a_job_saves_and_loads(tmp_path: Path, ranks_per_host: int) -> None:
+    """Each rank writes on its own host alone, and all of them load what they saved."""
+    assert RANKS * [[False, True, 3]] == Job(RANKS, save_and_load, tmp_path, ranks_per_host, group=True).values()
+    for rank in range(RANKS):
+        folder = host_of(tmp_path, rank, ranks_per_host)
+        assert ["step_2", "step_3"] == sorted(found.name for found in folder.glob("step_*"))
+        own = sorted(found.name for found in (folder / "step_3" / "model").iterdir())
+        first = rank // ranks_per_host * ranks_per_host
+        assert [f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt" for tp in range(first, first + ranks_per_host)] == own
+
+
+def save_and_be_killed(rank: int, path: Path, victim: int, name: str, end: str) -> str:
+    """One save, and another in which a rank is killed just before its first call of that name for such a key."""
+    original = getattr(HostsStorage, name)
+
+    def killing(self: HostsStorage, key: str, *arguments: Any) -> Any:
+        if rank == victim and key.startswith("step_2") and key.endswith(end):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, key, *arguments)
+
+    setattr(HostsStorage, name, killing)
+    saver = Checkpointer(tiers=[tier(path, rank)], topology=of(rank), timeout=TIMEOUT)
+    try:
+        for step in (1, 2):
+            saver.save(f"step_{step}", state(step, rank), user_content={"step": step})
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        saver.abandon()
+    return "saved"
+
+
+def load_and_save(rank: int, path: Path, **options: Any) -> int:
+    tiers = [tier(path, rank, **options)]
+    found = load(rank, path, tiers)
+    save(rank, path, [7], **options)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("victim", "name", "end"),
+    [
+        (2, "link_new", ".json"),
+        pytest.param(2, "create", ".pt", marks=pytest.mark.soak),
+        pytest.param(3, "create", ".pt", marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_is_killed_fails_the_save(tmp_path: Path, victim: int, name: str, end: str) -> None:
+    """On all ranks, and the next launch goes on from the tag before."""
+    outcomes = Job(RANKS, save_and_be_killed, tmp_path, victim, name, end, group=True).outcomes()
+    assert isinstance(outcomes.pop(victim), Died)
+    assert all(f"rank {victim}" in outcome for outcome in outcomes), outcomes
+    assert RANKS * [1] == Job(RANKS, load_and_save, tmp_path, group=True).values()
+    for rank in range(RANKS):
+        assert ["step_1", "step_7"] == [info.tag for info in list_tags(LocalStorage(host_of(tmp_path, rank)))]
+
+
+@pytest.mark.parametrize("end", ["done", pytest.param("manifest.json", marks=pytest.mark.soak)])
+def test_rank_0_is_killed_while_it_commits(tmp_path: Path, end: str) -> None:
+    """The tag is not there, and no other rank takes it for saved; the next launch removes what is left."""
+    outcomes = Job(RANKS, save_and_be_killed, tmp_path, 0, "link_new", end, group=True).outcomes()
+    assert isinstance(outcomes.pop(0), Died)
+    assert all("OutcomeUnknown" in outcome for outcome in outcomes), outcomes
+    assert RANKS * [1] == Job(RANKS, load_and_save, tmp_path, group=True).values()
+    assert not any((host_of(tmp_path, rank) / "step_2").exists() for rank in range(RANKS))
+
+
+def test_without_a_process_group_it_is_refused(tmp_path: Path) -> None:
+    """By saves, loads and has_checkpoint alike; a job of one process needs none."""
+    tiers = [Tier(tmp_path / "run", per_host=True)]
+    with Checkpointer(tiers=tiers, topology=Topology(tp=2, rank=1)) as saver:
+        with pytest.raises(CheckpointError, match=r"per_host=True\), which needs torch.distributed"):
+            saver.save("step_1", {})
+        with pytest.raises(CheckpointError, match=r"per_host=True\), which needs torch.distributed"):
+            saver.load()
+    with Checkpointer(tiers=tiers) as saver:
+        saver.save("step_1", state(1, 0), user_content=1)
+    assert there(tiers)
+    assert 1 == load_checkpoint(tiers=tiers, model={})
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"replicas": 2}, "are for per_host=True"),
+        ({"interface": "lo"}, "are for per_host=True"),
+        ({"per_host": True, "replicas": 0}, "expected at least 1, found 0"),
+        ({"per_host": True, "replica_jump": True}, "expected at least 1"),
+        ({"per_host": True, "path": "s3://bucket/run"}, "no URL"),
+        ({"per_host": True, "storage": LocalStorage("x")}, "no URL or storage="),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options: dict[str, Any], complaint: str) -> None:
+    """Before anything is done."""
+    with pytest.raises(InvalidArgument, match=complaint):
+        Checkpointer(tiers=[Tier(**{"path": "run", **options})])
+
+
+def test_only_the_first_tier_is_each_hosts_own() -> None:
+    """The others are copied to by rank 0."""
+    with pytest.raises(InvalidArgument, match="is for the first tier"):
+        Checkpointer(tiers=[Tier("near"), Tier("far", per_host=True)])
+
+
+def disagree(rank: int, path: Path, options: Sequence[dict[str, Any]]) -> list[str]:
+    """What each pair of options is refused with."""
+    found = []
+    for option in options:
+        shared = {"replicas": 2 if "only" not in option else 1 + rank, **option}
+        shared.pop("only", None)
+        with Checkpointer(tiers=[tier(path, rank, **shared)], topology=Topology(tp=2, rank=rank)) as saver:
+            try:
+                saver.save("step_1", {})
+            except CheckpointError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_replicas_must_be_possible_and_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """More than hosts, a jump to the own host, other numbers on other ranks, an interface that is not there."""
+    options: list[dict[str, Any]] = [{"replicas": 3}, {"replica_jump": 2}, {"only": 1}, {"interface": "nxd9"}]
+    for found in Job(2, disagree, tmp_path, options, group=True).values():
+        more, jump, other, interface = found
+        assert "InvalidArgument" in more
+        assert "replicas=3: each file must be on as many hosts, but for those of rank 0 these are 2" in more
+        assert "replicas=2, replica_jump=2" in jump
+        assert "RanksDisagree" in other
+        assert "interface='nxd9'" in interface

@@ -1,0 +1,62 @@
+"""After a host was lost and replaced by one with an empty disk: its replicas are read, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Tier
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, state, tier
+from tests.protocol.job import Job
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+NUMBERS = 3 * 2**19
+"""Of each rank's model: 6 MiB. Files of up to 4 MiB are read once more, to verify them as a whole."""
+
+
+def save(rank: int, path: Path) -> None:
+    """Two tags, on the hosts and on the store."""
+    tiers = [tier(path, rank, replicas=2), Tier(path / "store")]
+    with Checkpointer(tiers=tiers, topology=of(rank), timeout=TIMEOUT) as saver:
+        for step in (1, 2):
+            saver.save(f"step_{step}", state(step, rank, NUMBERS), user_content=step, rank_content=rank)
+        saver.wait(tier=1)
+
+
+def load(rank: int, path: Path) -> tuple[int, int, list[str]]:
+    """The step that is loaded, bit-exact; the bytes that other hosts sent; which files were read from the store."""
+    read: list[str] = []
+
+    def note(operation: Operation) -> None:
+        if operation.name in ("open", "read_into") or (operation.name == "read" and operation.key.endswith(".pt")):
+            read.append(operation.key)
+
+    store = HookedStorage(LocalStorage(path / "store"), note)
+    tiers = [tier(path, rank, replicas=2), Tier("store", storage=store)]
+    loader = Checkpointer(tiers=tiers, topology=of(rank), timeout=TIMEOUT)
+    model: dict[str, torch.Tensor] = {}
+    step: int = loader.load(model=model)
+    assert all(value.equal(model[name]) for name, value in state(step, rank, NUMBERS).items())
+    return step, loader.storage.received, read  # type: ignore[attr-defined]
+
+
+def test_whatever_host_is_replaced_the_store_is_not_read(tmp_path: Path) -> None:
+    """Of four: the others send what the newcomer needs, and a tenth more at most."""
+    Job(RANKS, save, tmp_path, group=True).values()
+    for lost in range(RANKS):
+        kept = tmp_path / "kept"
+        folder = host_of(tmp_path, lost).parent
+        needs = sum(file.stat().st_size for file in folder.glob(f"run/step_2/*/*_tp_rank_{lost:02d}_*.pt"))
+        assert needs >= 4 * NUMBERS
+        folder.rename(kept)
+        outcomes = Job(RANKS, load, tmp_path, group=True).values()
+        assert RANKS * [(2, [])] == [(step, read) for step, _, read in outcomes]
+        assert needs <= sum(received for _, received, _ in outcomes) <= 1.1 * needs
+        shutil.rmtree(folder, ignore_errors=True)
+        kept.rename(folder)
