@@ -133,6 +133,7 @@ class Machine(_Machine):  # type: ignore[misc]
     def _call(self, function: Any, args: Any) -> Any:
         if type(args) is not tuple:
             raise MalformedFile(f"its pickle calls with {shown(args)}")
+        self._work((args,))  # a long one may be handed over again and again
         self._work(args)
         return function(*args) if isinstance(function, Call) else made(function, args)
 

@@ -82,7 +82,7 @@ def _length(node: Any) -> tuple[int, int]:
     """How long what is written as text may be, and how long it is."""
     if isinstance(node, fractions.Fraction):  # as text it would itself run into Python's limit
         parts = (node.numerator, node.denominator)
-        return limits.NUMBER_DIGITS, max(part.bit_length() for part in parts) * 3 // 10
+        return limits.NUMBER_DIGITS, -(-max(part.bit_length() for part in parts) * 3 // 10)
     return limits.PATH_LENGTH if isinstance(node, pathlib.PurePath) else limits.NUMBER_DIGITS, len(str(node))
 
 

@@ -60,17 +60,18 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
     return load_mapping(document, name)
 
 
-def _text(path: Path) -> str:
+def _raw(path: Path) -> bytes:
     with path.open("rb") as file:
-        raw = file.read(DOCUMENT + 1)
-    if len(raw) > DOCUMENT:
-        raise InvalidArgument(f"mapping {path}: at most {DOCUMENT} bytes are allowed")
-    return raw.decode()
+        nbytes = os.fstat(file.fileno()).st_size  # a read of so many bytes at most would take that memory first
+        if nbytes > DOCUMENT:
+            raise InvalidArgument(f"mapping {path} has {nbytes} bytes: at most {DOCUMENT} are allowed")
+        return file.read(nbytes)
 
 
 def _json(path: Path) -> Any:
+    raw = _raw(path)
     try:
-        return json.loads(_text(path))
+        return json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"mapping {path}: not JSON: {error}") from error
 
@@ -93,8 +94,9 @@ def _yaml(path: Path) -> Any:
                 )
             return super().compose_node(parent, index)
 
+    raw = _raw(path)
     try:
-        return yaml.load(_text(path), Loader)
+        return yaml.load(raw.decode(), Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InvalidArgument(f"mapping {path}: not YAML: {error}") from error
 

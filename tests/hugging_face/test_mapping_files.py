@@ -77,7 +77,7 @@ def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     """That of documents."""
     monkeypatch.setattr("nxd_ckpt.layout.mappings.DOCUMENT", 10)
     (tmp_path / name).write_text(json.dumps(document()))
-    with pytest.raises(InvalidArgument, match=r"mine\.\w+: at most 10 bytes are allowed"):
+    with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.\w+ has \d+ bytes: at most 10 are allowed$"):
         find_mapping(tmp_path / name, {})
 
 

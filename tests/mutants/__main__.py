@@ -23,7 +23,10 @@ _FILTERS = [
     f"tests/filters/{name}.py"
     for name in ("test_ignoring", "test_load", "test_save_ignore_keys", "test_shards", "test_stages")
 ]
-_PICKLES = ["tests/formats/test_unpickle.py", "tests/hostile/test_small_files.py", "tests/bad_input/test_pickles.py"]
+_PICKLES = [
+    *("tests/formats/test_unpickle.py", "tests/formats/test_pickle_edges.py"),
+    *("tests/hostile/test_small_files.py", "tests/bad_input/test_pickles.py"),
+]
 
 TESTS: dict[str, list[str]] = {
     "core/votes": ["tests/core/test_votes.py"],

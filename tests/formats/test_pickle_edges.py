@@ -1,0 +1,256 @@
+"""The edges of what a pickle may be: exact limits, opcodes that few picklers write, names that only look right."""
+
+from __future__ import annotations
+
+import argparse
+import decimal
+import fractions
+import itertools
+import pathlib
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nxd_ckpt.core import limits
+from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.formats.machine import Machine, check_walk
+from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub
+from nxd_ckpt.formats.torch_zip import read_tree
+from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.formats.unpickle import check_picklable_as_data, unpickle
+from tests.formats.helpers import comparable, loaded, pread_of, rendered, saved
+from tests.formats.pickles import EMPTY_STORAGE, called, named, text
+from tests.hostile.findings import LONG, number
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SPAN = StorageSpan("data/0", 100, 4, None)
+REFERENCE = named("torch_xla.utils.serialization", "TensorReference")
+V1, V2, V3 = (named("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"))
+ONE = b"K\x00K\x01\x85K\x01\x85"  # offset, shape and stride of one element
+
+
+def read(pickled: bytes, **storages: StorageSpan) -> Any:
+    return unpickle(b"\x80\x04" + pickled + b".", "file.pt", storages or {"0": SPAN})
+
+
+def stub(count: int = 1, stride: int = 1, span: StorageSpan = SPAN) -> TensorStub:
+    return TensorStub("file.pt", 100, "float32", (count,), (stride,), span)
+
+
+REFUSED = {
+    "a changed function": (V2 + b"N}" + text("x") + text("y") + b"s\x86b", "tries to change a function"),
+    "a reference to no tensor": (called(REFERENCE), "without a `tid`"),
+    "another class of torch_xla": (named("torch_xla.utils", "Other"), "asks for torch_xla.utils.Other"),
+    "a storage of somebody's": (named("somebody", "FloatStorage"), "asks for somebody.FloatStorage"),
+    "a storage that torch has no more": (named("torch", "QInt8Storage"), "asks for torch.QInt8Storage"),
+    "a tensor rebuilt by a dict": (
+        called(named("torch._tensor", "_rebuild_from_type_v2"), named("collections", "OrderedDict"), b"N)}"),
+        "is rebuilt by",
+    ),
+    "a dtype that is text": (V3 + EMPTY_STORAGE + ONE + b"\x89N" + text("float32") + b"tR", "a tensor of dtype"),
+    "a shape that is text": (V2 + EMPTY_STORAGE + b"K\x00" + text("1") + b"K\x01\x85\x89NtR", "a tensor of offset 0"),
+    "bytes in UTF-8": (called(named("_codecs", "encode"), text("x"), text("utf-8")), "written as latin1"),
+    "no device": (called(named("torch", "device")), "with its name and index"),
+    "a device by number": (called(named("torch", "device"), b"K\x00"), "with its name and index"),
+    "an object with keywords": (named("argparse", "Namespace") + b")}" + text("x") + b"Ns\x92", "with keywords"),
+    "a list of a list": (called(named("builtins", "list"), b"]"), "makes a list of"),
+    "an extension code": (b"\x82\x01", "the opcode EXT1"),
+    "keys and no value": (b"}(K\x01K\x02K\x03u", "not that of a torch file"),
+}
+
+
+@pytest.mark.parametrize(("pickled", "what"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_only_looks_right_is_refused_for_what_it_is(pickled: bytes, what: str) -> None:
+    """Not for what it would lead to later."""
+    with pytest.raises((UnsafePickle, MalformedFile), match=what):
+        read(pickled)
+
+
+READ: dict[str, tuple[bytes, Any]] = {
+    "a dict by DICT": (b"(" + text("a") + b"K\x01d", {"a": 1}),
+    "a frozenset by FROZENSET": (b"(K\x01\x91", frozenset({1})),
+    "a bytearray by BYTEARRAY8": (b"\x96\x02" + bytes(7) + b"ab", bytearray(b"ab")),
+    "an object by NEWOBJ_EX": (named("argparse", "Namespace") + b")}\x92", argparse.Namespace()),
+    "a bytearray of text": (called(named("builtins", "bytearray"), text("x"), text("latin-1")), bytearray(b"x")),
+    "a fraction of text": (called(named("fractions", "Fraction"), text("1/3")), fractions.Fraction(1, 3)),
+    "a tensor of the first kind": (V1 + EMPTY_STORAGE + ONE + b"tR", stub()),
+    "a tensor of the third kind": (V3 + EMPTY_STORAGE + ONE + b"\x89N" + named("torch", "float32") + b"tR", stub()),
+}
+
+
+@pytest.mark.parametrize(("pickled", "expected"), READ.values(), ids=READ.keys())
+def test_what_few_picklers_write_is_read(pickled: bytes, expected: Any) -> None:
+    """Old ones, and those of other protocols."""
+    found = read(pickled)
+    assert type(expected) is type(found)
+    assert expected == found
+
+
+def test_a_reference_is_read_with_trust_too() -> None:
+    """It is none of torch-xla's then, either."""
+    data = rendered(image_of([TensorReference(3)]))
+    [found] = read_tree(pread_of(data), len(data), "file.pt", trust_pickle=True)
+    assert (TensorReference, 3) == (type(found), found.tid)
+
+
+def test_tensors_without_a_storage_class_and_without_elements_are_read() -> None:
+    """Newer dtypes are written untyped; what is empty begins where its storage does."""
+    tree = {"untyped": torch.ones(2, dtype=torch.uint16), "empty": torch.zeros(0)}
+    assert comparable(tree) == comparable(loaded(saved(tree)))
+    span = StorageSpan("data/0", 100, 0, None)
+    storage = EMPTY_STORAGE.replace(b"K\x01tQ", b"K\x00tQ")
+    assert stub(0, span=span) == read(V2 + storage + b"K\x00K\x00\x85K\x01\x85\x89NtR", **{"0": span})
+
+
+def test_a_tensor_of_as_many_dimensions_as_are_allowed_is_read() -> None:
+    """And one of more is not."""
+    sizes = [b"(" + b"K\x01" * count + b"t" for count in (limits.DIMENSIONS, limits.DIMENSIONS + 1)]
+    good, bad = (V2 + EMPTY_STORAGE + b"K\x00" + some + some + b"\x89NtR" for some in sizes)
+    assert (1,) * limits.DIMENSIONS == read(good).shape
+    with pytest.raises(MalformedFile, match="a tensor of offset 0"):
+        read(bad)
+
+
+def test_tensors_repeat_as_much_as_is_allowed() -> None:
+    """To the byte: what a file stores, so often, and what any may have beside."""
+    most = (limits.REPEATS * SPAN.nbytes + limits.REPEATED_NBYTES) // 4
+    good, bad = (
+        V2 + EMPTY_STORAGE + b"K\x00" + number(count) + b"\x85K\x00\x85\x89NtR" for count in (most, most + 1)
+    )
+    assert stub(most, 0) == read(good)
+    with pytest.raises(MalformedFile, match="repeat what it stores"):
+        read(bad)
+
+
+EXACT: dict[str, Any] = {
+    "a decimal": [decimal.Decimal("1" * limits.NUMBER_DIGITS)],
+    "a path": [pathlib.PurePosixPath("x" * limits.PATH_LENGTH)],
+    "a path of two": [pathlib.PurePosixPath("x" * (limits.PATH_LENGTH // 2 - 1), "y" * (limits.PATH_LENGTH // 2))],
+    "a key": {("k",) * limits.KEY_VALUES: 1},
+    "keys of one hash": dict.fromkeys(itertools.product((-1, -2), repeat=5), 1),
+}
+
+
+@pytest.mark.parametrize("value", EXACT.values(), ids=EXACT.keys())
+def test_what_is_exactly_as_long_as_allowed_is_saved_and_read(value: Any) -> None:
+    """The limit itself is within it."""
+    check_picklable_as_data(value)
+    assert value == loaded(saved(value))
+
+
+def test_the_parts_of_a_path_may_be_as_long_as_one() -> None:
+    """Together."""
+    half = text("x" * (limits.PATH_LENGTH // 2))
+    path = named("pathlib", "PurePosixPath")
+    assert pathlib.PurePosixPath("x" * (limits.PATH_LENGTH // 2), "x" * (limits.PATH_LENGTH // 2)) == read(
+        called(path, half, half)
+    )
+    with pytest.raises(MalformedFile, match="a path of more than"):
+        read(called(path, half, half, text("x")))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes a Fraction as text, of 4300 digits at most")
+def test_a_fraction_is_refused_at_the_save_from_where_it_is_at_the_load() -> None:
+    """To the bit."""
+    good, bad = ([fractions.Fraction(2**bits)] for bits in (14332, 14333))
+    check_picklable_as_data(good)
+    assert good == loaded(saved(good))
+    with pytest.raises(UnsafePickle, match=r"content\[0\] is longer"):
+        check_picklable_as_data(bad, "content")
+    with pytest.raises(MalformedFile, match="a Fraction is written with"):
+        loaded(saved(bad))
+
+
+def test_long_keys_of_one_hash_are_fewer() -> None:
+    """Each comparison takes longer."""
+    keys = dict.fromkeys(itertools.product((-1, -2), repeat=8), 1)
+    for refuse in (check_picklable_as_data, lambda tree: loaded(saved(tree))):
+        with pytest.raises((UnsafePickle, MalformedFile), match="more than 50 keys of one hash"):
+            refuse(keys)
+
+
+def test_keys_are_counted_whatever_comes_before_them() -> None:
+    """Text does not hide them, and the same key again counts once."""
+    most = limits.KEYS_OF_ONE_HASH + 1
+    keys = [number(index * (2**61 - 1)) + b"N" for index in range(1, most + 2)]
+    again = b"}(" + text("a") + b"N" + keys[0] + b"".join(keys[:most])
+    assert most + 1 == len(read(again + b"u"))
+    with pytest.raises(MalformedFile, match="keys of one hash"):
+        read(again + keys[most] + b"u")
+
+
+def test_what_a_filled_dict_holds_is_counted_with_what_is_added() -> None:
+    """Filled by one opcode, and then by another."""
+    most = limits.KEYS_OF_ONE_HASH + 1
+    keys = [number(index * (2**61 - 1)) + b"N" for index in range(1, most + 2)]
+    first, rest = b"".join(keys[:60]), b"".join(keys[60:])
+    with pytest.raises(MalformedFile, match="keys of one hash"):
+        read(b"}(" + first + b"u(" + rest + b"u")
+
+
+COPIES = {
+    "states": b"}(" + b"".join(text(str(index)) + b"N" for index in range(2000)) + b"uq\x050](" + (
+        named("argparse", "Namespace") + b")Rh\x05b"
+    ) * 2000 + b"e",
+    "arrays": b"](" + LONG.replace(b"q\x07", b"") + b"0e0"
+    + called(named("_codecs", "encode"), text("x" * 80_000), text("latin1")) + b"q\x070"
+    + called(named("numpy", "dtype"), text("f8"), b"K\x00", b"K\x01") + b"q\x080](" + (
+        called(named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b"K\x00\x85", text("b"))
+        + b"(K\x01" + number(10_000) + b"\x85h\x08\x89h\x07tb"
+    ) * 100 + b"e",
+    "numbers": number(1 << 800_000) + b"q\x070](" + called(named("builtins", "slice"), b"h\x07") * 100 + b"e",
+    "arguments": b"(" + text("") * 20_000 + b"tq\x070](" + (named("pathlib", "PurePosixPath") + b"h\x07R") * 200 + b"e",
+    "tuples": b"(" + b"N" * 20_000 + b"tq\x070](" + (named("collections", "OrderedDict") + b")Rh\x07b") * 200 + b"e",
+}
+
+
+@pytest.mark.parametrize("pickled", COPIES.values(), ids=COPIES.keys())
+def test_what_is_used_again_and_again_counts_each_time(pickled: bytes) -> None:
+    """As a state, as part of one, and as an argument."""
+    with pytest.raises(UnsafePickle, match="copies of its own values"):
+        read(pickled)
+
+
+def test_arrays_are_as_many_as_their_bytes_allow() -> None:
+    """Each has bytes of its own."""
+    tree = [np.full(1000, float(index)) for index in range(200)]
+    assert [array.tolist() for array in tree] == [array.tolist() for array in loaded(saved(tree))]
+
+
+def test_as_many_objects_as_allowed_are_made() -> None:
+    """And not one more."""
+    assert [[]] * 8 == Machine(b"\x80\x04](" + b"]" * 8 + b"e.", objects=10).load()
+    with pytest.raises(UnsafePickle, match="more than 10 objects"):
+        Machine(b"\x80\x04](" + b"]" * 9 + b"e.", objects=10).load()
+
+
+def test_what_holds_itself_is_plain_data() -> None:
+    """A walk ends where it comes to what it is in."""
+    tree: list[Any] = ["x"]
+    tree.append(tree)
+    check_walk(tree)
+    check_picklable_as_data(tree)
+    found = loaded(saved(tree))
+    assert found[1] is found
+
+
+def test_containers_may_be_as_deep_as_allowed() -> None:
+    """Empty ones at the end do not count."""
+    tree: list[Any] = [None]
+    for _ in range(limits.TREE_DEPTH - 1):
+        tree = [tree]
+    check_walk(tree)
+    with pytest.raises(MalformedFile, match="containers inside of each other"):
+        check_walk([tree])
+
+
+def test_pickles_of_every_protocol_are_read() -> None:
+    """What Python itself writes."""
+    value = {"b": bytearray(b"x" * 300), "f": frozenset({1}), "s": {2}, "t": (1, 2, 3, 4), "n": -1, "g": 2.5}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert value == unpickle(pickle.dumps(value, protocol), "file.pt", {})
