@@ -23,8 +23,8 @@ from accelerate import DistributedType
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, InvalidArgument, OptimizerMismatch, UnsupportedState
-from nxd_ckpt.integrations.same_run import require_same
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.integrations.same_run import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
 from nxd_ckpt.runtime.save.pending import PendingSave
 
@@ -47,6 +47,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     checkpoint_options: ClassVar[Mapping[str, Any]] = {}
     """Keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
+
+    any_world_size: ClassVar[bool] = False
+    """Load what another number of processes saved, too. Random states are then those of the ranks that both have."""
 
     _saving: SealedDirectory | None = None
     """What is not known to be visible yet."""
@@ -87,7 +90,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         self._require_supported()
         content = open_checkpoint(place, STATE).user_content()
-        require_same(place, content["runs_with"], self._setting(), IncompatibleState)
+        require_same_setting(place, content["runs_with"], self._setting(), self.any_world_size)
         require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
         verify_files(place, STATE, content["files"])
         for tag, model, optimizer in self._parts():
@@ -197,7 +200,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def _setting(self) -> dict[str, Any]:
-        return {"world size": self.num_processes, "precision": self.mixed_precision}
+        return {WORLD_SIZE: self.num_processes, "precision": self.mixed_precision}
 
     def _classes(self) -> dict[str, Any]:
         return {"optimizers": [type(optimizer.optimizer).__qualname__ for optimizer in self._optimizers]}

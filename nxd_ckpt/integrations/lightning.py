@@ -34,7 +34,7 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.convert.locations import Location, location_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, IncompatibleState, InvalidArgument, OptimizerMismatch
-from nxd_ckpt.integrations.same_run import parameter_names, require_same
+from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.save.options import OurSaveKeywords
@@ -292,7 +292,7 @@ def _random_states(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _setting(trainer: Any) -> dict[str, Any]:
-    return {"world size": trainer.world_size, "precision": str(trainer.precision)}
+    return {WORLD_SIZE: trainer.world_size, "precision": str(trainer.precision)}
 
 
 def _optimizers(trainer: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Lightning's sharded models (FSDP2, tensor parallelism) as tags: each rank writes and reads what it holds.
+"""Lightning's sharded models (FSDP2, tensor parallelism, FSDP) as tags: each rank writes and reads what it holds.
 
 Written for Lightning 2.6. One line changes::
 
     trainer = Trainer(strategy=ModelParallelStrategy(), plugins=[CheckpointIO(async_save=True)], ...)
 
-The tags are those of :mod:`nxd_ckpt.integrations.lightning`, and its ``CheckpointIO`` has the options. Nothing is
-gathered.
+or ``strategy=FSDPStrategy()``. The tags are those of :mod:`nxd_ckpt.integrations.lightning`, and its ``CheckpointIO``
+has the options. Nothing is gathered, but by FSDPStrategy one module at a time.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from torch.distributed.device_mesh import init_device_mesh
+
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.integrations import first_fsdp
 from nxd_ckpt.integrations.lightning import CheckpointIO, is_lightnings, package
 from nxd_ckpt.storage.urls import StrPath
 
 _strategies = import_module(f"{package}.strategies")
 
 
-class ModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
-    """Takes the place of Lightning's ``ModelParallelStrategy``, with the same arguments.
-
-    A strategy that extends Lightning's is extended in turn: ``class Mine(ModelParallelStrategy, Theirs)``. Checkpoints
-    load on any number of ranks, also those of models that were not sharded. Lightning's own sharded checkpoints load
-    too.
+class _Tags:
+    """What the strategies have in common. Checkpoints load on any number of ranks, also those of models that were not
+    sharded. Lightning's own sharded checkpoints load too.
     """
 
+    model: Any
+    optimizers: list[Any]
+    lightning_module: Any
+    is_global_zero: bool
+    broadcast: Any
     _checkpoint_io: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._state: dict[str, Any] = {}
-        """The model's state as Lightning was given it last."""
+        """The model's state as Lightning was given it for the save that comes."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state on this rank, for hooks that read it: the live tensors."""
-        assert self.model is not None
-        self._state = dict(self.model.state_dict())
+        """The model's state on this rank, for hooks that read it."""
+        self._state = self._state_now()
         return dict(self._state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -61,8 +65,9 @@ class ModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[
                 "a hook has changed checkpoint['state_dict']: sharded checkpoints are made of the model itself. Leave "
                 "the dict as it is, and change the model"
             )
-        parts = {"model": self.model, "optimizer": _only(optimizers), "user_content": rest}
+        parts = {**self._to_save(_only(optimizers)), "user_content": rest}
         self._io.save(self.broadcast(filepath), parts, storage_options, is_rank_0=self.is_global_zero)
+        self._state = {}
 
     def load_checkpoint(self, checkpoint_path: StrPath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load model and optimizer, and return the rest of Lightning's dict; every rank calls this.
@@ -72,11 +77,10 @@ class ModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[
         """
         path = self.broadcast(checkpoint_path)
         if is_lightnings(self._io.place(path)):
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
-        assert self.lightning_module is not None
         strict = bool(self.lightning_module.strict_loading)
-        return self._io.load(path, self.model, _only(self.optimizers), weights_only, strict=strict)[2]
+        return self._load(path, _only(self.optimizers), weights_only, strict)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: :meth:`load_checkpoint` has done it."""
@@ -86,8 +90,20 @@ class ModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[
 
     def teardown(self) -> None:
         """As Lightning's; then finish what is in flight, as :meth:`CheckpointIO.teardown`."""
-        super().teardown()
+        super().teardown()  # type: ignore[misc]
         self._io.teardown()
+
+    def _state_now(self) -> dict[str, Any]:
+        """The model's state on this rank."""
+        raise NotImplementedError
+
+    def _to_save(self, optimizer: Any) -> dict[str, Any]:
+        """Model and optimizer as keywords of ``save_checkpoint``; :meth:`_state_now` was called before."""
+        raise NotImplementedError
+
+    def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
+        """Load a tag; its user content."""
+        raise NotImplementedError
 
     @property
     def _io(self) -> CheckpointIO:
@@ -99,6 +115,53 @@ class ModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[
                 "nxd_ckpt.integrations.lightning.CheckpointIO alone; pass that to plugins=, or none"
             )
         return self._checkpoint_io
+
+
+class ModelParallelStrategy(_Tags, _strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+    """Takes the place of Lightning's ``ModelParallelStrategy``, with the same arguments.
+
+    A strategy that extends Lightning's is extended in turn: ``class Mine(ModelParallelStrategy, Theirs)``.
+    """
+
+    def _state_now(self) -> dict[str, Any]:
+        return dict(self.model.state_dict())
+
+    def _to_save(self, optimizer: Any) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": optimizer}
+
+    def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
+        return self._io.load(path, self.model, optimizer, weights_only, strict=strict)[2]
+
+
+class FSDPStrategy(_Tags, _strategies.FSDPStrategy):  # type: ignore[misc,name-defined]
+    """Takes the place of Lightning's ``FSDPStrategy``, with the same arguments; ``state_dict_type`` says nothing more.
+
+    The tags are those of ``ModelParallelStrategy``: each reads the other's. For a save and a load each rank has a copy
+    of its shards in host memory.
+    """
+
+    def setup_environment(self) -> None:
+        """As Lightning's, with a device mesh, by which torch makes DTensors."""
+        super().setup_environment()
+        hybrid = "HYBRID" in self.sharding_strategy.name
+        if not hybrid and not {"device_mesh", "process_group"} & self.kwargs.keys():
+            self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, (self.world_size,))
+
+    def _state_now(self) -> dict[str, Any]:
+        return first_fsdp.model_state(self.model)
+
+    def _to_save(self, optimizer: Any) -> dict[str, Any]:
+        made = None if optimizer is None else first_fsdp.Unflattened(self.model, optimizer, self._state)
+        return {"model": self._state, "optimizer": made}
+
+    def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
+        state = self._state_now()
+        made = None if optimizer is None else first_fsdp.Unflattened(self.model, optimizer, state)
+        _, loaded, content = self._io.load(path, state, made, weights_only, strict=strict)
+        first_fsdp.put_back(self.model, state)
+        if loaded is not None:
+            loaded.put_back(self.model, optimizer)
+        return content
 
 
 def _only(optimizers: list[Any]) -> Any:

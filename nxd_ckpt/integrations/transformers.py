@@ -22,7 +22,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
-from nxd_ckpt.integrations.same_run import parameter_names, require_same
+from nxd_ckpt.integrations.just_in_time import last_complete, make_way, refuse_interrupted
+from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
 from nxd_ckpt.runtime.save.pending import PendingSave
 
@@ -44,14 +45,26 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     checkpoint_options: ClassVar[Mapping[str, Any]] = {}
     """Keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
 
+    any_world_size: ClassVar[bool] = False
+    """Resume what another number of processes saved, too. Random states are then those of the ranks that both have."""
+
     _staging: SealedDirectory | None = None
     """Where transformers writes now."""
     _saving: SealedDirectory | None = None
     """What is not known to be visible yet."""
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', until the last checkpoint is complete. Raises what failed in the background."""
-        found = super().train(*args, **kwargs)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', until the last checkpoint is complete. True resumes from the last complete one.
+
+        Raises:
+            CheckpointError: what failed in the background; or the checkpoint to resume from is incomplete, damaged, or
+                of another world size, precision or optimizer.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete(self.args.output_dir, STATE) or True
+        elif resume_from_checkpoint:
+            refuse_interrupted(resume_from_checkpoint, STATE)
+        found = super().train(resume_from_checkpoint, *args, **kwargs)
         self._settle()
         close_checkpointers()
         return found
@@ -66,6 +79,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.process_index == 0:
             directory.begin()
         self.accelerator.wait_for_everyone()
+        if self.args.process_index == 0:
+            make_way(directory.path, STATE)
         self._staging = directory
         try:
             super()._save_checkpoint(model, trial)
@@ -75,7 +90,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()  # until all ranks' files are there
         directory.publish_after([self._save_rest(directory)], self.args.process_index == 0)
         self._saving = directory
-        if not self.async_save:
+        if not self.async_save or self.control.should_training_stop:
             self._settle()
 
     def _keep_best(self, directory: SealedDirectory) -> None:
@@ -135,12 +150,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if is_sealed(resume_from_checkpoint, STATE):
-            content = open_checkpoint(resume_from_checkpoint, STATE).user_content()
-            require_same(resume_from_checkpoint, content["runs_with"], self._setting(), IncompatibleState)
+            tag = open_checkpoint(resume_from_checkpoint, STATE)
+            content = tag.user_content()
+            require_same_setting(resume_from_checkpoint, content["runs_with"], self._setting(), self.any_world_size)
             verify_files(resume_from_checkpoint, STATE, content["files"])
-            if self.is_fsdp_enabled:
+            if tag.parts.model:
                 load_checkpoint(resume_from_checkpoint, STATE, self.model)
                 return
+            if self.is_fsdp_enabled:
+                raise IncompatibleState(
+                    f"{resume_from_checkpoint} was saved without FSDP: its model is in Hugging Face's files alone, and "
+                    "not in shards. Resume without FSDP, or begin a new run from its model"
+                )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -158,7 +179,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _setting(self) -> dict[str, Any]:
         dtypes = sorted({str(parameter.dtype) for parameter in self.model.parameters()})
         return {
-            "world size": self.args.world_size,
+            WORLD_SIZE: self.args.world_size,
             "precision": f"{self.accelerator.mixed_precision}, parameters of {', '.join(dtypes)}",
         }
 

@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
+from nxd_ckpt.adapters.dtensor import is_dtensor
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.accelerate import Accelerator
 from tests.integrations.killed import killed_at
@@ -24,6 +25,12 @@ class Background(Accelerator):
 
     async_save = True
     checkpoint_options: ClassVar[dict[str, Any]] = {"durable": False}
+
+
+class AnyWorldSize(Background):
+    """Allows another world size."""
+
+    any_world_size = True
 
 
 class Job:
@@ -128,3 +135,28 @@ def goes_on(rank: int, directory: Path, sharded: bool, begins: bool) -> tuple[in
         job = Job(directory, **(fsdp2() if sharded else {}))
         done = 0 if begins else job.resume()
         return done, job.run(4 - done)
+
+
+def whole_state(model: Any, optimizer: Any) -> list[list[float]]:
+    """The parameters and what the optimizer has for each, on all ranks the same."""
+    found = [tensor for each in model.parameters() for tensor in (each, *optimizer.state.get(each, {}).values())]
+    return [(each.full_tensor() if is_dtensor(each) else each).flatten().tolist() for each in found]
+
+
+def saved(rank: int, directory: Path, sharded: bool) -> list[list[float]]:
+    """The whole state after two steps, which are saved."""
+    with fresh():
+        job = Job(directory, **(fsdp2() if sharded else {}))
+        job.run(2)
+        return whole_state(job.model, job.optimizer)
+
+
+def taken_over(rank: int, directory: Path, sharded: bool, allowed: bool) -> list[list[float]]:
+    """The whole state that is loaded, by one that allows another world size or not. It then goes on for a step."""
+    with fresh():
+        job = Job(directory, AnyWorldSize if allowed else Background, **(fsdp2() if sharded else {}))
+        job.resume()
+        loaded = whole_state(job.model, job.optimizer)
+        job.run(1)
+        assert loaded != whole_state(job.model, job.optimizer)
+        return loaded

@@ -1,4 +1,4 @@
-"""Runs of the small Lightning module under FSDP2, on each rank of a process group."""
+"""Runs of the small Lightning module under FSDP2 and torch's first FSDP, on each rank of a process group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from examples.train_lightning_fsdp2 import main
+from nxd_ckpt.adapters.dtensor import local_of
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
-from nxd_ckpt.integrations.lightning_sharded import ModelParallelStrategy
+from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy
 from tests.integrations.killed import killed_at
 from tests.integrations.lightning_run import Module, every_epoch, fit
 
@@ -28,6 +30,23 @@ class Sharded(Module):
 
     def configure_model(self) -> None:
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class Flat(Module):
+    """Its parameters are parts of a flat one, which the first FSDP cuts over all ranks."""
+
+    mesh = True
+
+    def configure_model(self) -> None:
+        # Lightning wraps on devices alone: it names no CPU.
+        mesh = self.trainer.strategy.kwargs["device_mesh"] if self.mesh else None
+        on = torch.device("cpu")
+        wrapped: Any = FullyShardedDataParallel(self.net, use_orig_params=True, device_id=on, device_mesh=mesh)
+        self.net = wrapped
+
+
+class WithoutMesh(Flat):
+    mesh = False
 
 
 class TwoOptimizers(Sharded):
@@ -49,53 +68,67 @@ class Averages(pl.Callback):  # type: ignore[misc]
         checkpoint["state_dict"]["net.0.bias"] = torch.zeros(8)
 
 
-def run(directory: Any, *, strategy: Any = ModelParallelStrategy, kind: Any = Sharded, **options: Any) -> Module:
+FORMS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"kind": Sharded, "strategy": ModelParallelStrategy},
+    "fsdp": {"kind": Flat, "strategy": FSDPStrategy},
+}
+LIGHTNINGS: dict[str, Any] = {
+    "fsdp2": pl.strategies.ModelParallelStrategy,
+    "fsdp": type("OfLightning", (pl.strategies.FSDPStrategy,), {}),  # Lightning refuses its own on CPUs by the class
+}
+
+
+def run(directory: Any, form: str = "fsdp2", **options: Any) -> Module:
     """On all ranks: a run of three epochs that keeps one checkpoint of them, and the last."""
-    ranks = dist.get_world_size()
-    made = strategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    return fit(every_epoch(directory, save_top_k=1), kind=kind, strategy=made, devices=ranks, **options)
+    ranks, chosen = dist.get_world_size(), {**FORMS[form], **options}
+    of_form: dict[str, Any] = {"data_parallel_size": ranks, "tensor_parallel_size": 1} if form == "fsdp2" else {}
+    if form == "fsdp" and chosen["strategy"] is not FSDPStrategy:
+        of_form = {"state_dict_type": "sharded", "device_mesh": init_device_mesh("cpu", (ranks,))}
+    chosen["strategy"] = chosen["strategy"](**of_form)
+    return fit(every_epoch(directory, save_top_k=1), devices=ranks, **chosen)
 
 
 def held(module: Module) -> list[list[float]]:
     """What this rank holds of the parameters."""
-    return [parameter.detach().to_local().flatten().tolist() for parameter in module.parameters()]
+    return [local_of(parameter.detach()).flatten().tolist() for parameter in module.parameters()]
 
 
-def whole(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
+def whole(rank: int, directory: Path, form: str = "fsdp2") -> tuple[list[float], list[list[float]]]:
     """Losses and weights of a run that nothing interrupts."""
-    module = run(directory)
+    module = run(directory, form)
     return module.losses, held(module)
 
 
-def resumed(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
+def resumed(rank: int, directory: Path, form: str = "fsdp2") -> tuple[list[float], list[list[float]]]:
     """The same, of a run that went on after two epochs, which were saved in the background."""
-    run(directory, epochs=2, io=CheckpointIO(async_save=True, durable=False))
-    module = run(directory, ckpt_path="last", seed=2)
+    run(directory, form, epochs=2, io=CheckpointIO(async_save=True, durable=False))
+    module = run(directory, form, ckpt_path="last", seed=2)
     return module.losses, held(module)
 
 
-def continued(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
+def continued(rank: int, directory: Path, form: str) -> tuple[list[float], list[list[float]]]:
     """The same, where the two epochs were saved by Lightning itself."""
-    run(directory, epochs=2, strategy=pl.strategies.ModelParallelStrategy)
-    module = run(directory, ckpt_path="last", seed=2)
+    run(directory, form, epochs=2, strategy=LIGHTNINGS[form])
+    module = run(directory, form, ckpt_path="last", seed=2)
     return module.losses, held(module)
 
 
-def from_one_process(rank: int, directory: Path, ckpt_path: Path) -> list[list[float]]:
-    """The weights that a run on one process saved, as they are loaded here; then they are saved."""
-    module = run(directory, ckpt_path=ckpt_path, epochs=2, seed=2, callbacks=[])
+def loaded(rank: int, directory: Path, form: str, ckpt_path: Path) -> list[list[float]]:
+    """The weights that another run saved, as they are loaded here; then they are saved."""
+    module = run(directory, form, ckpt_path=ckpt_path, epochs=2, seed=2, callbacks=[])
     module.trainer.save_checkpoint(directory / "again.ckpt")
     module.trainer.save_checkpoint(directory / "weights.ckpt", weights_only=True)
     return held(module)
 
 
 def refused(rank: int, directory: Path) -> list[str]:
-    """What is said to two optimizers, a changed state, and a CheckpointIO of another's."""
+    """What is said to two optimizers, a changed state, a CheckpointIO of another's, and FSDP without a mesh."""
     found = []
     cases: list[dict[str, Any]] = [
         {"kind": TwoOptimizers},
         {"callbacks": [Averages()]},
         {"io": pl.plugins.io.TorchCheckpointIO()},
+        {"form": "fsdp", "kind": WithoutMesh},
     ]
     for case in cases:
         try:
@@ -111,14 +144,14 @@ def example(rank: int, directory: Path) -> None:
         main(["--directory", str(directory), "--epochs", epochs])
 
 
-def until_killed(rank: int, directory: Path, kill_at: int) -> None:
+def until_killed(rank: int, directory: Path, form: str, kill_at: int) -> None:
     """Two epochs, in which the first rank is killed before the change of that number."""
     if rank == 0:
         killed_at(kill_at)
-    run(directory, epochs=2, io=CheckpointIO(async_save=True, durable=False))
+    run(directory, form, epochs=2, io=CheckpointIO(async_save=True, durable=False))
 
 
-def goes_on(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
+def goes_on(rank: int, directory: Path, form: str) -> tuple[list[float], list[list[float]]]:
     """The rest of a run that was killed, from what is there."""
-    module = run(directory, ckpt_path="last", callbacks=[ExactResume()])
+    module = run(directory, form, ckpt_path="last", callbacks=[ExactResume()])
     return module.losses, held(module)

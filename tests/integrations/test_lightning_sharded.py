@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy with our checkpoints, under FSDP2: on one rank, and on two."""
+"""Lightning's ModelParallelStrategy (FSDP2) and FSDPStrategy with our checkpoints: on one rank, and on two."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import open_checkpoint
+from nxd_ckpt.diff import diff_checkpoints
 from nxd_ckpt.verify import verify_checkpoint
 from tests.integrations import lightning_sharded_run as runs
 from tests.integrations.lightning_run import BATCHES, every_epoch, fit, weights
@@ -38,14 +39,24 @@ def pool() -> Iterator[RankPool]:
         yield started
 
 
+@pytest.fixture(scope="module", params=runs.FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def whole(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def whole(form: str, pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Each rank's losses and weights in a run that nothing interrupts."""
-    return pool.run(runs.whole, tmp_path_factory.mktemp("whole"))
+    return pool.run(runs.whole, tmp_path_factory.mktemp("whole"), form)
 
 
 def tags(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def joined(ranks: list[Any]) -> list[Any]:
+    """The parameters of which two ranks hold the first and the last elements."""
+    return [first + second for first, second in zip(*ranks, strict=True)]
 
 
 def rest(whole: list[Any]) -> list[Any]:
@@ -54,20 +65,20 @@ def rest(whole: list[Any]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_resumed_run_of_one_rank_is_the_same_run(tmp_path: Path) -> None:
+def test_a_resumed_run_of_one_rank_is_the_same_run(form: str, tmp_path: Path) -> None:
     """Losses and weights equal those of a run that was not stopped; ModelCheckpoint says what stays. The tag's names
     are those of a run that is not sharded."""
-    losses, held = runs.whole(0, tmp_path / "whole")
-    assert (losses[2 * BATCHES :], held) == runs.resumed(0, tmp_path / "resumed")
+    losses, held = runs.whole(0, tmp_path / "whole", form)
+    assert (losses[2 * BATCHES :], held) == runs.resumed(0, tmp_path / "resumed", form)
     assert ["epoch=2-step=6.ckpt", "last.ckpt"] == tags(tmp_path / "resumed")
     tag = open_checkpoint(tmp_path / "resumed", "last.ckpt")
     assert {"model/net.0.weight", "optim/net.0.weight/exp_avg"} <= tag.metadata.keys()
 
 
 @pytest.mark.soak
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+def test_a_resumed_run_is_the_same_run(form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
     """Losses and weights of each rank equal those of a run that was not stopped, and a tag has each rank's shards."""
-    assert rest(whole) == pool.run(runs.resumed, tmp_path)
+    assert rest(whole) == pool.run(runs.resumed, tmp_path, form)
     assert [LAST, "last.ckpt"] == tags(tmp_path)
     verify_checkpoint(tmp_path, LAST)
     manifest = open_checkpoint(tmp_path, "last.ckpt").manifest
@@ -76,20 +87,28 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, pool: RankPool, whole: li
 
 
 @pytest.mark.soak
-def test_a_run_of_lightnings_own_checkpoints_goes_on(tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+def test_a_run_of_lightnings_own_checkpoints_goes_on(
+    form: str, tmp_path: Path, pool: RankPool, whole: list[Any]
+) -> None:
     """Its directories are read and dropped; one whose name a tag gets stays under another."""
-    assert [held for _, held in whole] == [held for _, held in pool.run(runs.continued, tmp_path)]
+    assert [held for _, held in whole] == [held for _, held in pool.run(runs.continued, tmp_path, form)]
     assert [LAST, "last-replaced.ckpt", "last.ckpt"] == tags(tmp_path)
 
 
 @pytest.mark.soak
-def test_checkpoints_go_from_one_process_to_ranks_and_back(tmp_path: Path, pool: RankPool) -> None:
-    """Model and optimizer are cut, and put together again."""
+def test_checkpoints_go_from_one_process_to_ranks_and_back(form: str, tmp_path: Path, pool: RankPool) -> None:
+    """Model and optimizer are cut, and put together again; by the other strategy, too."""
     one = fit(every_epoch(tmp_path / "one"), epochs=2)
-    ranks = pool.run(runs.from_one_process, tmp_path / "ranks", tmp_path / "one" / "last.ckpt")
-    assert weights(one) == [ranks[0][i] + ranks[1][i] for i in range(len(ranks[0]))]
-    again = fit(every_epoch(tmp_path / "again"), epochs=2, ckpt_path=tmp_path / "ranks" / "again.ckpt", callbacks=[])
+    ranks = pool.run(runs.loaded, tmp_path / "ranks", form, tmp_path / "one" / "last.ckpt")
+    assert weights(one) == joined(ranks)
+    saved = tmp_path / "ranks" / "again.ckpt"
+    again = fit(every_epoch(tmp_path / "again"), epochs=2, ckpt_path=saved, callbacks=[])
     assert weights(one) == weights(again)
+    (other,) = runs.FORMS.keys() - {form}
+    assert weights(one) == joined(pool.run(runs.loaded, tmp_path / "other", other, saved))
+    a, b = (open_checkpoint(tmp_path / place, "again.ckpt") for place in ("ranks", "other"))
+    found = diff_checkpoints(a, b)
+    assert (len(a.metadata), ()) == (found.same_tensors, found.tensors)
     assert open_checkpoint(tmp_path / "ranks", "weights.ckpt").parts.optimizer is None
     assert 2 * BATCHES == open_checkpoint(tmp_path / "one", "last.ckpt").user_content()["global_step"]
 
@@ -97,9 +116,9 @@ def test_checkpoints_go_from_one_process_to_ranks_and_back(tmp_path: Path, pool:
 @pytest.mark.soak
 def test_what_cannot_be_saved_is_refused(tmp_path: Path, pool: RankPool) -> None:
     """Rather than saved as something else."""
-    expected = ["2 optimizers", "a hook has changed", "CheckpointIO is TorchCheckpointIO"]
+    expected = ["2 optimizers", "a hook has changed", "CheckpointIO is TorchCheckpointIO", "pass device_mesh="]
     for found in pool.run(runs.refused, tmp_path):
-        assert [True] * 3 == [part in message for part, message in zip(expected, found, strict=True)]
+        assert [True] * 4 == [part in message for part, message in zip(expected, found, strict=True)]
 
 
 @pytest.mark.soak
@@ -112,11 +131,11 @@ def test_the_example_runs_and_goes_on(tmp_path: Path, pool: RankPool) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kill_at", range(0, 100, 10))
-def test_ten_kills(kill_at: int, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+def test_ten_kills(kill_at: int, form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
     """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes
     on as the same run."""
-    outcomes = pool.run(runs.until_killed, tmp_path, kill_at, return_errors=True, timeout=120)
+    outcomes = pool.run(runs.until_killed, tmp_path, form, kill_at, return_errors=True, timeout=120)
     assert isinstance(outcomes[0], WorkerDied)
     for tag in tags(tmp_path) if tmp_path.exists() else ():
         verify_checkpoint(tmp_path, tag)
-    assert [held for _, held in whole] == [held for _, held in pool.run(runs.goes_on, tmp_path)]
+    assert [held for _, held in whole] == [held for _, held in pool.run(runs.goes_on, tmp_path, form)]

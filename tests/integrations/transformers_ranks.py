@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from tests.integrations.accelerate_run import fresh
+from tests.integrations.accelerate_run import fresh, whole_state
 from tests.integrations.killed import killed_at
 from tests.integrations.transformers_run import Background, held, losses, trained
 
@@ -58,3 +58,31 @@ def until_killed(rank: int, directory: Path, form: str, kill_at: int) -> None:
 def goes_on(rank: int, directory: Path, form: str, resume: bool) -> Seen:
     """The rest of a run that was killed."""
     return seen(run(directory, form, kind=Background, resume=resume, save_steps=1, save_total_limit=2))
+
+
+class AnyWorldSize(Background):
+    """Allows another world size."""
+
+    any_world_size = True
+
+
+class Begin(transformers.TrainerCallback):  # type: ignore[misc]
+    """Keeps the whole state that a run begins with."""
+
+    def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **of: Any) -> None:
+        self.state = whole_state(model, optimizer)
+
+
+def saved(rank: int, directory: Path, form: str) -> list[list[float]]:
+    """The whole state after two steps, which are saved."""
+    trainer = run(directory, form, kind=Background, max_steps=2)
+    return whole_state(trainer.model, trainer.optimizer)
+
+
+def taken_over(rank: int, directory: Path, form: str, allowed: bool) -> list[list[float]]:
+    """The whole state that is loaded, by one that allows another world size or not. It then goes on to step four."""
+    begin = Begin()
+    kind = AnyWorldSize if allowed else Background
+    trainer = run(directory, form, kind=kind, resume=True, seed=2, callbacks=[begin])
+    assert begin.state != whole_state(trainer.model, trainer.optimizer)
+    return begin.state
