@@ -188,20 +188,23 @@ def test_a_job_on_another_host_that_is_silent_is_taken_over(tmp_path: Path) -> N
 
 def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -> None:
     """It was silent for too long, and is back: it neither publishes nor beats over the new holder's lease."""
-    looked = threading.Event()
+    take_over, looked = threading.Event(), threading.Semaphore(0)
 
     def look(operation: Operation) -> None:
         if operation == Operation("read", LEASE) and threading.current_thread().name == "nxd_ckpt-lease":
-            looked.set()
+            if take_over.is_set():  # before this beat, not between its look and its writing
+                take_over.clear()
+                lease_of_another_host(tmp_path, 7)
+            looked.release()
 
-    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), look), timeout=0.6)
-    saver.save("first", {"weight": torch.ones(3)})
-    lease_of_another_host(tmp_path, 7)
-    error = error_of(saver, "second", {"weight": torch.ones(3)})
-    for _ in range(2):  # the first of them may have been before the take-over
-        looked.clear()
-        assert looked.wait(HANGS)
-    saver.close()
+    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), look), timeout=0.6) as saver:
+        saver.save("first", {"weight": torch.ones(3)})
+        take_over.set()
+        while take_over.is_set():
+            assert looked.acquire(timeout=HANGS)
+        error = error_of(saver, "second", {"weight": torch.ones(3)})
+        for _ in range(2):  # beats after the take-over
+            assert looked.acquire(timeout=HANGS)
     assert isinstance(error, CheckpointError)
     assert "abroad" in str(error)
     assert ["first"] == visible_tags(tmp_path)
