@@ -99,6 +99,8 @@ class ModelMapping:
         ties: whether files leave it out where config.json does not say ``tie_word_embeddings``.
         ignored: NxD tensors that Hugging Face computes (rotary frequencies, masks).
         packed: Hugging Face tensors that hold several of those that rules name.
+        base_prefix: what names of the base model begin with, and do not in files of that alone; "" where there is no
+            such prefix.
         keys: where config.json has sizes under other keys than :data:`~nxd_ckpt.core.sizes.CONFIG_KEYS`.
     """
 
@@ -110,6 +112,7 @@ class ModelMapping:
     ignored: tuple[Pattern, ...] = ()
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packed: tuple[Packed, ...] = ()
+    base_prefix: str = ""
 
     def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
         """Those of one such model.
@@ -167,6 +170,10 @@ class ModelMapping:
     def in_files(self, names: Iterable[str]) -> list[str]:
         """Under which names files have the Hugging Face tensors that rules call ``names``, each once."""
         return list(dict.fromkeys(self._in_file(name) for name in names))
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether a rule names this Hugging Face tensor."""
+        return any(member.name.match(name) is not None for rule in self.rules for member in rule.members)
 
     def packed_as(self, name: str) -> Packed | None:
         """How the tensor of this name in a file is packed; None where it is not."""

@@ -40,9 +40,14 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
         ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
         keys=keys,
         packed=tuple(_packed(one, f"{where}: packed {number}") for number, one in enumerate(packed)),
+        base_prefix=_prefix(reader.take("base_model_prefix", str, "")),
     )
     reader.done()
     return mapping
+
+
+def _prefix(module: str) -> str:
+    return f"{module}." if module else ""
 
 
 def _rule(document: Any, where: str) -> Rule:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, save_job, weights
@@ -118,9 +119,9 @@ def as_transformers_5_names_them(state: State) -> State:
     return found
 
 
-def exported(tag: Path, out: Path, **options: Any) -> Any:
+def exported(tag: Path, out: Path, config: str = "config", **options: Any) -> Any:
     """The model that transformers loads from an export, which must have every tensor and no other."""
-    export_checkpoint(tag, out, config=tag.parents[1] / "config", size_per_shard="20KB", **options)
+    export_checkpoint(tag, out, config=tag.parents[1] / config, size_per_shard="20KB", **options)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     expected: dict[str, list[str]] = {key: [] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     assert expected == {key: sorted(report[key]) for key in expected}
@@ -191,6 +192,33 @@ def test_a_family_of_transformers_is_saved_exported_and_loaded(tmp_path: Path, n
 
     fresh = transformers.AutoModelForCausalLM.from_config(original.config)
     load_checkpoint(tmp_path / "out", model=fresh)
+    assert [] == differences(dict(original.state_dict()), dict(fresh.state_dict()))
+
+
+@pytest.mark.parametrize("mapping", ["gpt2", "gpt2_linear"])
+def test_files_of_gpt2_without_its_head_are_imported_and_loaded(tmp_path: Path, mapping: str) -> None:
+    """As openai-community/gpt2 has them: no name begins with "transformer.", and masks lie beside the weights."""
+    original = random_model("gpt2")
+    base, whole = tmp_path / "base", tmp_path / "whole"
+    original.save_pretrained(whole)
+    original.transformer.save_pretrained(base)
+    state = load_file(base / "model.safetensors")
+    assert "h.0.attn.c_attn.weight" in state
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
+    save_file({**state, **masks}, base / "model.safetensors", metadata={"format": "pt"})
+    held: list[State] = []
+    for source in (whole, base):
+        run = tmp_path / f"run-{source.name}"
+        import_checkpoint(source, run / "step_0", tp=2, mapping=mapping)
+        held.append({})
+        load_checkpoint(run, model=held[-1], topology=Topology(tp=2, tp_rank=1))
+    assert [] == differences(*held)
+
+    exported(tmp_path / "run-base" / "step_0", tmp_path / "out", config="whole", mapping=mapping)
+    assert [] == differences(weights(whole), weights(tmp_path / "out"))
+
+    fresh = transformers.AutoModelForCausalLM.from_config(original.config)
+    load_checkpoint(base, model=fresh)
     assert [] == differences(dict(original.state_dict()), dict(fresh.state_dict()))
 
 

@@ -13,6 +13,7 @@ from nxd_ckpt.core.packing import Packed, PartSlice
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import IncompatibleState, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
+from nxd_ckpt.runtime.views.base_model import HeadedTensors
 from nxd_ckpt.runtime.views.mapped_directory import HuggingFaceTensors
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
 
@@ -21,7 +22,7 @@ class UnpackedTensors:
     """The tensors of ``directory``, parts of packed ones in place of these."""
 
     def __init__(self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes) -> None:
-        self._directory, self._mapping, self._sizes = directory, mapping, sizes
+        self._directory, self._mapping, self._sizes = HeadedTensors(directory, mapping), mapping, sizes
         self._sliced: dict[str, Mapping[str, PartSlice]] = {}
 
     @property
