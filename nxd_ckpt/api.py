@@ -197,7 +197,10 @@ def has_checkpoint(
     tiers: Sequence[Tier] | None = None,
 ) -> bool:
     """Whether the directory, or any of the ``tiers``, holds a complete checkpoint, which ``load_checkpoint(tag=None)``
-    would load. Where the first tier is each host's own, all ranks call this."""
+    would load. Where the first tier is each host's own, all ranks call this.
+
+    Raises PartLost, as that would, if every complete one lost files with a host.
+    """
     directory = _directory(checkpoint_dir_str, path, tiers)
     places = Tiers(directory, tiers, None, CheckpointerOptions(storage_options=storage_options))
     if not places.per_host:

@@ -13,8 +13,9 @@ from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.hosts import Replicas, join
 from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.runtime.tag.nearest import choose_nearest
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.urls import StrPath
 
@@ -85,10 +86,16 @@ class Tiers:
                 self._leave()
 
     def have_checkpoint(self, agreement: Agreement | None) -> bool:
-        """Whether any holds a complete tag; the same on all ranks that share the ``agreement``."""
+        """Whether any holds a complete tag; the same on all ranks that share the ``agreement``.
+
+        Raises PartLost, as a load would, where each of them lost files with a host.
+        """
 
         def look() -> bool:
-            return any(info.complete for storage in self.storages for info in settled_tags(storage))
+            there = any(info.complete for storage in self.storages for info in settled_tags(storage))
+            if there and may_lack_files(self.first):
+                choose_nearest(self.storages, None)
+            return there
 
         if not self.per_host:
             return look()

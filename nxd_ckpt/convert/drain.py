@@ -17,7 +17,6 @@ from nxd_ckpt import host
 from nxd_ckpt.convert.cp import copy_files
 from nxd_ckpt.convert.cp_files import files_to_copy
 from nxd_ckpt.convert.throttle import Pace
-from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, in_words, to_wire
@@ -29,6 +28,7 @@ from nxd_ckpt.runtime.save.background import Helpers, Worker
 from nxd_ckpt.runtime.save.commit import retain
 from nxd_ckpt.runtime.save.publication import Publication, copy_publication, is_visible
 from nxd_ckpt.runtime.save.session import Session, open_session
+from nxd_ckpt.runtime.tag.nearest import choose_nearest
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.tier import Tier
@@ -233,8 +233,12 @@ class Drains:
         return max(drain.newest for drain in self._drains)
 
     def resume(self) -> None:
-        """Copy the newest tag of the first tier to where it is not: the last launch may have ended before."""
-        newest = latest(list_tags(self._source))
+        """Copy the newest tag that the first tier holds all of to where it is not: the last launch may have ended
+        before."""
+        there = {info.tag: info for info in list_tags(self._source)}
+        newest = None
+        with suppress(CheckpointError):  # there is none; what lost files was warned of
+            newest = there.get(choose_nearest([self._source], None).tag)
         if newest is not None and newest.ours:
             for drain in self._drains:
                 drain.hand_over(Handed(newest.tag, 0, None, host.monotonic()))

@@ -184,6 +184,11 @@ class Scattered(Protocol):
     """Whether files may be lost while others of their tag are there: they lie on disks of several hosts."""
 
 
+def may_lack_files(storage: Storage) -> bool:
+    """Whether it says so of itself."""
+    return isinstance(storage, Scattered) and storage.may_lack_files
+
+
 def checked_length(nbytes: int, limit: int, where: str) -> int:
     """``nbytes``, if it is at most ``limit``. Raises MalformedFile, naming the file ``where``."""
     if nbytes > limit:

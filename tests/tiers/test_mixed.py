@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Tier, Topology, load_checkpoint
+from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, load_checkpoint
+from nxd_ckpt.convert.drain import Drains
 from nxd_ckpt.convert.pack import pack_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, PartLost
 from nxd_ckpt.storage.base import Storage
@@ -20,10 +21,10 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.damage import flip
-from tests.protocol.job import Job
+from tests.protocol.job import Job, until
 from tests.rigs.s3_server import S3Server
 from tests.storage.storages import s3
-from tests.tiers.saving import save, state
+from tests.tiers.saving import save, state, tags_in
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -209,6 +210,26 @@ def test_a_host_that_was_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     for tag in ("step_2", None):
         with pytest.raises(PartLost, match=r"lost files of 'step_2', and no other place has them: step_2/model/"):
             load_checkpoint(None, tag, {}, tiers=tiers[:1])
+
+
+def test_what_lost_files_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    """The next launch copies the newest tag that is whole; asking whether there is one meets what a load would."""
+    tiers = [Tier("near", storage=HostsDisks(tmp_path / "near")), Tier(tmp_path / "far")]
+    with Checkpointer(tiers=tiers[:1]) as saver:
+        save(saver, 1, 2)
+    shutil.rmtree(tmp_path / "near" / "step_2" / "model")
+    drains = Drains(tiers, [tier.open(True, None) for tier in tiers], 60.0)
+    drains.resume()
+    until(lambda: drains.finished(1, 1.0))
+    drains.close(None)
+    assert ["step_1"] == tags_in(tmp_path / "far")
+    shutil.rmtree(tmp_path / "near" / "step_1" / "model")
+    assert has_checkpoint(tiers=tiers)
+    assert {"step": 1} == load_checkpoint(tiers=tiers, model={})
+    shutil.rmtree(tmp_path / "far")
+    for ask in (lambda: has_checkpoint(tiers=tiers), lambda: load_checkpoint(tiers=tiers, model={})):
+        with pytest.raises(PartLost, match="lost files of 'step_2', and no other place has them"):
+            ask()
 
 
 def on_ranks(rank: int, path: Path) -> list[Any]:

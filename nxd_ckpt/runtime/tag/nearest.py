@@ -12,7 +12,7 @@ from nxd_ckpt.errors import CheckpointError, PartLost
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.tag.choosing import choose
 from nxd_ckpt.runtime.tag.union import Listed, SameSave, Taken, manifest_of, same_save, survey
-from nxd_ckpt.storage.base import Scattered, Storage
+from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.layered import LayeredStorage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -92,7 +92,7 @@ def _newest(storages: Sequence[Storage], tag: Tag | None, without: Collection[Co
 def _whole(storages: Sequence[Storage], copy: Copy) -> Source:
     """All files of a copy, which are looked for where its storage may have lost some. Raises PartLost."""
     storage, alone = storages[copy.place], Source(copy.tag, [copy.place])
-    if not (isinstance(storage, Scattered) and storage.may_lack_files):
+    if not may_lack_files(storage):
         return alone
     held = same_save(storages, copy.place, copy.tag)
     if held is None:  # NxD's; or damage, which opening it names
