@@ -32,6 +32,7 @@ OPTIMIZERS: Optimizers = {
     "adadelta": lambda params: torch.optim.Adadelta(params),
     "rprop": lambda params: torch.optim.Rprop(params, 1e-3),
     "asgd": lambda params: torch.optim.ASGD(params, 1e-2),
+    "adafactor": lambda params: torch.optim.Adafactor(params, 1e-2),
     "fast": lambda params: torch.optim.AdamW(params, 1e-2, betas=(0.9, 0.95)),
 }
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -99,6 +100,8 @@ def _rank(run: Run, at: Topology) -> Rank:
     def shard(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return copy.deepcopy(value)
+        if len(value) != len(run.model.get_parameter(name)):  # of all rows together, as Adafactor's col_var
+            return value.detach().clone()
         return _of_dp(_of_tp(name, value.detach(), at), at)
 
     entries = [{key: shard(name, value) for key, value in one.items()} for name, one in zip(named, state, strict=True)]

@@ -46,9 +46,10 @@ def test_steps_that_are_settings_do_not_move(tmp_path: Path) -> None:
         assert [] == findings(tmp_path, "3", str(run.step))
 
 
-def test_a_job_with_shards_is_well(tmp_path: Path) -> None:
-    """Weights in bf16 that are rounded master weights, cut over tp and dp."""
-    run = Run().train(10)
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_job_with_shards_is_well(tmp_path: Path, optimizer: str) -> None:
+    """Weights in bf16 that are rounded master weights, cut over tp and dp; so is state that is not of their shape."""
+    run = Run(optimizer).train(10)
     save_ranks(tmp_path, "10", ranks_of(run))
     save_ranks(tmp_path, "13", ranks_of(run.train(3)))
     assert [] == findings(tmp_path, None, "13")

@@ -91,6 +91,18 @@ def test_every_tensor_is_examined(tmp_path: Path) -> None:
     assert {("values", name) for name in names} == {(one.kind, one.what) for one in found.findings}
 
 
+def test_state_of_another_shape_is_examined_on_every_rank(tmp_path: Path) -> None:
+    """Adafactor's rows and columns under ZeRO-1, of which each rank has its own: one's NaN is found and counted."""
+    ranks = ranks_of(Run("adafactor").train(1))
+    ranks[2]["optimizer"]["base_state"][4]["col_var"][0, 0] = float("nan")
+    save_ranks(tmp_path, "t", ranks)
+    tag = open_checkpoint(tmp_path, "t")
+    found = examine_checkpoint(tag).findings
+    assert [("problem", "values", "optim/3.weight/col_var")] == [(one.severity, one.kind, one.what) for one in found]
+    columns = checkpoint_statistics(tag).tensors["optim/3.weight/col_var"]
+    assert (2 * 16, 1) == (columns.numel, columns.nans)  # tensor-parallel ranks hold the same
+
+
 def caught(saved: Saved, mutants: tuple[Mutant, ...]) -> None:
     directory, before, now = saved
     changed, tag = copy.deepcopy(now), "-".join(mutant.__name__[:9] for mutant in mutants)

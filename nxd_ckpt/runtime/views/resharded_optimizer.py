@@ -155,6 +155,15 @@ class ReshardedOptimizer:
             return None
         return self._entry(OptimizerSlot(name, self._context.live_spec(name, spec)), saved, key)
 
+    def as_held(self, name: str, key: str, spec: ParameterSpec) -> list[TensorStub]:
+        """The state ``key``, whatever its shape, of each saving rank that held another part of the parameter ``spec``.
+
+        Raises IncompatibleState if one of them has none.
+        """
+        found = self._find(name)
+        reads = self._reads(OptimizerSlot(name, self._context.live_spec(name, spec)), found, found.slot.likely_shape)
+        return [self._leaf_at(found, place, key) for place in dict.fromkeys(read.holder for read in reads)]
+
     def _entry(self, slot: OptimizerSlot, found: _Found, key: str) -> Any:
         """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""
         context, name, reference = self._context, f"optim/{slot.name}/{key}", found.slot.state[key]

@@ -14,6 +14,7 @@ from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.core.topology import Topology
@@ -158,11 +159,27 @@ class WholeTag:
         raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {meant}")
 
     def leaves_by_rank(self, name: str) -> list[TensorStub | Assembly]:
-        """What each expert- and tensor-parallel rank holds of the tensor. For that its cut need not be known.
+        """What each expert- and tensor-parallel rank holds of the tensor. For that its cut need not be known. Of state
+        that is not of its parameter's shape, as Adafactor's, what each saving rank has of its own.
 
         Raises as :meth:`leaf`.
         """
-        return [seen.leaf(name) for seen in self._by_rank]
+        if name not in self._entry_places or self._is_put_together(*self._entry_places[name]):
+            return [seen.leaf(name) for seen in self._by_rank]
+        try:
+            return list(self._as_held(name))
+        except TopologyMismatch:
+            return [leaf for seen in self._by_rank for leaf in seen._as_held(name)]
+
+    def _as_held(self, name: str) -> Sequence[TensorStub]:
+        (_, parameter, key), _ = self._entry_places[name]
+        return self._optimizer.as_held(parameter, key, self._spec_of(parameter))
+
+    def _is_put_together(self, path: Path, leaf: Any) -> bool:
+        """Whether an optimizer's entry is one tensor of all ranks: shaped like its parameter, or a scalar."""
+        (_, parameter, key, *inner), (_, held) = path, form_of(leaf)
+        scalar = key == STEP or not held
+        return scalar or bool(inner) or self._optimizer.is_shaped_like(self._optimizer.slots[parameter], held)
 
     @cached_property
     def _by_rank(self) -> list[WholeTag]:
@@ -209,9 +226,8 @@ class WholeTag:
         return found
 
     def _entry_value(self, parameter: str, key: str) -> Any:
-        slot = self._optimizer.slots[parameter]
         try:
-            spec = self._context.as_recorded(parameter, "float32", slot.likely_shape, expert=slot.expert)
+            spec = self._spec_of(parameter)
             self._optimizer.slot(parameter, spec)
             return self._optimizer.value(parameter, key, spec)
         except TopologyMismatch as error:
@@ -221,6 +237,10 @@ class WholeTag:
                 f"{self.opened.where} does not say which parameter optim/{parameter}/{key} belongs to, so its cut is "
                 "not known; pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
+
+    def _spec_of(self, parameter: str) -> ParameterSpec:
+        slot = self._optimizer.slots[parameter]
+        return self._context.as_recorded(parameter, "float32", slot.likely_shape, expert=slot.expert)
 
     @cached_property
     def _model_places(self) -> dict[str, _Place]:
