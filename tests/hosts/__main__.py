@@ -1,0 +1,76 @@
+"""``python -m tests.hosts``: kill a job's hosts, and write the counts into docs/reliability.md.
+
+An error names the seed of its campaign, whose directory stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from shutil import rmtree
+from typing import NamedTuple
+
+from tests.hosts.campaign import PHASES, Campaign
+from tests.reliability import date_and_commit, put, table
+
+
+class Counts(NamedTuple):
+    """Of one campaign, or of several."""
+
+    launches: int
+    lost: int
+    fallen: Counter[tuple[int, str]]
+
+
+def campaign(seed: int, kills: int, directory: str | None) -> Counts:
+    """Until so many processes were killed."""
+    logging.disable()
+    path = Path(tempfile.mkdtemp(prefix=f"kills_{seed}_", dir=directory))
+    found = Campaign(path, Random(seed))
+    try:
+        found.rehearse()
+        while found.fallen.total() < kills:
+            found.kill()
+            print(f"seed {seed}: {found.fallen.total()} kills in {found.launches} launches", flush=True)
+    except BaseException as error:
+        raise RuntimeError(f"seed {seed}, launch {found.launches}, kept in {path}: {error}") from error
+    rmtree(path)
+    return Counts(found.launches, found.lost, found.fallen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first campaign's seed (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=500, help="how many in all (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="campaigns at once (default: %(default)s)")
+    parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
+    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
+    given = parser.parse_args()
+    seeds = range(given.first, given.first + given.processes)
+    each = -(-given.kills // given.processes)
+    with ProcessPoolExecutor(given.processes, get_context("fork")) as pool:
+        done = list(pool.map(campaign, seeds, [each] * len(seeds), [given.directory] * len(seeds)))
+    fallen = sum((one.fallen for one in done), Counter[tuple[int, str]]())
+    by_phase = {name: sum(fallen[one] for one in PHASES if one[1] == name) for name in sorted({p for _, p in PHASES})}
+    rows = [
+        *date_and_commit(),
+        ("campaigns (seeds)", f"{len(seeds)} ({seeds[0]} to {seeds[-1]})"),
+        ("launches", sum(one.launches for one in done)),
+        ("disks lost with their host", sum(one.lost for one in done)),
+        ("processes killed", fallen.total()),
+        *((f'killed in "{name}"', number) for name, number in by_phase.items()),
+        ("broken promises", 0),
+    ]
+    print(table(rows))
+    if given.write:
+        put("kills over hosts", table(rows))
+
+
+if __name__ == "__main__":
+    main()
