@@ -100,14 +100,19 @@ class Watch:
         if phase != "load" or self.loading:
             self.note(phase)
 
+    def ask(self, key: str) -> None:
+        """A request to another host: one's votes are at rank 0's."""
+        if key.startswith(VOTES):
+            self.note("vote")
+
     def install(self) -> None:
         """All that this process does with hosts' directories is counted."""
         for name in ("create", "link_new", "write", "exchange", "remove", "read", "open"):
             _before(OwnDirectory, name, lambda storage, key="", *_, name=name: self.disk(name, key))
         for name in ("write_at", "close"):
             _before(RemoteWriter, name, lambda *_: self.note("send a replica"))
-        _before(RemoteDirectory, "read_ranges", lambda *_: self.loading and self.note("load"))
-        _before(RemoteDirectory, "_ask", lambda _, name, key="", *__: key.startswith(VOTES) and self.note("vote"))
+        _before(RemoteDirectory, "read_ranges", lambda _, key, *__: self.disk("read", key))
+        _before(RemoteDirectory, "_ask", lambda _, name, key="", *__: self.ask(key))
 
 
 def _before(kind: type, name: str, call: Callable[..., object]) -> None:
@@ -188,7 +193,7 @@ class Campaign:
             assert not [one for one in outcomes if isinstance(one, Raised)], outcomes
         job.kill_all()
         self.fallen.update((rank, phase) for rank, phase in enumerate(found) if phase)
-        self._check([int(step) for rank in range(HOSTS) if (step := self._read(rank, "loaded"))])
+        self._check([int(text) for rank in range(HOSTS) if (text := self._read(rank, "loaded"))])
 
     def _end(self, rank: int) -> End:
         """In one of three phases that fewest fell in."""
@@ -210,7 +215,7 @@ class Campaign:
         newest = max(self._near | self._far, default=0)
         assert {newest} >= {*loaded}, f"loaded {loaded}, the newest was {newest}"
         hosts = [host_of(self.path, rank) for rank in range(HOSTS)]
-        reported = {int(step) for rank in range(HOSTS) if (step := self._read(rank, "saved"))}
+        reported = {int(text) for rank in range(HOSTS) if (text := self._read(rank, "saved"))}
         near, far = _visible(hosts), _visible([self.path / "far"])
         _nothing_lost(self._near | reported, near, "the first tier")
         _nothing_lost(self._far, far, "the second tier")
