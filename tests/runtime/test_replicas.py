@@ -214,7 +214,7 @@ def opened(wanted: Sequence[bool | None], rates: Sequence[float] = (math.inf,), 
 
     def is_opened(agreement: Agreement) -> bool:
         rank = agreement.rank
-        group = open_broadcast(agreement, shares[rank], wanted[rank], rates[rank % len(rates)], 30.0)
+        group = open_broadcast(agreement, shares[rank], wanted[rank], rates[rank % len(rates)], 300.0)
         if group is not None:
             group.fill(torch.zeros(1), 0, lambda: None)
         return group is not None
