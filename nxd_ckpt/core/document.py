@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile
 
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
@@ -49,7 +50,7 @@ def small(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise MalformedFile(f"{where}: not valid JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise MalformedFile(f"{where}: expected a JSON object, found {fields!r:.80}")
+        raise MalformedFile(f"{where}: expected a JSON object, found {shown(fields)}")
     return fields
 
 

@@ -26,6 +26,7 @@ from nxd_ckpt.core.entries import (
     tensor_text,
 )
 from nxd_ckpt.core.keys import checked_key, checked_name, checked_text
+from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.mesh_record import MeshRecord
 from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
 from nxd_ckpt.core.retention import Metrics
@@ -313,11 +314,12 @@ def _parsed(data: bytes) -> Any:
 
 def _check_kind(fields: Any, kind: str) -> None:
     if not isinstance(fields, dict) or fields.get("kind") != kind:
-        raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {str(fields)[:80]!r}")
+        found = f"the kind {shown(fields.get('kind'))}" if isinstance(fields, dict) else shown(fields)
+        raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {found}")
     if fields.get("format_version") not in _VERSIONS[kind]:
         known = ", ".join(map(str, _VERSIONS[kind]))
         raise MalformedFile(
-            f"format_version {fields.get('format_version')!r}, this nxd_ckpt reads {known}; use the version of "
+            f"format_version {shown(fields.get('format_version'))}, this nxd_ckpt reads {known}; use the version of "
             "nxd_ckpt that wrote it, or a newer one"
         )
 

@@ -159,13 +159,15 @@ class ModelMapping:
     def required(self, sizes: Sizes) -> list[str]:
         """The Hugging Face tensors that every such model has, as far as config.json says how many layers there are."""
         names: dict[str, None] = {}
-        for pattern in (member.name for rule in self.rules if not rule.optional for member in rule.members):
+        required = [rule for rule in self.rules if not rule.optional]  # some name the same tensors
+        for pattern in dict.fromkeys(member.name for rule in required for member in rule.members):
             counts = [sizes.find(key) for key in pattern.placeholders]
             if None not in counts:
                 _readable(len(names) + prod(count or 0 for count in counts), pattern.text)
                 for numbers in product(*(range(count or 0) for count in counts)):
                     names[pattern.fill(dict(zip(pattern.placeholders, numbers, strict=True)))] = None
-        return [name for name in names if not (self.are_tied(sizes) and name in self.tied)]
+        left_out = self.tied if self.are_tied(sizes) else ()
+        return [name for name in names if name not in left_out]
 
     def in_files(self, names: Iterable[str]) -> list[str]:
         """Under which names files have the Hugging Face tensors that rules call ``names``, each once."""

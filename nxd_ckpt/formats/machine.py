@@ -24,6 +24,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
+from nxd_ckpt import host
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
@@ -53,6 +54,11 @@ class Machine(_Machine):  # type: ignore[misc]
         self._objects = self._objects_left = objects
         self._work_left = _REUSE * len(data) + _SPARE
         self._keys: dict[int, tuple[Any, Keys]] = {}
+
+    def load(self) -> Any:
+        """What the pickle describes. Raises whatever its bytes provoke."""
+        with host.garbage_left():
+            return super().load()
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
@@ -133,21 +139,24 @@ class Machine(_Machine):  # type: ignore[misc]
     def _call(self, function: Any, args: Any) -> Any:
         if type(args) is not tuple:
             raise MalformedFile(f"its pickle calls with {shown(args)}")
-        self._work((args,))  # a long one may be handed over again and again
+        self._work_left -= len(args)  # a long one may be handed over again and again
         self._work(args)
         return function(*args) if isinstance(function, Call) else made(function, args)
 
     def _work(self, values: Iterable[Any]) -> None:
         """Take the length of these values from what calls may work on."""
         for value in values:
-            if isinstance(value, _SIZED):
-                self._work_left -= len(value)
-            elif type(value) is int:
+            kind = type(value)
+            if kind is int:
                 self._work_left -= value.bit_length() // 8
+            elif kind not in _SCALARS and isinstance(value, _SIZED):
+                self._work_left -= len(value)
         if self._work_left < 0:
             raise UnsafePickle("its pickle makes copies of its own values, far more than it is long")
 
+
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_SCALARS = (type(None), bool, float)  # the most frequent of what has no length: found at once
 
 
 def _counted(load: _Load) -> _Load:
@@ -196,30 +205,37 @@ def check_walk(tree: Any) -> None:
     values = held = 0
     above: dict[int, None] = {}
     seen = set[int]()
-    stack: list[tuple[int, Iterator[Any]]] = [(0, iter((tree,)))]
+    stack: list[tuple[int, Iterator[Any]]] = [(0, iter(_containers((tree,))))]
     while stack:
-        node = next((child for child in stack[-1][1] if isinstance(child, CONTAINERS)), None)
-        if node is None:
+        for node in stack[-1][1]:
+            below = _values_of(node)
+            if not below or id(node) in above:
+                continue
+            count = len(below) + _CONTAINER
+            values += count
+            if id(node) not in seen:
+                seen.add(id(node))
+                held += count
+            if values > limits.TREE_REPEATED_VALUES:  # else it is below every limit
+                most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * held)
+                if values > most:
+                    check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
+            check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
+            containers = _containers(below)
+            if containers:
+                above[id(node)] = None
+                stack.append((id(node), iter(containers)))
+                break
+        else:
             above.pop(stack.pop()[0], None)
-            continue
-        below = _values_of(node)
-        if not below or id(node) in above:
-            continue
-        count = len(below) + _CONTAINER
-        values += count
-        if id(node) not in seen:
-            seen.add(id(node))
-            held += count
-        most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * held)
-        if values > most:
-            check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
-        check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
-        above[id(node)] = None
-        stack.append((id(node), iter(below)))
 
 
 _CONTAINER = 10
 """What going into a container costs, in values."""
+
+
+def _containers(values: Collection[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, CONTAINERS)]
 
 
 def _values_of(node: Any) -> Collection[Any]:

@@ -255,6 +255,7 @@ def cast_dtype(dtype: str, wanted: str | None) -> str:
     return wanted
 
 
+@cache
 def itemsize(name: str) -> int:
     """Bytes per element of the dtype of that name."""
     return torch_dtype(name).itemsize

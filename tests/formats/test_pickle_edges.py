@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import decimal
 import fractions
+import gc
 import itertools
 import pathlib
 import pickle
@@ -227,6 +228,27 @@ def test_as_many_objects_as_allowed_are_made() -> None:
     assert [[]] * 8 == Machine(b"\x80\x04](" + b"]" * 8 + b"e.", objects=10).load()
     with pytest.raises(UnsafePickle, match="more than 10 objects"):
         Machine(b"\x80\x04](" + b"]" * 9 + b"e.", objects=10).load()
+
+
+def test_no_garbage_is_collected_while_a_pickle_runs() -> None:
+    """It is walked through again and again, though all is kept. Afterwards it goes on, if it did before."""
+    seen = list[bool]()
+
+    class Watching(Machine):
+        def find_class(self, module: str, name: str) -> Any:
+            seen.append(gc.isenabled())
+            return super().find_class(module, name)
+
+    for wanted in (True, False):
+        (gc.enable if wanted else gc.disable)()
+        try:
+            Watching(b"\x80\x04" + named("builtins", "list") + b".").load()
+            with pytest.raises(UnsafePickle):
+                Watching(b"\x80\x04" + named("builtins", "list") + b"\x82\x01.").load()
+            assert wanted == gc.isenabled()
+        finally:
+            gc.enable()
+    assert [False] * 4 == seen
 
 
 def test_what_holds_itself_is_plain_data() -> None:

@@ -29,7 +29,7 @@ from nxd_ckpt.runtime.load.filter_agreement import word_of
 from nxd_ckpt.runtime.load.hugging_face import load_hugging_face
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import overwriting
-from nxd_ckpt.runtime.load.prepared import PreparedLoad, garbage_left
+from nxd_ckpt.runtime.load.prepared import PreparedLoad
 from nxd_ckpt.runtime.load.tries import Tries
 from nxd_ckpt.runtime.progress import report
 from nxd_ckpt.runtime.tag.identity import of_latest
@@ -114,7 +114,7 @@ def _load(
         cache = None
         if options.pre_download:
             cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
-        with garbage_left():
+        with host.garbage_left():
             opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
             _must_be_of(opened, source.attempt)
             with opened.kept():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -185,7 +184,7 @@ class PreparedLoad:
         mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
         total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
         try:
-            with self._watched("verify", total), garbage_left():
+            with self._watched("verify", total), host.garbage_left():
                 for name, leaf in mine:
                     self.reader.verify(leaf, name, self._takes(leaf))
                 self.reader.finish()
@@ -280,11 +279,11 @@ class PreparedLoad:
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
-            with garbage_left():
+            with host.garbage_left():
                 fill_model(model, self._trees.names, self._trees.model_tree, self._delivery)
             self._delivery.finish()
         if optimizer is not None:
-            with garbage_left():
+            with host.garbage_left():
                 if self._trees.optimizer_tree:
                     optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
                 else:
@@ -320,16 +319,3 @@ class PreparedLoad:
         compare, verified = self._options.verify is not False, self._options.verifies_first
         name, takes = self._trees.name_by_leaf[id(leaf)], self._takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
-
-
-@contextmanager
-def garbage_left() -> Iterator[None]:
-    """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
-    them garbage, takes longer than making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
