@@ -15,8 +15,8 @@ from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
 from tests.simulation.schedule import Run, Schedule, drawn
 from tests.simulation.stage import disk_storage
 
-EFFECTS = 130
-"""About as many system calls of a rank change something in two saves."""
+EFFECTS = (75, 24)
+"""About as many system calls of each rank change something in a save."""
 
 FAULTS = ("nothing", "kill", "kill", "power", "power", "error", "full", "sync", "stall", "clock", "damage")
 
@@ -38,7 +38,7 @@ class DiskSchedule(Schedule):
     def of(seed: int) -> DiskSchedule:
         random = Random(f"schedule {seed}")
         fields = drawn(random, FAULTS, EFFECTS)
-        return DiskSchedule(seed, **fields, swaps=random.random() < 0.6, rots=random.random() < 0.2)
+        return DiskSchedule(seed, **fields, swaps=random.random() < 0.6, rots=random.random() < 0.1)
 
     def start(self) -> DiskRun:
         return DiskRun(self)

@@ -25,7 +25,7 @@ WORLD_SIZE = 2
 TIMEOUT = 8.0
 """Seconds without progress after which a rank counts as lost."""
 
-CHANGES, IDLE = 50, 5.0
+CHANGES, IDLE = 100, 5.0
 """A reader looks again after about so many changes of the others, or so many seconds in which there were fewer."""
 
 

@@ -64,23 +64,26 @@ class Schedule(ABC):
         """Where it runs."""
 
 
-def drawn(random: Random, faults: Sequence[str], effects: int) -> dict[str, Any]:
-    """What a schedule saves, and what goes wrong: one of ``faults``, with one of so many effects."""
-    kind = random.choice(("new", "overwrite", "retention", "mixed"))
-    tags = {"new": ("a", "b"), "overwrite": ("a", "a"), "retention": ("a", "b"), "mixed": ("a", "b", "a")}[kind]
+def drawn(random: Random, faults: Sequence[str], effects: Sequence[int]) -> dict[str, Any]:
+    """What a schedule saves, and what goes wrong: one of ``faults``, with one of as many ``effects`` as each rank has
+    in a save."""
+    [kind] = random.choices(("one", "new", "overwrite", "retention", "mixed"), (8, 3, 4, 3, 2))
+    one, two, three = ("a",), ("a", "b"), ("a", "b", "a")
+    tags = {"one": one, "new": two, "overwrite": ("a", "a"), "retention": two, "mixed": three}[kind]
     kept = random.choice((1, 1, 2)) if kind in ("retention", "mixed") else None
     refused = random.choice((None,) * 9 + (0,))
+    rank = random.randrange(WORLD_SIZE)
     fields: dict[str, Any] = {
         "saves": tuple(
             Save(tag, value, random.random() < 0.6, kept, fails_on=refused if value == 2 else None)
             for value, tag in enumerate(tags, start=1)
         ),
         "fault": random.choice(faults),
-        "rank": random.randrange(WORLD_SIZE),
-        "at": random.randrange(effects),
+        "rank": rank,
+        "at": random.randrange(effects[rank] * len(tags)),
         "has_group": random.random() < 0.5,
         "machines": random.choice((("one", "one", "one"), ("one", "two", "three"))),
-        "reads": random.random() < 0.3,
+        "reads": random.random() < 0.2,
     }
     return fields | _drawn_rival(random, fields) if random.random() < 0.12 else fields
 

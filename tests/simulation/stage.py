@@ -12,9 +12,9 @@ from nxd_ckpt.testing.simulation import Disk, DiskStorage, Process, Task, World
 from tests.simulation.job import Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
 
-SECONDS = {"look": 2e-4, "fsync": 3e-3}
+SECONDS = {"look": 5e-5, "fsync": 8e-4}
 """How long a system call takes on average; others take :data:`SECOND`."""
-SECOND = 5e-4
+SECOND = 1e-4
 
 Before = Callable[[Process, str, str], None]
 """Called with a process, its call, and the path, before what changes something; what it raises is what the call raises.

@@ -17,8 +17,8 @@ from nxd_ckpt.testing.simulation.store_client import ConnectionLost, store_stora
 from tests.simulation import oracle
 from tests.simulation.schedule import Run, Schedule, drawn
 
-EFFECTS = (60, 20)
-"""About as many requests of each rank change something in two saves."""
+EFFECTS = (30, 10)
+"""About as many requests of each rank change something in a save."""
 
 KILLS = ("kill", "kill", "kill all", "kill all")
 LOSSES = ("lost", "lost", "late", "outage", "refused", "partly")
@@ -53,8 +53,7 @@ class StoreSchedule(Schedule):
     @staticmethod
     def of(seed: int) -> StoreSchedule:
         random = Random(f"store {seed}")
-        fields = drawn(random, FAULTS, max(EFFECTS))
-        fields["at"] %= EFFECTS[fields["rank"]]
+        fields = drawn(random, FAULTS, EFFECTS)
         overwrite = True if "rival" in fields else random.choice((True, True, True, None))
         for name in fields.keys() & {"saves", "rival"}:
             fields[name] = tuple(replace(save, overwrite=overwrite) for save in fields[name])

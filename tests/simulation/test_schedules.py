@@ -49,7 +49,7 @@ def test_the_promises_hold_whatever_instant_a_tag_that_is_replaced_is_interrupte
     swaps: bool, fault: str, rank: int
 ) -> None:
     """Before each system call of the rank, with and without an exchange of names."""
-    for at in range(EFFECTS):
+    for at in range(2 * EFFECTS[rank]):
         run(DiskSchedule(at, (Save("a", 1), Save("a", 2)), fault, rank, at, swaps=swaps))
 
 
@@ -60,7 +60,7 @@ def test_the_promises_hold_whatever_instant_a_tag_that_is_replaced_is_interrupte
 def test_the_promises_hold_whatever_request_is_interrupted(fault: str, rank: int) -> None:
     """Of those with which a tag is saved, saved over and removed, with uploads in parts."""
     saves = (Save("a", 1), Save("a", 2, overwrite=True), Save("b", 3, num_kept=1))
-    for at in range(2 * REQUESTS[rank]):
+    for at in range(4 * REQUESTS[rank]):
         for times in (1, 3):
             run(StoreSchedule(at, saves, fault, rank, at, times=times, part=400, page=2))
 

@@ -98,7 +98,7 @@ class ObjectStore:
         self, *, Prefix: str, Delimiter: str = "", MaxKeys: int = 1000, ContinuationToken: str = "", **given: Any
     ) -> Reply:
         limit, names = min(MaxKeys, self._page), list[str]()
-        for name in _names(sorted(self.objects), Prefix, Delimiter):
+        for name in _names(sorted(key for key in self.objects if key.startswith(Prefix)), Prefix, Delimiter):
             if name > ContinuationToken:
                 names.append(name)
             if len(names) > limit:
@@ -199,12 +199,11 @@ def _etag(data: bytes) -> str:
 
 
 def _names(keys: Sequence[str], prefix: str, delimiter: str) -> Iterator[str]:
-    """The keys that begin so, in order; those that go on alike up to the delimiter as one."""
+    """The ``keys``, all of which begin so, in order; those that go on alike up to the delimiter as one."""
     last = None
     for key in keys:
-        if key.startswith(prefix):
-            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key[len(prefix) :], "", "")
-            name = f"{prefix}{head}{found}"
-            if name != last:
-                yield name
-            last = name
+        head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key[len(prefix) :], "", "")
+        name = f"{prefix}{head}{found}"
+        if name != last:
+            yield name
+        last = name
