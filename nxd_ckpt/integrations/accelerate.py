@@ -5,9 +5,9 @@ Written for accelerate 1.x. One line changes::
     from nxd_ckpt.integrations.accelerate import Accelerator  # in place of accelerate.Accelerator
 
 ``save_state("checkpoint")`` makes the directory ``checkpoint``, as ever. In it, the first model and its optimizer are
-the tag ``training_state``, which also holds digests of accelerate's own files (schedulers, samplers, random states,
-registered objects); further models are ``training_state_1`` and so on. It is all written out of sight, and renamed when
-it is complete.
+the tag ``training_state``; further models are ``training_state_1`` and so on. ``digests.json`` has digests of
+accelerate's own files (schedulers, samplers, random states, registered objects). It is all written out of sight, and
+renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 hook(list(bare.models), [None] * len(bare.models), directory.staged)
             super().save_state(directory.staged, safe_serialization, **options)
         self.wait_for_everyone()  # until all ranks' files are there
-        directory.publish_after(self._save_models(directory), self.is_main_process)
+        with directory.publishing(self.is_main_process) as saves:
+            self._save_models(directory, saves)
         self._saving = directory
         if not self.async_save:
             self._settle()
@@ -92,7 +93,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         content = open_checkpoint(place, STATE).user_content()
         require_same_setting(place, content["runs_with"], self._setting(), self.any_world_size)
         require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
-        verify_files(place, STATE, content["files"])
+        verify_files(place, STATE)
         for tag, model, optimizer in self._parts():
             load_checkpoint(place, tag, model, optimizer)
         with self._bare() as bare:
@@ -106,16 +107,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         close_checkpointers()
         super().end_training()
 
-    def _save_models(self, directory: SealedDirectory) -> list[PendingSave]:
-        """Save what is not in accelerate's files, with the digests of these."""
-        files = directory.seal() if self.is_main_process else {}
-        about = {"runs_with": {**self._setting(), **self._classes()}, "files": files}
-        saves = []
+    def _save_models(self, directory: SealedDirectory, saves: list[PendingSave]) -> None:
+        """Save what is not in accelerate's files, and add it to ``saves``."""
         for tag, model, optimizer in self._parts():
-            content = about if tag == STATE else None
+            content = {"runs_with": {**self._setting(), **self._classes()}} if tag == STATE else None
             more = {"async_save": self.async_save, **self.checkpoint_options}
             saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
-        return saves
 
     def _parts(self) -> list[tuple[str, Any, Any]]:
         """The name of the tag, the model and the optimizer (or None) of each model, without accelerate's wrappers."""
@@ -153,12 +150,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _directory(self, output_dir: str | None) -> SealedDirectory:
         """The checkpoint to be made. Raises InvalidArgument where the project's next one is there already."""
+        durable = self.checkpoint_options.get("durable", True)
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
                 raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
-            return SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))))
+            return SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))), durable)
         # Out of the folder of the checkpoints: accelerate takes all that is in there for one.
-        directory = SealedDirectory(self.project_dir, f"checkpoints/checkpoint_{self.save_iteration}")
+        name = f"checkpoints/checkpoint_{self.save_iteration}"
+        directory = SealedDirectory(self.project_dir, name, durable)
         if os.path.exists(directory.path):
             raise InvalidArgument(
                 f"{directory.path} exists; set project_configuration.iteration to the number of the next checkpoint"

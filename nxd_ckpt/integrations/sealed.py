@@ -1,24 +1,38 @@
 """A directory of another library's files that appears as a whole: with tags in it, and digests of all other files.
 
-The order is derived from *visible means complete*: the library's files are written out of sight, sealed (synced, their
-digests taken) and named in a tag's user content. When the last tag is complete and durable, they are joined, and one
-rename makes the directory visible. What it replaces stays until then.
+The order is derived from *visible means complete*: the library's files are written out of sight. While tags are saved,
+they are sealed: synced, and their digests taken. When all of that is done, the digests are written, the tags join them,
+and one rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none
+of the files.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from threading import Event
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from nxd_ckpt.errors import DigestMismatch, PartLost
-from nxd_ckpt.formats.crc32 import BLOCK, crc32
+from nxd_ckpt.convert.transfer import sync
+from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, as_checkpoint_errors
 from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.coordination.replacement import Replacement
+from nxd_ckpt.runtime.progress import Counter
+from nxd_ckpt.runtime.save.background import Helpers
 from nxd_ckpt.runtime.save.pending import PendingSave
+from nxd_ckpt.runtime.tag.verification import crc32_of
 from nxd_ckpt.storage.local import LocalStorage
+
+logger = logging.getLogger("nxd_ckpt")
+
+DIGESTS = "digests.json"
+"""Size in bytes and CRC-32 of every other file, by its path; of those of tags, these know."""
 
 _INCOMPLETE = ".incomplete"
 """Where directories are written, in the root of those that they are published to."""
@@ -27,16 +41,15 @@ _INCOMPLETE = ".incomplete"
 class SealedDirectory:
     """One directory, ``name`` in ``root``, on its way from where it is written to where it is seen.
 
-    Rank 0 calls :meth:`begin`, :meth:`seal`, :meth:`publish` and :meth:`retire`.
+    Rank 0 calls :meth:`begin` and :meth:`retire`. ``durable=False`` syncs nothing.
     """
 
-    def __init__(self, root: str, name: str) -> None:
-        self._storage = LocalStorage(os.path.abspath(root))
+    def __init__(self, root: str, name: str, durable: bool = True) -> None:
+        self._storage = LocalStorage(os.path.abspath(root), durable)
         self._name, self._staged = name, f"{_INCOMPLETE}/{os.path.basename(name)}"
         self._saves: list[PendingSave] = []
-        self._tried: Event | None = None
-        """Set on rank 0 when it is visible, or failed to become so: a save is done a moment earlier."""
-        self._error: BaseException | None = None
+        self._published: Future[None] | None = None
+        """On rank 0: when it is visible, or cannot become so."""
         self.path = os.path.join(self._storage.url, name)
         self.staged = os.path.join(self._storage.url, self._staged)
         """Where the library writes its files."""
@@ -50,25 +63,39 @@ class SealedDirectory:
                 self._storage.remove(f"{_INCOMPLETE}/{entry.name}")
         self._storage.make_dir(self._staged)
 
-    def seal(self) -> dict[str, list[int]]:
-        """Size in bytes and CRC-32 of every file that is there, by its path; all are on the disk then."""
-        return {name: _digest(os.path.join(self.staged, name), sync=True) for name in _files(self.staged)}
+    @contextmanager
+    def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
+        """All files are there. Within, tags are saved and added to what is given; with them it becomes visible."""
+        if not is_rank_0:
+            yield self._saves
+            return
+        threads = Helpers(1, "nxd_ckpt-seal")
+        try:
+            sealed = threads.submit(self._seal)
+            yield self._saves
+            self._published = threads.submit(self._publish, sealed)
+            close_at_exit(self)
+        finally:
+            threads.shutdown(wait=False)
 
-    def publish_after(self, saves: Sequence[PendingSave], is_rank_0: bool) -> None:
-        """Make it visible as soon as these tags are."""
-        self._saves = list(saves)
-        if is_rank_0:
-            self._tried = Event()
-            self._saves[-1].add_done_callback(self._publish)
-
+    @as_checkpoint_errors()
     def wait(self) -> None:
         """Until it is visible. Raises what failed; nothing is visible then but what was before."""
         for save in self._saves:
             save.wait()
-        if self._tried is not None:
-            self._tried.wait()
-        if self._error is not None:
-            raise self._error
+        self.close()
+
+    def close(self) -> None:
+        """The tags are saved, or failed: wait until it is visible, too. Raises OSError."""
+        forget(self)
+        if self._published is not None:
+            self._published.result()
+
+    def abandon(self) -> None:
+        """The process ends by an exception: as :meth:`close`, if the tags are saved. Never raises."""
+        if all(save.done() for save in self._saves):
+            with suppress(Exception):  # it was logged
+                self.close()
 
     def retire(self, pattern: str, limit: int | None, stay: Sequence[str] = ()) -> None:
         """Remove the oldest of the directories beside it whose whole name ``pattern`` matches, down to ``limit`` (None
@@ -85,21 +112,34 @@ class SealedDirectory:
             self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{name}")
             self._storage.remove(f"{_INCOMPLETE}/{name}")
 
-    def _publish(self, saved: Future[None]) -> None:
-        """On the thread that wrote the last tag."""
-        assert self._tried is not None
-        try:
-            if all(save.error is None for save in self._saves):
-                self._make_visible()
-        except OSError as error:
-            self._error = error
-        finally:
-            self._tried.set()
+    def _seal(self) -> dict[str, list[int]]:
+        """Sync what is there, and take the digests."""
+        found, memory = {}, memoryview(bytearray(CRC_BLOCK))
+        for folder, _, names in os.walk(self.staged):
+            for path in (os.path.join(folder, name) for name in sorted(names)):
+                key = os.path.relpath(path, self._storage.url)
+                found[os.path.relpath(path, self.staged)] = _digest(self._storage, key, memory)
+                sync(self._storage, key)
+            self._storage.sync_dir(os.path.relpath(folder, self._storage.url))
+        return found
 
-    def _make_visible(self) -> None:
+    def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
+        """Make it visible, if all tags are complete."""
+        for save in self._saves:
+            save.wait_decided()
+        if any(save.error is not None for save in self._saves):
+            return
+        try:
+            self._make_visible(sealed.result())
+        except BaseException as error:
+            logger.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
+            raise
+
+    def _make_visible(self, digests: Mapping[str, Sequence[int]]) -> None:
         storage, folder, aside = self._storage, os.path.dirname(self._name), f"{self._staged}.replaced"
         for save in self._saves:
             storage.rename(f"{_INCOMPLETE}/tags/{save.tag}", f"{self._staged}/{save.tag}")
+        storage.write(f"{self._staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
         storage.sync_dir(self._staged)
         storage.make_dir(folder)
         Replacement(storage, self._staged, self._name, aside).make()
@@ -112,31 +152,42 @@ def is_sealed(directory: str, tag: str) -> bool:
     return os.path.isfile(os.path.join(directory, tag, DONE))
 
 
-def verify_files(directory: str, tag: str, files: Mapping[str, Sequence[int]]) -> None:
-    """Raise PartLost or DigestMismatch where the files are not what :meth:`SealedDirectory.seal` saw."""
-    for name, (size, crc) in files.items():
+@as_checkpoint_errors()
+def verify_files(directory: str, tag: str) -> None:
+    """Raise PartLost or DigestMismatch where the files beside the tag are not those that were sealed with it."""
+    storage, memory = LocalStorage(directory), memoryview(bytearray(CRC_BLOCK))
+    for name, expected in _digests(storage).items():
         path = os.path.join(directory, name)
-        if not os.path.isfile(path):
-            raise PartLost(f"{path} was saved, and is gone: the checkpoint is damaged; resume from another one")
-        if [size, crc] != _digest(path):
+        try:
+            found = _digest(storage, name, memory)
+        except FileNotFoundError as error:
+            raise PartLost(f"{path} was saved, and is gone: {_ELSEWHERE}") from error
+        if found != expected:
             raise DigestMismatch(
-                f"{path}: its bytes are not those that were saved ({size} bytes, CRC-32 {crc:08x}). Resume from "
-                f"another checkpoint. If it was changed on purpose, remove {os.path.join(directory, tag)}, and "
-                "with it the optimizer"
+                f"{path}: its bytes are not those that were saved, as {DIGESTS} has them: size and CRC-32 {expected}, "
+                f"found {found}. Resume from another checkpoint. If it was changed on purpose, remove "
+                f"{os.path.join(directory, tag)}, and with it the optimizer"
             )
 
 
-def _files(top: str) -> list[str]:
-    """Every file below, by its path from there."""
-    found = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
-    return sorted(os.path.relpath(path, top) for path in found)
+_ELSEWHERE = "the checkpoint is damaged; resume from another one"
 
 
-def _digest(path: str, sync: bool = False) -> list[int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            size, crc = size + len(block), crc32(block, crc)
-        if sync:
-            os.fsync(file.fileno())
-    return [size, crc]
+def _digests(storage: LocalStorage) -> dict[str, Any]:
+    """What :data:`DIGESTS` says."""
+    where = os.path.join(storage.url, DIGESTS)
+    try:
+        found = json.loads(storage.read(DIGESTS))
+    except FileNotFoundError as error:
+        raise PartLost(f"{where} was saved, and is gone: {_ELSEWHERE}") from error
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{where} is not JSON: {error}: {_ELSEWHERE}") from error
+    if not isinstance(found, dict):
+        raise MalformedFile(f"{where}: expected an object, found {type(found).__name__}: {_ELSEWHERE}")
+    return found
+
+
+def _digest(storage: LocalStorage, key: str, memory: memoryview) -> list[int]:
+    """Size in bytes and CRC-32 of a file, which is read a ``memory`` full at a time."""
+    size = storage.size(key)
+    return [size, crc32_of(storage, key, 0, size, memory, Counter())]

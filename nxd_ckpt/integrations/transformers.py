@@ -6,8 +6,8 @@ Written for transformers 4.50 to 4.57; works with 5.23. One line changes::
 
 A checkpoint is the directory ``checkpoint-500``, as ever: ``from_pretrained`` reads it, ``resume_from_checkpoint``
 resumes it, ``save_total_limit`` and the best model count. The optimizer and the scheduler are the tag
-``training_state`` in it, which also holds digests of all other files. It is all written out of sight, and renamed when
-it is complete.
+``training_state`` in it, and ``digests.json`` has digests of all other files. All is written out of sight, and renamed
+when it is complete.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "nxd_ckpt's Trainer saves with one process, data parallelism or FSDP2: set fsdp_version to 2 in "
                 "accelerate's configuration, or use transformers.Trainer"
             )
-        directory = SealedDirectory(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
+        directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
         if self.args.process_index == 0:
             directory.begin()
         self.accelerator.wait_for_everyone()
@@ -88,7 +89,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._staging = None
         self._keep_best(directory)
         self.accelerator.wait_for_everyone()  # until all ranks' files are there
-        directory.publish_after([self._save_rest(directory)], self.args.process_index == 0)
+        with directory.publishing(self.args.process_index == 0) as saves:
+            saves.append(self._save_rest(directory))
         self._saving = directory
         if not self.async_save or self.control.should_training_stop:
             self._settle()
@@ -101,17 +103,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self.state.save_to_json(os.path.join(directory.staged, TRAINER_STATE_NAME))
 
     def _save_rest(self, directory: SealedDirectory) -> PendingSave:
-        """Save what is not in Hugging Face's files, with the digests of these."""
+        """Save what is not in Hugging Face's files."""
         whole = not self.args.save_only_model
         optimizer = _unwrapped(self.optimizer)
-        files = directory.seal() if self.args.process_index == 0 else {}
         return save_checkpoint(
             directory.tags,
             STATE,
             self.model if self.is_fsdp_enabled else None,
             optimizer=optimizer if whole else None,
             scheduler=self.lr_scheduler if whole else None,
-            user_content={"runs_with": {**self._setting(), "optimizer": type(optimizer).__qualname__}, "files": files},
+            user_content={"runs_with": {**self._setting(), "optimizer": type(optimizer).__qualname__}},
             param_names=parameter_names(self.model, optimizer) if whole else None,
             async_save=self.async_save,
             **self.checkpoint_options,
@@ -153,7 +154,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             tag = open_checkpoint(resume_from_checkpoint, STATE)
             content = tag.user_content()
             require_same_setting(resume_from_checkpoint, content["runs_with"], self._setting(), self.any_world_size)
-            verify_files(resume_from_checkpoint, STATE, content["files"])
+            verify_files(resume_from_checkpoint, STATE)
             if tag.parts.model:
                 load_checkpoint(resume_from_checkpoint, STATE, self.model)
                 return

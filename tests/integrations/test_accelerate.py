@@ -49,7 +49,8 @@ def test_a_checkpoint_is_a_tag_beside_accelerates_files(tmp_path: Path) -> None:
     Job(tmp_path).run(1)
     place = tmp_path / "checkpoints" / "checkpoint_0"
     assert {"model/0.weight", "optim/0.weight/exp_avg"} <= open_checkpoint(place).metadata.keys()
-    assert ["random_states_0.pkl", "scheduler.bin", "training_state"] == sorted(path.name for path in place.iterdir())
+    expected = ["digests.json", "random_states_0.pkl", "scheduler.bin", "training_state"]
+    assert expected == sorted(path.name for path in place.iterdir())
 
 
 def test_hooks_are_called(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import transformers
 
 from examples.train_transformers import main
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.errors import DigestMismatch, IncompatibleState, OptimizerMismatch, PartLost, SaveFailed
+from nxd_ckpt.errors import DigestMismatch, IncompatibleState, MalformedFile, OptimizerMismatch, PartLost, SaveFailed
 from nxd_ckpt.integrations import sealed
+from nxd_ckpt.integrations.transformers import Trainer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
@@ -118,6 +121,31 @@ def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
     weights_file.unlink()
     with pytest.raises(PartLost, match=r"model\.safetensors"):
         trained(tmp_path, resume=str(saved))
+    for text in (b"[", b"[]", b"\xff"):
+        (saved / "digests.json").write_bytes(text)
+        with pytest.raises(MalformedFile, match=r"digests\.json"):
+            trained(tmp_path, resume=str(saved))
+    (saved / "digests.json").unlink()
+    with pytest.raises(PartLost, match=r"digests\.json"):
+        trained(tmp_path, resume=str(saved))
+
+
+@pytest.mark.parametrize("kind", [Trainer, Quick])
+def test_the_training_thread_syncs_no_file(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are synced before they are visible; none is with ``durable=False``."""
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append((os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), current_thread() is main_thread()))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    trained(tmp_path, kind=kind, max_steps=2)
+    files = {path.name for path in (tmp_path / "checkpoint-2").iterdir() if path.is_file()} - {"digests.json"}
+    assert {"model.safetensors", "trainer_state.json"} <= files
+    assert (files if kind is Trainer else set()) == {name for name, _ in synced if name in files}
+    assert not any(on_main for name, on_main in synced if name in files)
 
 
 @pytest.mark.parametrize("kind", [Quick, Background])

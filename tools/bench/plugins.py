@@ -1,9 +1,10 @@
 """What plug-ins cost beyond direct calls: ``python -m tools.bench.plugins --mib 512 --rounds 9``.
 
 One process saves a model and AdamW's state by each trainer's plug-in, and as directly as that can be: by
-``save_checkpoint``, for transformers after ``save_pretrained``. Both save in turn, and who begins changes. Of each
-round: how many times the direct call a plug-in took, which says little on a busy machine; and the plug-in's own time,
-which is what it takes beside its calls of these two functions.
+``save_checkpoint``, for transformers after ``save_pretrained``, whose files are then synced. Both save in turn, and who
+begins changes. Of each round: how many times the direct call a plug-in took, which says little on a busy machine; and
+the plug-in's own time, which is what it takes beside its calls of these two functions. "in the background" is what a
+save with ``async_save`` holds up.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from nxd_ckpt import close_checkpointers, save_checkpoint
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.integrations.lightning import CheckpointIO
 from nxd_ckpt.integrations.transformers import Trainer
+from nxd_ckpt.storage.system import sync_path
 
 WIDTH = 2048
 LAYER = 3 * 4 * WIDTH * WIDTH
 """Bytes of a layer and its moments, in float32."""
 
 Save = Callable[[Path], Any]
-"""Saves below a directory of its own."""
+"""Saves below a directory of its own; may return what waits until that is done."""
 
 
 class Config(PretrainedConfig):  # type: ignore[misc]
@@ -80,30 +82,46 @@ def accelerate(model: Any, optimizer: Any) -> tuple[Save, Save]:
     )
 
 
-def transformers(model: Any, optimizer: Any) -> tuple[Save, Save]:
+def transformers(model: Any, optimizer: Any, kind: Any = Trainer) -> tuple[Save, Save]:
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    trainer = Trainer(model, TrainingArguments("out", report_to=[], use_cpu=True), optimizers=(optimizer, schedule))
+    trainer = kind(model, TrainingArguments("out", report_to=[], use_cpu=True), optimizers=(optimizer, schedule))
     trainer.state.global_step = 1
 
-    def saved(place: Path) -> None:
+    def saved(place: Path) -> Callable[[], None]:
         trainer.args.output_dir = str(place)
         trainer._save_checkpoint(model, None)
+        return trainer._settle
 
     def directly(place: Path) -> None:
         model.save_pretrained(place / "checkpoint-1")
-        save_checkpoint(place, "step_1", optimizer=optimizer, scheduler=schedule)
+        if not kind.async_save:
+            for path in (*place.glob("checkpoint-1/*"), place / "checkpoint-1"):
+                sync_path(path)
+        save_checkpoint(place, "step_1", optimizer=optimizer, scheduler=schedule, async_save=kind.async_save)
 
     return saved, directly
+
+
+class Background(Trainer):
+    """Saves in the background."""
+
+    async_save = True
+
+
+def in_the_background(model: Any, optimizer: Any) -> tuple[Save, Save]:
+    return transformers(model, optimizer, Background)
 
 
 class Watch:
     """How long the calls take that a plug-in shares with the direct save, in seconds."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._shared = [(f"nxd_ckpt.integrations.{name}.save_checkpoint", save_checkpoint)]
-        if name == "transformers":
-            self._shared.append((f"{__name__}.Model.save_pretrained", Model.save_pretrained))
+        self._shared = [
+            (f"nxd_ckpt.integrations.{name}.save_checkpoint", save_checkpoint)
+            for name in ("lightning", "accelerate", "transformers")
+        ]
+        self._shared.append((f"{__name__}.Model.save_pretrained", Model.save_pretrained))
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
@@ -129,16 +147,18 @@ def timed(save: Save, place: Path) -> float:
     """Seconds of a save, which is removed."""
     os.sync()
     started = time.monotonic()
-    save(place)
+    finish = save(place)
     found = time.monotonic() - started
+    if callable(finish):
+        finish()
     close_checkpointers()
     shutil.rmtree(place)
     return found
 
 
-def rounds(name: str, saves: tuple[Save, Save], count: int, directory: Path) -> list[tuple[float, float, float]]:
+def rounds(saves: tuple[Save, Save], count: int, directory: Path) -> list[tuple[float, float, float]]:
     """Seconds of the plug-in and of the direct save, and the plug-in's own, after a round that does not count."""
-    found, watch, (plugged, directly) = [], Watch(name), saves
+    found, watch, (plugged, directly) = [], Watch(), saves
     for number in range(count + 1):
         first = timed(directly, directory / "direct") if number % 2 else 0.0
         seconds, own = watch.own(plugged, directory / "plugged")
@@ -155,12 +175,12 @@ def main() -> None:
     model, optimizer = trained(max(1, round(args.mib * 2**20 / LAYER)))
     with tempfile.TemporaryDirectory(prefix="bench_plugins_", dir=args.directory) as name:
         print(f"{args.mib:.0f} MiB, {args.rounds} rounds")
-        for of in (lightning, accelerate, transformers):
-            found = rounds(of.__name__, of(model, optimizer), args.rounds, Path(name))
+        for of in (lightning, accelerate, transformers, in_the_background):
+            found = rounds(of(model, optimizer), args.rounds, Path(name))
             ratio = statistics.median(seconds / direct for seconds, direct, _ in found)
             direct, own = (statistics.median(one[at] for one in found) for at in (1, 2))
             share = f"{own * 1000:.0f} ms, {own / direct:.1%} of {direct:.2f} s"
-            print(f"  {of.__name__:12} {ratio:.2f} x direct; its own time {share}")
+            print(f"  {of.__name__:17} {ratio:.2f} x direct; its own time {share}")
     print(f"load {', '.join(f'{each:.1f}' for each in os.getloadavg())}")
 
 
