@@ -12,6 +12,8 @@ import torch
 from nxd_ckpt import save_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.integrations.reference import Reference, reference_to
+from tests.docs.markdown import DOCS, code_blocks
+from tests.rigs.s3_server import BUCKET, S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -34,6 +36,44 @@ def test_a_reference_says_which_checkpoint_it_is(tmp_path: Path, saved: Referenc
     assert saved.digest != reference_to(tmp_path / "run").digest
     with pytest.raises(CheckpointNotFound):
         reference_to(tmp_path / "run", "step_2")
+
+
+def run_the_snippet(of: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That of docs/integrations.md, with a tag where it looks for one; what it logs is returned."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    place = f"s3://{BUCKET}/{of}"
+    save_checkpoint(place, "step_100", {"w": torch.ones(3)})
+    (snippet,) = [block for block in code_blocks(DOCS / "integrations.md", "text") if "log_checkpoint" in block]
+    assert "integrations.mlflow" in snippet
+    assert "s3://bucket/run7" in snippet
+    namespace: dict[str, Any] = {"loss": 0.5}
+    exec(snippet.replace("integrations.mlflow", f"integrations.{of}").replace("s3://bucket/run7", place), namespace)
+    return reference_to(place, "step_100")
+
+
+def test_the_snippet_of_the_docs_runs_with_mlflow(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands in docs/integrations.md."""
+    mlflow: Any = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
+    with mlflow.start_run() as run:
+        reference = run_the_snippet("mlflow", s3_server, monkeypatch)
+    data = mlflow.get_run(run.info.run_id).data
+    assert (METRICS, reference.uri) == (data.metrics, data.tags["nxd_ckpt.uri"])
+
+
+def test_the_snippet_of_the_docs_runs_with_wandb(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the other module, which it names."""
+    wandb: Any = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    with wandb.init(mode="offline", dir=str(tmp_path)) as run:
+        run_the_snippet("wandb", s3_server, monkeypatch)
+        assert run.summary["loss"] == METRICS["loss"]
 
 
 def test_mlflow_gets_a_reference(tmp_path: Path, saved: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def transformers(model: Any, optimizer: Any, kind: Any = Trainer) -> tuple[Save,
     trainer = kind(model, TrainingArguments("out", report_to=[], use_cpu=True), optimizers=(optimizer, schedule))
     trainer.state.global_step = 1
 
-    def saved(place: Path) -> Callable[[], None]:
+    def saved(place: Path) -> Any:
         trainer.args.output_dir = str(place)
         trainer._save_checkpoint(model, None)
         return trainer._settle
