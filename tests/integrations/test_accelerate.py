@@ -92,6 +92,21 @@ def test_another_run_is_refused(changed: dict[str, Any], kind: type[Exception], 
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_another_world_size_is_refused(tmp_path: Path) -> None:
+    """A run on two processes is not one on one. Nothing is loaded then."""
+
+    class OfTwo(Background):
+        def _setting(self) -> dict[str, Any]:
+            return {**super()._setting(), "world size": 2}
+
+    Job(tmp_path).run(1)
+    job = Job(tmp_path, OfTwo)
+    before = [parameter.tolist() for parameter in job.model.parameters()]
+    with pytest.raises(IncompatibleState, match="world size 1, and this run has 2"):
+        job.resume()
+    assert before == [parameter.tolist() for parameter in job.model.parameters()]
+
+
 def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
     """A file that has changed; one that is there already."""
     Job(tmp_path).run(1)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import save_checkpoint
+from nxd_ckpt import close_checkpointers, save_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.integrations.reference import Reference, reference_to
 from tests.docs.markdown import DOCS, code_blocks
-from tests.rigs.s3_server import BUCKET, S3Server
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -42,14 +42,13 @@ def run_the_snippet(of: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatc
     """That of docs/integrations.md, with a tag where it looks for one; what it logs is returned."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    place = f"s3://{BUCKET}/{of}"
-    save_checkpoint(place, "step_100", {"w": torch.ones(3)})
+    save_checkpoint("s3://bucket/run7", "step_100", {"w": torch.ones(3)}, overwrite=True)
+    close_checkpointers()
     (snippet,) = [block for block in code_blocks(DOCS / "integrations.md", "text") if "log_checkpoint" in block]
     assert "integrations.mlflow" in snippet
-    assert "s3://bucket/run7" in snippet
     namespace: dict[str, Any] = {"loss": 0.5}
-    exec(snippet.replace("integrations.mlflow", f"integrations.{of}").replace("s3://bucket/run7", place), namespace)
-    return reference_to(place, "step_100")
+    exec(snippet.replace("integrations.mlflow", f"integrations.{of}"), namespace)
+    return reference_to("s3://bucket/run7", "step_100")
 
 
 def test_the_snippet_of_the_docs_runs_with_mlflow(
@@ -71,9 +70,12 @@ def test_the_snippet_of_the_docs_runs_with_wandb(
     """With the other module, which it names."""
     wandb: Any = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    logged: list[Any] = []
     with wandb.init(mode="offline", dir=str(tmp_path)) as run:
-        run_the_snippet("wandb", s3_server, monkeypatch)
-        assert run.summary["loss"] == METRICS["loss"]
+        monkeypatch.setattr(run, "log_artifact", lambda artifact, **options: logged.append(artifact))
+        reference = run_the_snippet("wandb", s3_server, monkeypatch)
+    (artifact,) = logged
+    assert {**reference.document(), "step": 100, "metrics": METRICS} == artifact.metadata
 
 
 def test_mlflow_gets_a_reference(tmp_path: Path, saved: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
