@@ -6,6 +6,7 @@
 ``has_checkpoint``
 ``finalize_checkpoint``
 ``Checkpointer``              a job's handle on one directory; ``PendingSave`` is a save under way
+``list_checkpoints``          the tags of a directory
 ``open_checkpoint``           one tag opened for reading, anywhere: a ``Checkpoint``
 ``load_keys``                 single tensors of a tag, by name; ``get_checkpoint_metadata``: all of them, as
                               ``GlobalTensor``
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.diff import diff_checkpoints
     from nxd_ckpt.doctor import examine_checkpoint
+    from nxd_ckpt.listing import list_checkpoints
     from nxd_ckpt.resume_probe import ResumeProbe
     from nxd_ckpt.runtime.save.pending import PendingSave
     from nxd_ckpt.runtime.tier import Tier
@@ -87,6 +89,7 @@ __all__ = [
     "finalize_checkpoint",
     "get_checkpoint_metadata",
     "has_checkpoint",
+    "list_checkpoints",
     "load_checkpoint",
     "load_keys",
     "open_checkpoint",
@@ -122,6 +125,7 @@ _MODULE_OF = {
     "finalize_checkpoint": "api",
     "get_checkpoint_metadata": "checkpoint",
     "has_checkpoint": "api",
+    "list_checkpoints": "listing",
     "load_checkpoint": "api",
     "load_keys": "checkpoint",
     "open_checkpoint": "checkpoint",

@@ -52,11 +52,18 @@ class Difference:
     def _repr_html_(self) -> str:
         """For a notebook."""
         rows: list[tuple[Any, ...]] = []
-        rows += [(one.name, one.kind, one.differing, one.max_difference, one.relative_norm) for one in self.tensors]
+        rows += [
+            (one.name, one.kind, one.differing, _rounded(one.max_difference), _rounded(one.relative_norm))
+            for one in self.tensors
+        ]
         rows += [(one.name, "value", f"{one.a!r:.80}", f"{one.b!r:.80}", None) for one in self.values]
         head = ("name", "what differs", "elements, or a", "max |a - b|, or b", "||a - b|| / ||a||")
         differ = f"{len(self.tensors)} tensors and {len(self.values)} values differ"
         return html_table(f"{differ}, {self.same_tensors} tensors are the same", head, rows)
+
+
+def _rounded(number: float | None) -> str | None:
+    return None if number is None else f"{number:.4g}"
 
 
 @as_checkpoint_errors()

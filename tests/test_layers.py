@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 LEVELS = (
     ("", "cli", "api", "integrations", "__main__"),
     (
-        *("convert", "verify", "diff", "retention", "doctor", "resume_probe", "statistics"),
+        *("convert", "verify", "diff", "retention", "doctor", "resume_probe", "statistics", "listing"),
         *("checkpointer", "checkpoint", "options", "tiers"),
     ),
     ("runtime",),

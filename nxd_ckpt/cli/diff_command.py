@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.options import add_options
+from nxd_ckpt.cli.options import add_options, opening
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
-    from nxd_ckpt.cli.tags import Options
     from nxd_ckpt.diff import Difference, TensorDifference, ValueDifference
+    from nxd_ckpt.listing import Options
     from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
 
 NAME = "diff"
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
     """Directory (or URL), tag if one is named, and what it is opened with."""
-    from nxd_ckpt.cli.tags import locate
+    from nxd_ckpt.listing import locate
     from nxd_ckpt.storage.urls import options_for
 
     options = options_for(path, args.storage_options)
@@ -98,7 +98,6 @@ def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Optio
 
 def _open(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:
     from nxd_ckpt.checkpoint import open_checkpoint
-    from nxd_ckpt.cli.tags import opening
 
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
     if checkpoint.manifest is not None:

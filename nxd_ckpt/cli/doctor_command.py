@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.options import add_options
+from nxd_ckpt.cli.options import add_options, opening
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
     """The tag, and the one before it if there is one and it is wanted."""
     from nxd_ckpt.checkpoint import open_checkpoint
-    from nxd_ckpt.cli.tags import locate, opening, tag_before
+    from nxd_ckpt.listing import locate, tag_before
     from nxd_ckpt.storage.urls import options_for
 
     def opened(path: str) -> Checkpoint:

@@ -11,7 +11,6 @@ from typing import Any
 from nxd_ckpt.cli.optimizer import optimizer
 from nxd_ckpt.cli.parameters import parameters
 from nxd_ckpt.cli.prefixes import prefixes
-from nxd_ckpt.cli.tags import locate, summary
 from nxd_ckpt.cli.tensors import tensors
 from nxd_ckpt.cli.values import content_document
 from nxd_ckpt.core.tags import TagInfo, latest
@@ -19,6 +18,7 @@ from nxd_ckpt.errors import CheckpointError, TagReplaced, UnsafePickle
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.listing import locate, summary
 from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag

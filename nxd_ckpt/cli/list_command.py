@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.tags import directory_document
+    from nxd_ckpt.listing import directory_document
 
     document = directory_document(args.directory, args.storage_options)
     width = None if args.wide else shutil.get_terminal_size().columns

@@ -13,6 +13,7 @@ from nxd_ckpt.cli.json_files import nested_lists, partitions_in
 from nxd_ckpt.cli.storage_options import add_output_option, add_storage_option
 from nxd_ckpt.core.options import docs_of, fields_of
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.options.opening import OpenOptions
 
 _FLAGS = {
     "saved_param_names": "--param-names",
@@ -96,3 +97,10 @@ def _form_of(hint: Any) -> _Form:
     if get_args(kinds[0]) == (str, Partition):
         return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": {"partition_dim": 0}}: ', partitions_in)
     return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})
+
+
+def opening(args: argparse.Namespace, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keywords of :func:`open_checkpoint` that the flags say, and the options of the URL."""
+    found = options_of(args, OpenOptions) | {"storage_options": options}
+    found.pop("progress", None)
+    return found

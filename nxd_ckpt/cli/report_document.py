@@ -11,7 +11,6 @@ from typing import Any
 from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.cli.report_saves import differences, stragglers, timeline
 from nxd_ckpt.cli.report_tiers import late_tiers, tiers_of
-from nxd_ckpt.cli.tags import directory_document, locate
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.doctor import examine_checkpoint
@@ -19,6 +18,7 @@ from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartNotFound, T
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
+from nxd_ckpt.listing import directory_document, locate
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
 from nxd_ckpt.runtime.save.in_flight import saves_in_flight
 from nxd_ckpt.runtime.summary import TensorStatistics

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.tags import locate, tags_to_verify
+    from nxd_ckpt.listing import locate, tags_to_verify
 
     options = args.storage_options
     if not args.all:

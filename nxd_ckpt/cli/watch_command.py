@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(directory: str, options: Any, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from nxd_ckpt.cli.tags import directory_document
+    from nxd_ckpt.listing import directory_document
     from nxd_ckpt.runtime.save.in_flight import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
 

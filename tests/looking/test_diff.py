@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt import Topology, diff_checkpoints, examine_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Topology,
+    diff_checkpoints,
+    examine_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.convert import copy_checkpoint, reshard
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
+from nxd_ckpt.retention import pin_checkpoint
 from nxd_ckpt.runtime.compare import side_by_side
 from nxd_ckpt.runtime.compare.tally import Tally
 from tests.cli.checkpoints import CUTS, PLACES, held, save_examples
@@ -228,3 +237,22 @@ def test_a_notebook_shows_names_as_text(tmp_path: Path) -> None:
         assert "model/&lt;script&gt;\\u202e" in html
         assert "<script" not in html
     assert "and 11 more" in a._repr_html_()
+
+
+def test_a_notebook_shows_the_tags_of_a_directory(tmp_path: Path) -> None:
+    """The newest first, with state, size and sizes of the job; one that is not complete says what it lacks."""
+    for tag in ("<b>1", "step_2"):
+        save_checkpoint(tmp_path, tag, {"w": torch.ones(2)})
+    pin_checkpoint(tmp_path, "<b>1")
+    (tmp_path / "<b>1" / "done").unlink()
+    tags = list_checkpoints(tmp_path)
+    assert [("<b>1", False, False), ("step_2", True, True)] == [(one.tag, one.complete, one.latest) for one in tags]
+    html = tags._repr_html_()
+    assert html.startswith("<p><b>2 tags, 1 complete</b></p><table><thead><tr><th>tag</th>")
+    newest, oldest = re.findall("<tr><td>.*?</tr>", html)
+    saved = r"<td>2\d{3}-[-\d]+ [:\d]+</td><td>\d.* KiB</td>"
+    assert re.match(f"<tr><td>step_2</td><td>latest</td>{saved}<td>dp=1 tp=1 pp=1 ep=1</td><td></td></tr>", newest)
+    assert "<td>&lt;b&gt;1</td><td>incomplete, pinned</td>" in oldest
+    assert "it lacks its &#x27;done&#x27; marker" in oldest
+    assert tags[1].saved is not None
+    assert tags[1].problems == ()

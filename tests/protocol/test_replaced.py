@@ -22,10 +22,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.checkpoint import get_checkpoint_metadata
-from nxd_ckpt.cli.tags import directory_document
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.diff import diff_checkpoints
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
+from nxd_ckpt.listing import directory_document
 from nxd_ckpt.runtime.coordination import journal
 from nxd_ckpt.runtime.coordination.agreement import StoreAgreement
 from nxd_ckpt.runtime.load.loading import load as load_on_ranks

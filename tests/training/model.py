@@ -17,6 +17,16 @@ from nxd_ckpt import Topology
 VOCAB, HIDDEN, FFN, EXPERTS = 12, 6, 8, 4
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.9)},
+    "SGD": {"lr": 0.002, "momentum": 0.9},
+    "Adagrad": {"lr": 0.05},
+    "RMSprop": {"lr": 0.005, "momentum": 0.5},
+    "Adafactor": {"lr": 0.02},
+}
+"""By their names in torch, with their options."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained: a topology by its sizes, and the options that change what is saved."""
@@ -25,6 +35,7 @@ class Setup:
     dtype: str = "float32"
     master_weights: bool = True
     zero1: bool = True
+    optimizer: str = "AdamW"
     unused: bool = False
     dropout: float = 0.0
     zero_grad_first: bool = False
@@ -215,15 +226,20 @@ class Trainer:
 
     def _optimizer(self) -> Any:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        settings: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+        kind, settings = getattr(torch.optim, self.setup.optimizer), dict(OPTIMIZERS[self.setup.optimizer])
         if not self.setup.zero1:
-            return torch.optim.AdamW(parameters, **settings)
+            return kind(parameters, **settings)
         settings["save_master_weights"] = self.setup.master_weights
         settings["pin_layout"] = False
-        return zero1(parameters, self.topology, settings)
+        return zero1(parameters, self.topology, settings, kind)
 
 
-def zero1(parameters: Any, topology: Topology, settings: dict[str, Any]) -> Any:
+def zero1(
+    parameters: Any,
+    topology: Topology,
+    settings: dict[str, Any],
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+) -> Any:
     """The ZeRO-1 optimizer that NxD would make: torch-xla's own, under expert parallelism a double of NxD's."""
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -232,8 +248,8 @@ def zero1(parameters: Any, topology: Topology, settings: dict[str, Any]) -> Any:
     norms = tp_groups(topology) if topology.tp > 1 else None
     settings = {"sharding_groups": dp_groups(topology), "grad_norm_groups": norms, **settings}
     if topology.ep > 1:
-        return ExpertZero1(parameters, torch.optim.AdamW, expert_dp_groups(topology), **settings)
-    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)
+        return ExpertZero1(parameters, kind, expert_dp_groups(topology), **settings)
+    return ZeroRedundancyOptimizer(parameters, kind, **settings)
 
 
 def _cpu(tree: Any) -> Any:

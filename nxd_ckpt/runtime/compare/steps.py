@@ -10,7 +10,7 @@ from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.core.counters import whole_number
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.saved_optimizer import saved_optimizer
 
@@ -55,12 +55,14 @@ def _writers(opened: OpenTag) -> list[Coordinates]:
 
 
 def _number(opened: OpenTag, value: Any, read: dict[Any, int | None]) -> int | None:
-    if not isinstance(value, TensorStub):
+    if not isinstance(value, (TensorStub, Assembly)):
         return whole_number(value)
-    if value.numel != 1:
+    stubs = [fragment.stub for fragment in Assembly.of(value).fragments]
+    if [stub.numel for stub in stubs] != [1]:
         return None
-    key = (value.dtype, value.storage.crc32, value.storage.nbytes, value.offset - value.storage.offset)
-    if key not in read or value.storage.crc32 is None:
-        found = opened.read(value)
+    (stub,) = stubs
+    key = (stub.dtype, stub.storage.crc32, stub.storage.nbytes, stub.offset - stub.storage.offset)
+    if key not in read or stub.storage.crc32 is None:
+        found = opened.read(stub)
         read[key] = None if found.is_complex() or found.dtype == torch.bool else whole_number(found.item())
     return read[key]

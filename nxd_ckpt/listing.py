@@ -1,20 +1,26 @@
-"""Tags as the commands show them: which one is meant, and what can be said of each without reading its tensors."""
+"""The tags in a directory: which one is meant, and what can be said of each without reading its tensors."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from nxd_ckpt.cli.options import options_of
+from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced
+from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    TagReplaced,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import (
     NO_TAG,
@@ -25,7 +31,6 @@ from nxd_ckpt.layout.directory import (
 )
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
-from nxd_ckpt.options.opening import OpenOptions
 from nxd_ckpt.runtime.save.retention import pinned
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.runtime.tag.identity import Identity, of_latest
@@ -39,7 +44,63 @@ from nxd_ckpt.verify import files_of
 _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 """No later time can be written as a date."""
 
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+
 Options = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class ListedTag:
+    """One tag of a directory.
+
+    Attributes:
+        tag: its name; empty for the directory itself, of NxD 0.1 to 0.5.
+        saved: when; None where nothing tells.
+        complete, latest, pinned: whether it can be loaded; is what a load takes; is kept whatever retention says.
+        nbytes: bytes of its files.
+        topology: the sizes it was saved on, by name, None for one that is not known; None for one that is not complete.
+        written_by: "nxd_ckpt" or "neuronx_distributed".
+        problems: what it lacks, or what is wrong with it.
+    """
+
+    tag: str
+    saved: datetime | None
+    complete: bool
+    latest: bool
+    pinned: bool
+    nbytes: int
+    topology: Mapping[str, int | None] | None
+    written_by: str
+    problems: tuple[str, ...]
+
+
+class TagList(tuple[ListedTag, ...]):
+    """The tags of a directory, in the order in which they became visible."""
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the newest first."""
+        complete = sum(one.complete for one in self)
+        head = ("tag", "state", "saved (UTC)", "size", "topology", "problems")
+        return html_table(f"{len(self)} tags, {complete} complete", head, [_html_row(one) for one in reversed(self)])
+
+
+@as_checkpoint_errors()
+def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> TagList:
+    """The tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.
+
+    Raises:
+        CheckpointNotFound: no such directory, or ``path`` is itself a tag.
+    """
+    tags = directory_document(os.fspath(path), storage_options)["tags"]
+    return TagList(
+        ListedTag(
+            tag=one["tag"],
+            saved=_time_of(one["order_time"]),
+            problems=(*(f"it lacks {what}" for what in one["lacks"]), *one["problems"]),
+            **{key: one[key] for key in ("complete", "latest", "pinned", "nbytes", "topology", "written_by")},
+        )
+        for one in tags
+    )
 
 
 def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, str | None]:
@@ -70,13 +131,6 @@ def tags_to_verify(path: str, options: Options = None) -> list[str | None]:
     found = [info.tag or None for info in in_order(settled_tags(storage)) if info.complete or info.damage]
     if not found:
         raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
-    return found
-
-
-def opening(args: argparse.Namespace, options: Options) -> dict[str, Any]:
-    """The keywords of :func:`open_checkpoint` that the flags say, and the options of the URL."""
-    found = options_of(args, OpenOptions) | {"storage_options": options}
-    found.pop("progress", None)
     return found
 
 
@@ -179,7 +233,19 @@ def _named(info: TagInfo) -> dict[str, Any]:
     at = datetime.fromtimestamp(int(info.order_time), timezone.utc)
     # A save's order time may lie a second or two ahead of the clock.
     age = max(0.0, round(time.time() - info.order_time, 1))
-    return {"tag": info.tag, "order_time": f"{at:%Y-%m-%dT%H:%M:%SZ}", "age_seconds": age}
+    return {"tag": info.tag, "order_time": f"{at:{_TIME}}", "age_seconds": age}
+
+
+def _time_of(text: str | None) -> datetime | None:
+    return None if text is None else datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc)
+
+
+def _html_row(one: ListedTag) -> tuple[object, ...]:
+    state = "latest" if one.latest else "complete" if one.complete else "incomplete"
+    saved = "?" if one.saved is None else f"{one.saved:%Y-%m-%d %H:%M:%S}"
+    sizes = " ".join(f"{name}={'?' if count is None else count}" for name, count in (one.topology or {}).items())
+    name = one.tag or "(the directory itself)"
+    return name, f"{state}, pinned" if one.pinned else state, saved, size(one.nbytes), sizes, "; ".join(one.problems)
 
 
 def _sizes(opened: OpenTag) -> dict[str, int | None]:
