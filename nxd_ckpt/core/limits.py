@@ -16,8 +16,17 @@ NOTE = 2**20
 """Bytes of markers, the lease, the journal, intents, verdicts: a few fields, and in a verdict an error's message."""
 
 DOCUMENT = 2**28
-"""Bytes of manifests, indexes and votes, of config.json and mappings. An index of 100,000 tensors, or a manifest of as
+"""Bytes of manifests, indexes and votes, of config.json. An index of 100,000 tensors, or a manifest of as
 many parameters, has a tenth of it."""
+
+MAPPING = 2**18
+"""Bytes of a mapping: a rule has about two hundred, a model about twenty rules. Its patterns are compiled."""
+
+MAPPING_YAML = 2**15
+"""Bytes of one in YAML, which takes a hundred times as long to read as JSON."""
+
+MAPPING_DEPTH = 16
+"""Values inside each other of a mapping in YAML, whose reader looks at all of them for each word."""
 
 DCP_METADATA = 2**32
 """Bytes of ``.metadata`` of a torch DCP directory, which lists the chunks of all ranks."""
@@ -73,6 +82,9 @@ NUMBER_DIGITS = 4_300
 
 PATH_LENGTH = 32_768
 """Characters of one path."""
+
+MEMBER_LENGTH = 4_096
+"""Characters of the name of a member of an archive: longer than any path of Linux, and than any key of S3."""
 
 RANKS = 2**20
 """Ranks of one checkpoint, and of the grid that the names of files span."""

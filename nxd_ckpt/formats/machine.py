@@ -105,7 +105,7 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
-        Keys().check(items)
+        Keys(self._spend).check(items)
         self.append(frozenset(items))
 
     def load_bytearray8(self) -> None:
@@ -122,10 +122,10 @@ class Machine(_Machine):  # type: ignore[misc]
         """Check the keys of a dict or a set together, however many opcodes fill it; the dict or set is kept, so that no
         other one gets its id."""
         if not target:
-            Keys().check(keys)
+            Keys(self._spend).check(keys)
             return
         if id(target) not in self._keys:
-            self._keys[id(target)] = target, Keys()
+            self._keys[id(target)] = target, Keys(self._spend)
             self._keys[id(target)][1].check(target)
         self._keys[id(target)][1].check(keys)
 
@@ -141,7 +141,7 @@ class Machine(_Machine):  # type: ignore[misc]
             raise MalformedFile(f"its pickle calls with {shown(args)}")
         self._work_left -= len(args)  # a long one may be handed over again and again
         self._work(args)
-        return function(*args) if isinstance(function, Call) else made(function, args)
+        return function(*args) if isinstance(function, Call) else made(function, args, self._spend)
 
     def _work(self, values: Iterable[Any]) -> None:
         """Take the length of these values from what calls may work on."""
@@ -151,6 +151,10 @@ class Machine(_Machine):  # type: ignore[misc]
                 self._work_left -= value.bit_length() // 8
             elif kind not in _SCALARS and isinstance(value, _SIZED):
                 self._work_left -= len(value)
+        self._spend(0)
+
+    def _spend(self, work: int) -> None:
+        self._work_left -= work
         if self._work_left < 0:
             raise UnsafePickle("its pickle makes copies of its own values, far more than it is long")
 

@@ -67,7 +67,10 @@ def _counter(counts: object = None) -> Counter[Any]:
 def _ordered(items: object = None) -> OrderedDict[Any, Any]:
     """Written empty; in Python 2 with a list of its items."""
     pairs = [] if items is None else _of(list, items, "OrderedDict")
-    Keys().check(key for key, _ in pairs)
+    keys = [key for key, _ in pairs]
+    if any(isinstance(key, (tuple, frozenset)) for key in keys):  # the same ones could be hashed again and again
+        raise MalformedFile("an OrderedDict of Python 2 is read with keys that are text or numbers")
+    Keys().check(keys)
     return OrderedDict(pairs)
 
 
@@ -146,7 +149,9 @@ class Keys:
     its hash is another one in every process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spend: Callable[[int], None] = lambda values: None) -> None:
+        """``spend`` is told how many values each tuple has, before it is hashed."""
+        self._spend = spend
         self._first: dict[int, Any] = {}
         self._others: dict[int, list[Any]] = {}
 
@@ -157,6 +162,7 @@ class Keys:
             if kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Sealed):
                 continue
             values = _check_nesting(key)
+            self._spend(values)
             first = self._first.setdefault(hash(key), key)
             if first is not key and first != key:
                 others = self._others.setdefault(hash(key), [])
@@ -187,13 +193,13 @@ def _check_nesting(key: Any) -> int:
     return values or 1
 
 
-def made(kind: object, args: tuple[Any, ...]) -> Any:
-    """What a builtin type makes of ``args``, if pickles ever write it with such arguments."""
+def made(kind: object, args: tuple[Any, ...], spend: Callable[[int], None]) -> Any:
+    """What a builtin type makes of ``args``, if pickles ever write it with such arguments; ``spend`` as for Keys."""
     if not isinstance(kind, type) or kind not in BUILTIN_TYPES:
         raise UnsafePickle(f"its pickle calls {shown(kind)}, which is not a function")
     if kind in (set, frozenset) and len(args) == 1:
         [items] = args
-        Keys().check(_of(list, items, kind.__name__))
+        Keys(spend).check(_of(list, items, kind.__name__))
     elif kind is complex:
         if [type(part) for part in args] != [float, float]:
             raise MalformedFile("a complex is written with two floats")

@@ -300,13 +300,14 @@ def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterat
     """Every leaf (an instance of ``leaves``) with its path, depth first, dicts in their order."""
 
     def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
-        if isinstance(node, leaves):
-            yield path, node
-        elif id(node) not in above:  # a pickle may hold itself
-            for key, child in children_of(node):
-                yield from walk(child, (*path, key), (*above, id(node)))
+        for key, child in children_of(node):
+            if isinstance(child, leaves):
+                yield (*path, key), child
+            # A pickle may hold itself; and of what holds nothing there may be millions.
+            elif isinstance(child, CONTAINERS) and child and id(child) not in above:
+                yield from walk(child, (*path, key), (*above, id(child)))
 
-    return walk(tree, (), ())
+    return iter([((), tree)]) if isinstance(tree, leaves) else walk(tree, (), (id(tree),))
 
 
 def iter_leaves(tree: Any) -> Iterator[tuple[Path, Any]]:

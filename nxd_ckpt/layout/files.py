@@ -156,8 +156,15 @@ class TagFiles:
             return tree
         info = self._info(file)
         elsewhere = self._shared_files(shared) if shared not in (None, file) else {}
+        followed: dict[int, TensorStub | MissingTensor] = {}
 
         def follow(reference: TensorReference) -> TensorStub | MissingTensor:
+            """Each file is read once, however often a damaged one refers to it."""
+            if reference.tid not in followed:
+                followed[reference.tid] = first(reference)
+            return followed[reference.tid]
+
+        def first(reference: TensorReference) -> TensorStub | MissingTensor:
             path = paths[reference.tid]
             about = info.get(reference.tid, reference.about)
             tensor_file = names.tensor_file(file, reference.tid)

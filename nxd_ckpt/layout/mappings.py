@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt.core.heads import inference_copies
-from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.limits import MAPPING, MAPPING_DEPTH, MAPPING_YAML
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
@@ -60,16 +60,19 @@ def find_mapping(given: Given, config: Mapping[str, Any]) -> ModelMapping:
     return load_mapping(document, name)
 
 
-def _raw(path: Path) -> bytes:
+def _raw(path: Path, limit: int) -> bytes:
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size  # a read of so many bytes at most would take that memory first
-        if nbytes > DOCUMENT:
-            raise InvalidArgument(f"mapping {path} has {nbytes} bytes: at most {DOCUMENT} are allowed")
+        if nbytes > limit:
+            raise InvalidArgument(
+                f"mapping {path} has {nbytes} bytes: at most {limit} are allowed ({MAPPING} of JSON, {MAPPING_YAML} of "
+                "YAML); let placeholders stand for numbers"
+            )
         return file.read(nbytes)
 
 
 def _json(path: Path) -> Any:
-    raw = _raw(path)
+    raw = _raw(path, MAPPING)
     try:
         return json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -87,14 +90,23 @@ def _yaml(path: Path) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Without aliases: a short file of them stands for more values than memory holds."""
 
+        depth = 0
+
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.composer.ComposerError(
                     None, None, "aliases are not allowed: write the value out", self.peek_event().start_mark
                 )
-            return super().compose_node(parent, index)
+            self.depth += 1
+            if self.depth > MAPPING_DEPTH:
+                raise yaml.composer.ComposerError(
+                    None, None, f"more than {MAPPING_DEPTH} values inside each other", self.peek_event().start_mark
+                )
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
 
-    raw = _raw(path)
+    raw = _raw(path, MAPPING_YAML)
     try:
         return yaml.load(raw.decode(), Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -56,6 +56,9 @@ REFUSED = {
     "a dtype that is text": (V3 + EMPTY_STORAGE + ONE + b"\x89N" + text("float32") + b"tR", "a tensor of dtype"),
     "a shape that is text": (V2 + EMPTY_STORAGE + b"K\x00" + text("1") + b"K\x01\x85\x89NtR", "a tensor of offset 0"),
     "bytes in UTF-8": (called(named("_codecs", "encode"), text("x"), text("utf-8")), "written as latin1"),
+    "an OrderedDict of Python 2 with tuples": (
+        called(named("collections", "OrderedDict"), b"(K\x01\x85N\x86l"), "keys that are text or numbers"
+    ),
     "no device": (called(named("torch", "device")), "with its name and index"),
     "a device by number": (called(named("torch", "device"), b"K\x00"), "with its name and index"),
     "an object with keywords": (named("argparse", "Namespace") + b")}" + text("x") + b"Ns\x92", "with keywords"),
@@ -206,6 +209,11 @@ COPIES = {
     ) * 100 + b"e",
     "numbers": number(1 << 800_000) + b"q\x070](" + called(named("builtins", "slice"), b"h\x07") * 100 + b"e",
     "arguments": b"(" + text("") * 20_000 + b"tq\x070](" + (named("pathlib", "PurePosixPath") + b"h\x07R") * 200 + b"e",
+    "keys": b"(" + b"N" * 60 + b"tq\x070](" + b"}h\x07Ns" * 40_000 + b"e",
+    "items": b"(" + b"N" * 60 + b"tq\x070](" + b"(h\x07\x91" * 40_000 + b"e",
+    "items of calls": b"(" + b"N" * 60 + b"tq\x070](" + b"h\x07" * 1000 + b"eq\x080](" + (
+        called(named("builtins", "set"), b"h\x08") * 200 + b"e"
+    ),
     "tuples": b"(" + b"N" * 20_000 + b"tq\x070](" + (named("collections", "OrderedDict") + b")Rh\x07b") * 200 + b"e",
 }
 

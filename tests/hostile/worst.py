@@ -78,13 +78,23 @@ def _text(begin: str, character: str, end: str) -> _Maker:
     return lambda nbytes: (begin + character * (nbytes - len(begin) - len(end)) + end).encode()
 
 
+def _archive_of(*members: tarfile.TarInfo) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for member in members:
+            tar.addfile(member)
+    return out.getvalue()
+
+
 def _headers(nbytes: int) -> bytes:
     """An archive of empty files."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for index in range(nbytes // tarfile.BLOCKSIZE - 2):
-            tar.addfile(tarfile.TarInfo(f"one/{index}"))
-    return out.getvalue()
+    return _archive_of(*(tarfile.TarInfo(f"one/{index}") for index in range(nbytes // tarfile.BLOCKSIZE - 2)))
+
+
+def _long_pattern(nbytes: int) -> bytes:
+    document = json.loads(valid.MAPPINGS[0])
+    document["rules"][0]["nxd"] += "{layer}" * (nbytes // 7)
+    return json.dumps(document).encode()
 
 
 def _zipped(records: Callable[[int], dict[str, bytes]]) -> _Maker:
@@ -102,6 +112,13 @@ def _zipped(records: Callable[[int], dict[str, bytes]]) -> _Maker:
 
 def _zipped_pickle(unit: bytes) -> _Maker:
     return _zipped(lambda nbytes: {"data.pkl": _pickle(unit)(nbytes - 300), "version": b"3\n"})
+
+
+def _zipped_references(nbytes: int) -> bytes:
+    """A file of references that holds one of them again and again."""
+    reference = named("torch_xla.utils.serialization", "TensorReference") + b")\x81}" + text("tid") + b"K\x00sbq\x020"
+    pickled = _pickle(b"h\x02", reference)
+    return _zipped(lambda nbytes: {"data.pkl": pickled(nbytes - 300), "version": b"3\n"})(nbytes)
 
 
 def _records(nbytes: int) -> dict[str, bytes]:
@@ -154,6 +171,8 @@ WORST: dict[str, tuple[str, _Maker]] = {
             "set": "builtins",
         }.items()
     },
+    "a pickle of dicts of one key": ("pickle", _pickle(b"}h\x05Ns", b"(" + b"N" * 60 + b"tq\x050")),
+    "a pickle of sets of one item": ("pickle", _pickle(b"(h\x05\x91", b"(" + b"N" * 60 + b"tq\x050")),
     "a pickle of Namespaces": ("pickle", _objects("argparse", "Namespace")),
     "a pickle of UUIDs": ("pickle", _objects("uuid", "UUID")),
     "a pickle of Decimals": ("pickle", _calls("decimal", "Decimal", _TEXT)),
@@ -200,6 +219,13 @@ WORST: dict[str, tuple[str, _Maker]] = {
     "safetensors: tensors": ("safetensors", _safetensors),
     "archive: headers": ("archive", _headers),
     "xser info: lists": ("xser info", _zipped_pickle(b"]")),
+    "xser references: lists": ("xser references", _zipped_pickle(b"]")),
+    "xser references: one reference": ("xser references", _zipped_references),
+    "archive: a long name": (
+        "archive",
+        lambda nbytes: _archive_of(tarfile.TarInfo("x/" * (nbytes // 2 - tarfile.BLOCKSIZE) + "x")),
+    ),
+    "mapping: a long pattern": ("mapping", _long_pattern),
     "torch file: records": ("torch file", _zipped(_records)),
     "xser references: records": ("xser references", _zipped(_records)),
     "DCP metadata: lists": ("DCP metadata", _pickle(b"]")),

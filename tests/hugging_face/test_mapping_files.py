@@ -72,12 +72,23 @@ def test_yaml_with_aliases_is_refused(tmp_path: Path, text: str) -> None:
         find_mapping(path, {})
 
 
-@pytest.mark.parametrize("name", ["mine.yaml", "mine.json"])
-def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """That of documents."""
-    monkeypatch.setattr("nxd_ckpt.layout.mappings.DOCUMENT", 10)
+def test_yaml_that_is_deep_is_refused(tmp_path: Path) -> None:
+    """Its reader looks at all levels for each word."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("[" * 17 + "]" * 17)
+    with pytest.raises(InvalidArgument, match=r"mine\.yaml: not YAML: more than 16 values inside each other"):
+        find_mapping(path, {})
+    path.write_text("[" * 16 + "]" * 16)
+    with pytest.raises(InvalidArgument, match=r"mine\.yaml: expected a JSON object"):
+        find_mapping(path, {})
+
+
+@pytest.mark.parametrize(("name", "limit"), [("mine.yaml", "MAPPING_YAML"), ("mine.json", "MAPPING")])
+def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: str) -> None:
+    """YAML a smaller one than JSON."""
+    monkeypatch.setattr(f"nxd_ckpt.layout.mappings.{limit}", 10)
     (tmp_path / name).write_text(json.dumps(document()))
-    with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.\w+ has \d+ bytes: at most 10 are allowed$"):
+    with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.\w+ has \d+ bytes: at most 10 are allowed "):
         find_mapping(tmp_path / name, {})
 
 

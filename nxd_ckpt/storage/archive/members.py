@@ -11,6 +11,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator
 
+from nxd_ckpt.core.limits import MEMBER_LENGTH, MESSAGE, check_count
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.member_list import END, LONGEST_HEADER, Member
@@ -101,6 +102,7 @@ def _checked(info: tarfile.TarInfo, where: str) -> str:
 
 
 def _check_name(name: str, shown: str, where: str) -> None:
+    check_count(len(name), MEMBER_LENGTH, f"{where}: characters of the name of the member {name[:MESSAGE]!r}...")
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise MalformedFile(f"{where}: the member {shown!r} lies outside of the archive, or has no plain name")
 
