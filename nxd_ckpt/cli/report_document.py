@@ -175,8 +175,20 @@ def _rank(tag: Checkpoint, rank: int) -> dict[str, Any]:
     at = tag.topology.coordinates_of(rank)
     files = tag.opened.index(at).files
     nbytes = sum(entry.nbytes for entry in files.values())
-    place = {"pp": at.pp_rank, "dp": at.dp_rank, "tp": at.tp_rank}
-    return {"rank": rank, **place, "files": len(files), "nbytes": nbytes}
+    sizes = {"pp": at.pp_rank, "dp": at.dp_rank, "tp": at.tp_rank}
+    return {"rank": rank, **sizes, "place": _place(tag, rank), "files": len(files), "nbytes": nbytes}
+
+
+def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
+    """Where a rank is: in its mesh of most dimensions, or in dp, tp and, with experts, ep; stages are told apart."""
+    at, sizes = tag.topology.coordinates_of(rank), tag.topology
+    meshes = () if tag.opened.mesh is None else tag.opened.mesh.meshes()
+    found = [(mesh.names, place) for mesh in meshes if (place := mesh.coordinate_of(rank)) is not None]
+    if found:
+        names, place = max(found, key=lambda one: len(one[0]))
+        return {name or f"dim{dim}": index for dim, (name, index) in enumerate(zip(names, place, strict=True)) if dim}
+    experts = {"ep": at.dp_rank % sizes.ep} if sizes.ep > 1 else {}
+    return {"dp": at.dp_rank, "tp": at.tp_rank, **experts}
 
 
 def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:

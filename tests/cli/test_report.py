@@ -22,7 +22,7 @@ from nxd_ckpt.core.units import size
 from tests.doctor.mutants import not_a_number, weight_shards_swapped
 from tests.doctor.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank
-from tests.rigs.browser import screenshot
+from tests.rigs.browser import printed, screenshot
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -204,6 +204,24 @@ def test_a_browser_shows_the_page(run: Path, tmp_path: Path) -> None:
     light, dark = (screenshot(page, tmp_path / f"{dark}.png", 390, 2400, dark=dark) for dark in (False, True))
     assert light != dark
     assert min(len(light), len(dark)) > 20_000
+
+
+def test_a_browser_prints_the_page(run: Path, tmp_path: Path) -> None:
+    """A real one: text and areas on paper."""
+    page = tmp_path / "page.html"
+    assert 0 == main(["report", str(run), "-o", str(page), "--quiet", "--diff"])
+    paper = printed(page, tmp_path / "page.pdf")
+    assert paper.startswith(b"%PDF-")
+    assert b"/Font" in paper
+
+
+def test_ranks_are_shown_in_their_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By dp, tp and, where there are experts, ep."""
+    places = [Topology(dp=2, ep=2, rank=rank) for rank in range(2)]
+    save_as_every_rank(tmp_path, "t", places, lambda rank: {"model": STATE})
+    assert 0 == main(["report", str(tmp_path), "--json", "--count", "0"])
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [{"dp": 0, "tp": 0, "ep": 0}, {"dp": 1, "tp": 0, "ep": 1}] == [rank["place"] for rank in ranks]
 
 
 def test_the_page_is_written_beside_tags_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,12 @@ def test_damage_is_found(tag: tuple[Path, dict[str, Any]]) -> None:
         assert any(file in problem for problem in verify_checkpoint(path.parent).problems)
         (path / file).write_bytes(whole)
     assert () == verify_checkpoint(path.parent).problems
+
+
+def test_a_report_shows_ranks_in_their_mesh(
+    tag: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the names of its dimensions."""
+    assert 0 == main(["report", str(tag[0]), "--json", "--count", "0"])
+    places = [rank["place"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
+    assert [{"fsdp": rank // 2, "tp": rank % 2} for rank in range(4)] == places

@@ -17,11 +17,21 @@ def screenshot(page: Path, picture: Path, width: int, height: int, *, dark: bool
 
     Skips the test, and says so, where no browser is installed.
     """
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    _open(page, picture, f"--screenshot={picture}", scheme, f"--window-size={width},{height}")
+    return picture.read_bytes()
+
+
+def printed(page: Path, paper: Path) -> bytes:
+    """Print a page to the ``paper``, a PDF; return its bytes. Skips the test as :func:`screenshot` does."""
+    _open(page, paper, f"--print-to-pdf={paper}")
+    return paper.read_bytes()
+
+
+def _open(page: Path, output: Path, *options: str) -> None:
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     if browser is None:
         pytest.skip("no Chromium is installed: pages are not opened in a browser (apt install chromium)")
-    scheme = [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-    where = [f"--user-data-dir={picture.parent / 'profile'}", f"--screenshot={picture}"]
-    command = [browser, *_OPTIONS, *scheme, *where, f"--window-size={width},{height}", page.as_uri()]
+    profile = f"--user-data-dir={output.parent / 'profile'}"
+    command = [browser, *_OPTIONS, profile, *options, page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
-    return picture.read_bytes()
