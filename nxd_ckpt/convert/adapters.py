@@ -38,7 +38,8 @@ def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
         return _peft_config(opened)
     raise PartNotFound(
         f"{opened.where} holds LoRA adapters, but not what they are multiplied by: neuronx_distributed keeps that in "
-        "tags with save_lora_config_adapter=True only; load this one into the live model, and save that with nxd_ckpt"
+        f"tags with save_lora_config_adapter=True only, optimum-neuron in {_ADAPTER_CONFIG} beside the shards; restore "
+        "that, or load this one into the live model, and save that with nxd_ckpt"
     )
 
 

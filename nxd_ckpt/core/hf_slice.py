@@ -157,7 +157,8 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
         names = ", ".join(member.name.text for member in rule.members)
         raise ShapeMismatch(
             f"{match.name}: {shape[rule.dim]} elements along dimension {rule.dim} do not fit {names}: "
-            f"{_in_words(sizes)}. Is this the model's config.json, and the kv_size_multiplier that it was trained with?"
+            f"{_in_words(sizes)}. Is this the model's config.json, and the kv_size_multiplier that it was trained "
+            "with, and are the files of all ranks there?"
         )
     return [share if length is None else length for length in known]
 
@@ -186,7 +187,10 @@ def _runs(member: RuleMember, length: int, sizes: Sizes) -> list[HeadRun]:
         return sizes.attention().runs(member.heads)
     rows = length if member.rows is None else sizes.get(member.rows)
     if rows > length:
-        raise ShapeMismatch(f"{member.name.text} should have {rows} rows ({member.rows}), NxD's tensor has {length}")
+        raise ShapeMismatch(
+            f"{member.name.text} should have {rows} rows ({member.rows}), NxD's tensor has {length}; is this the "
+            "model's config.json, and are the files of all ranks there?"
+        )
     return [HeadRun(0, 0, rows)]
 
 

@@ -46,7 +46,12 @@ _HEAD = "language_model.output_layer.weight"
 def is_of_rank(key: str) -> bool:
     """Whether a file of that name is one rank's."""
     parts = key.split("/")
-    return len(parts) > 1 and _parse(parts[-2]) is not None and key.endswith(_SUFFIX)
+    return len(parts) > 1 and is_rank(parts[-2]) and key.endswith(_SUFFIX)
+
+
+def is_rank(folder: str) -> bool:
+    """Whether a directory of that name is one rank's."""
+    return _parse(folder) is not None
 
 
 def saves(storage: Storage, folder: str) -> list[str]:

@@ -79,10 +79,13 @@ def recognise(storage: Storage, folder: str) -> Recognised:
     if not found:
         below = sorted(name for name, is_dir in listing.items() if is_dir and _is_one(storage, f"{folder}/{name}"))
         if below:
-            raise CheckpointNotFound(f"{where} holds several checkpoints, expected one: {', '.join(below[:8])}")
+            holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
+            raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
+        lost = any(name.endswith(".distcp") for name in listing)
         raise CheckpointNotFound(
             f"{where} has none of the layouts that are known (docs/rescue.md lists them); it holds "
             f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
+            + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if lost else "")
         )
     return _located(found[0], folder)
 
@@ -123,7 +126,10 @@ def _is_nxd(storage: Storage, folder: str, listing: _Names) -> bool:
 def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
     if _is_tag(storage, folder, listing) and _has_metadata(listing):
         return not _is_in(folder, ADAPTER_SHARDS)
-    return listing.get(_SHARDS) is True and _has_metadata(dict(storage.list(_in(folder, _SHARDS))))
+    if listing.get(_SHARDS) is not True:
+        return False
+    shards = dict(storage.list(_in(folder, _SHARDS)))
+    return _has_metadata(shards) or ("config.json" in listing and _is_tag(storage, folder, shards))
 
 
 def _adapters(storage: Storage, folder: str) -> list[str]:
@@ -138,8 +144,10 @@ def _adapters(storage: Storage, folder: str) -> list[str]:
 
 
 def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
-    is_rank = any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing)
-    return is_rank and not _is_in(folder, _OLD_SHARDS) and not nemo.saves(storage, folder)
+    ranks = [name for name in listing if legacy.parse(name) or legacy.parse_zero1(name)]
+    if nemo.saves(storage, folder):
+        ranks = [name for name in ranks if not nemo.is_rank(name)]
+    return bool(ranks) and not _is_in(folder, _OLD_SHARDS)
 
 
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, MalformedFile, 
 from nxd_ckpt.layout.names import rank_file
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, write_config
-from tests.lora.adapters import ALPHA, RANK, adapters_of, adapters_of_rank
-from tests.rescue.old_run import STEPS, OldRun
-from tests.rescue.written import metadata_of
+from tests.lora.adapters import adapters_of
+from tests.rescue.written_adapter import ABOVE, write_adapter
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -27,48 +25,6 @@ JOBS = {
     "copies of heads": Job(Model(heads=8, head_dim=2), tp=4, qkv="linear", copies=2),
     "fused copies": Job(Model(heads=8, head_dim=2), tp=4, pp=2, qkv="fused", copies=2),
 }
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_ABOVE = "base_model.model."
-
-
-def write_adapter(folder: Path, job: Job, name: str = "default") -> Path:
-    """``checkpoint-N/adapter_NAME`` of optimum-neuron 0.2.1 to 0.4.5 (``peft/peft_model.py``, ``save_pretrained``)."""
-    place = folder / f"checkpoint-{STEPS}"
-    shards = place / f"adapter_{name}" / "adapter_shards"
-    (shards / "model").mkdir(parents=True)
-    run = OldRun(job, job.model.state(), {}, {}, 0.1, [])
-    for pp in range(job.pp):
-        for tp in range(job.tp):
-            held = {key: one for key, one in adapters_of_rank(job, tp).items() if job.stage(key) == pp}
-            content = {f"{_ABOVE}{key}": tensor.clone() for key, tensor in held.items()}
-            torch.save(content, shards / "model" / rank_file(0, None, tp, pp))
-        (shards / f"mp_metadata_pp_rank_{pp}.json").write_text(json.dumps(_metadata(run, pp, list(held), name)))
-    for marker in ("checkpoint", "done"):
-        (shards / marker).write_text("1")
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": LAYERS,
-        "bias": "none", "base_model_name_or_path": None, "inference_mode": True,
-    }  # fmt: skip
-    (place / f"adapter_{name}" / "adapter_config.json").write_text(json.dumps(config))
-    (place / "trainer_state.json").write_text(json.dumps({"global_step": STEPS}))
-    return place
-
-
-def _metadata(run: OldRun, stage: int, adapters: list[str], name: str) -> dict[str, Any]:
-    """That of the whole model, whose layers are wrapped."""
-    found = metadata_of(run, stage)
-    parameters = {}
-    for key, cut in found["parameters"].items():
-        layer, _, last = key.rpartition(".")
-        parameters[f"{_ABOVE}{layer}.base_layer.{last}" if layer.endswith("_proj") else f"{_ABOVE}{key}"] = cut
-    for key in adapters:
-        layer, _, last = key.rpartition(".")
-        parameters[f"{_ABOVE}{layer}.{name}.{last}"] = {"tensor_model_parallel": False}
-    for module in found["model_weight_transformation_specs"]:
-        module["module_fully_qualified_name"] = f"{_ABOVE}{module['module_fully_qualified_name']}"
-        for _, spec in module["specs"]:
-            spec["peft_type"] = "lora"
-    return {**found, "parameters": parameters}
 
 
 def config_of(folder: Path, job: Job) -> Path:
@@ -84,7 +40,7 @@ def test_each_adapter_is_that_of_its_layer(tmp_path: Path, name: str) -> None:
     assert ("optimum-neuron, a PEFT adapter", ("trainer_state.json",)) == (done.writer, done.left_out)
     expected: State = {}
     for layer, (a, b) in adapters_of(job.model).items():
-        expected |= {f"{_ABOVE}{layer}.lora_A.weight": a, f"{_ABOVE}{layer}.lora_B.weight": b}
+        expected |= {f"{ABOVE}{layer}.lora_A.weight": a, f"{ABOVE}{layer}.lora_B.weight": b}
     assert [] == differences(expected, load_file(tmp_path / "out" / "adapter_model.safetensors"))
     written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert json.loads((place / "adapter_default" / "adapter_config.json").read_text()) == written
@@ -101,8 +57,8 @@ def test_peft_takes_the_files(tmp_path: Path) -> None:
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job.model.config))
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
     for layer, (a, b) in adapters_of(job.model).items():
-        assert torch.equal(a, tuned[f"{_ABOVE}{layer}.lora_A.default.weight"])
-        assert torch.equal(b, tuned[f"{_ABOVE}{layer}.lora_B.default.weight"])
+        assert torch.equal(a, tuned[f"{ABOVE}{layer}.lora_A.default.weight"])
+        assert torch.equal(b, tuned[f"{ABOVE}{layer}.lora_B.default.weight"])
 
 
 def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
@@ -126,7 +82,7 @@ def test_one_adapter_has_a_name_that_another_begins_with(tmp_path: Path) -> None
         other = "a" if path.parts[-3] == "adapter_a-2" else "a-2"
         content = json.loads(path.read_text())
         layers = [key.rsplit(".", 2)[0] for key in content["parameters"] if ".lora_" in key]
-        for layer in (*layers, f"{_ABOVE}lm_head.modules_to_save"):
+        for layer in (*layers, f"{ABOVE}lm_head.modules_to_save"):
             content["parameters"][f"{layer}.{other}.weight"] = {"tensor_model_parallel": False}
         path.write_text(json.dumps(content))
     config = config_of(tmp_path, job)
@@ -134,7 +90,7 @@ def test_one_adapter_has_a_name_that_another_begins_with(tmp_path: Path) -> None
         migrate(place / f"adapter_{name}", tmp_path / f"out-{name}", config=config)
     written = [load_file(tmp_path / f"out-{name}" / "adapter_model.safetensors") for name in ("a", "a-2")]
     assert written[0].keys() == written[1].keys() == {
-        f"{_ABOVE}{layer}.lora_{part}.weight" for layer in adapters_of(job.model) for part in "AB"
+        f"{ABOVE}{layer}.lora_{part}.weight" for layer in adapters_of(job.model) for part in "AB"
     }
 
 

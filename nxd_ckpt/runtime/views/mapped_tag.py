@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.hf_slice import hf_slices, partition_of
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -122,6 +123,7 @@ class MappedTag:
 
         Raises:
             KeyMismatch: names are not mapped, or tensors are missing.
+            MalformedFile: a rank lacks a tensor that others have.
             TopologyMismatch: ranks that should hold the same hold different values.
             OptimizerMismatch: master weights are wanted, and nothing says whose they are.
         """
@@ -135,6 +137,7 @@ class MappedTag:
                 f"every model of mapping {self._mapping.name!r} has with this config.json; is it this model's?"
             )
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
+            self._refuse_holes(source)
             self._refuse_unequal_copies(source)
 
     def named_optimizer(self) -> ReshardedOptimizer:
@@ -237,26 +240,34 @@ class MappedTag:
         source, entry = tensor.source, tensor.entry
         if entry is None:
             return self._weight(source, place)
-        found = self._state(place).optimizer.entry(source.name, entry, self._spec(source, tensor.dtype))
-        if found is None:
+        found = self._state(place).optimizer.value(source.name, entry, self._spec(source, tensor.dtype))
+        if not isinstance(found, (TensorStub, Assembly)):
             at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
             raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
+        self._refuse_other_form(tensor.source_name, found, (tensor.dtype, found.shape))
         return found
 
     def _weight(self, source: NxdTensor, place: CutIndex) -> TensorStub | Assembly:
         leaf = self._model.saved_by(source.pp_rank, place).get(source.name)
-        if isinstance(leaf, (TensorStub, Assembly)) and leaf.shape != source.local_shape:
-            where = f"{leaf.file}: " if isinstance(leaf, TensorStub) else ""
-            raise MalformedFile(
-                f"{self._opened.where}/{where}{source.name} has shape {leaf.shape}, on the first rank "
-                f"{source.local_shape}; the tag mixes files of two saves"
-            )
+        if isinstance(leaf, (TensorStub, Assembly)):
+            self._refuse_other_form(source.name, leaf, self._model.form(source.name))
         found = self._preferred(source, place)
         if found is None:
             found = self._state(place).weight(source.name, leaf)
         if not isinstance(found, (TensorStub, Assembly)):
             raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
         return found
+
+    def _refuse_other_form(self, name: str, leaf: Any, first: tuple[str, tuple[int, ...]] | None) -> None:
+        """Raise MalformedFile where a rank has a tensor of other dtype or shape than the ``first`` one."""
+        found = form_of(leaf)
+        if first is not None and found != first:
+            where = f"{leaf.file}: " if isinstance(leaf, TensorStub) else ""
+            (dtype, shape), (expected, whole) = found, first
+            raise MalformedFile(
+                f"{self._opened.where}/{where}{name} is {dtype} {shape}, on the first rank {expected} {whole}; the tag "
+                "mixes files of two saves"
+            )
 
     def _preferred(self, source: NxdTensor, place: CutIndex) -> Assembly | None:
         """The master weights of a rank, where they are preferred and there are any."""
@@ -268,6 +279,15 @@ class MappedTag:
         """The tensor as each rank held it, in ``dtype``."""
         spec = self._first.context.as_recorded(source.name, dtype, source.local_shape)
         return replace(spec, dtype=dtype)
+
+    def _refuse_holes(self, source: NxdTensor) -> None:
+        """Tensor-parallel ranks have tensors of the same names, also where the first one's is all that is read."""
+        for tp_rank in range(self._opened.topology.tp):
+            if not is_tensor(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name)):
+                raise MalformedFile(
+                    f"{self._opened.where}: tensor-parallel rank {tp_rank} of pipeline stage {source.pp_rank} has no "
+                    f"tensor {source.name}, the first rank has; the tag mixes files of two saves"
+                )
 
     def _refuse_unequal_copies(self, source: NxdTensor) -> None:
         """Ranks that by the mapping hold the same part of Hugging Face's tensors must have saved the same bytes.
