@@ -26,6 +26,7 @@ _TOKENIZER = (
     "processor_config.json",
     "preprocessor_config.json",
 )
+_QUANTIZATION = "quantization_config"
 
 
 class ModelFile(NamedTuple):
@@ -66,14 +67,18 @@ def config_in(files: Iterable[ModelFile], where: str = CONFIG) -> dict[str, Any]
 
 
 def with_dtype(files: Iterable[ModelFile], dtype: str) -> list[ModelFile]:
-    """The files with a config.json that says in which dtype the weights are, if it says one."""
+    """The files with a config.json that says in which dtype the weights are, if it says one, and not that they are
+    quantized: of a model that was, plain numbers are written."""
     return [_retyped(file, dtype) if file.name == CONFIG else file for file in files]
 
 
 def _retyped(file: ModelFile, dtype: str) -> ModelFile:
     config = config_in([file])
     said = {key: dtype for key in ("torch_dtype", "dtype") if key in config}
-    return ModelFile(file.name, json.dumps({**config, **said}, indent=2).encode() + b"\n") if said else file
+    if not said and _QUANTIZATION not in config:
+        return file
+    rest = {key: value for key, value in config.items() if key != _QUANTIZATION}
+    return ModelFile(file.name, json.dumps({**rest, **said}, indent=2).encode() + b"\n")
 
 
 def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:

@@ -13,6 +13,7 @@ from nxd_ckpt.core import document
 from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.quantized import BLOCKS, SCALES, DequantizedStorage, Quantized, quantized_names
 from nxd_ckpt.storage.base import Storage
 
 CONFIG = "config.json"
@@ -44,9 +45,11 @@ class HuggingFaceDirectory:
     """
 
     def __init__(self, storage: Storage, folder: str = "") -> None:
-        self.files = TagFiles(storage, folder)
+        self._storage = DequantizedStorage(storage)
+        self.files = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
         self._places = self._placed()
+        self._quantized = quantized_names(self._places)
 
     @property
     def where(self) -> str:
@@ -60,8 +63,9 @@ class HuggingFaceDirectory:
 
     @property
     def names(self) -> list[str]:
-        """All tensors, sorted."""
-        return sorted(self._places)
+        """All tensors, sorted; one that was quantized by its own name, in place of those of its parts."""
+        parts = {f"{name}{part}" for name in self._quantized for part in (BLOCKS, SCALES)}
+        return sorted({*self._places} - parts | self._quantized)
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
         """Where a tensor's bytes lie; ``tied`` maps tensors that files leave out to those that they are tied to.
@@ -70,11 +74,20 @@ class HuggingFaceDirectory:
             KeyMismatch: there is none of that name, nor the one that it is tied to.
             MalformedFile: its file is malformed, or holds other tensors than the index says.
         """
+        if name in self._quantized:
+            return self._dequantized(name)
         held = name if name in self._places else (tied or {}).get(name, name)
         if held not in self._places:
             tie = f", nor {held}, to which it is tied" if held != name else ""
             raise KeyMismatch(f"{self.where} has no tensor {name}{tie}; is it a model of this mapping, and complete?")
         return self._shard(self._places[held])[held]
+
+    def _dequantized(self, name: str) -> TensorStub:
+        blocks, scales = (self._shard(self._places[one])[one] for one in (f"{name}{BLOCKS}", f"{name}{SCALES}"))
+        tensor, file = Quantized(name, blocks, scales), f"{blocks.file}, {name}"
+        key = self.files.key
+        self._storage.add(key(file), key(blocks.file), key(scales.file), tensor)
+        return tensor.stub(file)
 
     def _placed(self) -> dict[str, str]:
         return self._listed() if self.files.has(INDEX) else self._alone()

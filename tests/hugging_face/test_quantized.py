@@ -1,0 +1,100 @@
+"""gpt-oss in 4 bits (MXFP4), as openai/gpt-oss has it: imported and loaded in bfloat16, as transformers makes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from nxd_ckpt import load_checkpoint
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.mxfp4 import dequantized
+from nxd_ckpt.layout import quantized
+from tests.hugging_face.reference import State
+from tests.hugging_face.saved import differences, live, weights
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+EXPERTS, HIDDEN, WIDE, LAYERS = 2, 64, 32, 1
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "head_dim": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": EXPERTS, "num_experts_per_tok": 2,
+}  # fmt: skip
+HELD = {"gate_up_proj": (2 * WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}
+"""Outputs and inputs of what is quantized."""
+
+
+def write_quantized(path: Path) -> State:
+    """Files as on the hub, every byte random and scales of all sizes; the state that transformers makes of them."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.GptOssConfig(**SIZES, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    plain = {name: torch.randn_like(tensor) for name, tensor in model.to(torch.bfloat16).state_dict().items()}
+    files: State = dict(plain)
+    for layer in range(LAYERS):
+        for name, (out, inner) in HELD.items():
+            at = f"model.layers.{layer}.mlp.experts.{name}"
+            blocks = torch.randint(256, (EXPERTS, out, inner // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(110, 140, (EXPERTS, out, inner // 32), dtype=torch.uint8)
+            del files[at]
+            files |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
+            plain[at] = convert_moe_packed_tensors(blocks, scales)
+    path.mkdir()
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    document = {**config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(document))
+    return plain
+
+
+def test_weights_of_4_bits_are_imported_and_loaded_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what transformers makes of them, cut for the ranks of a job, in parts of a few groups; an export's
+    config.json no longer says that weights are quantized."""
+    monkeypatch.setattr(quantized, "_GROUPS", 7)
+    expected = write_quantized(tmp_path / "hub")
+    import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0", dp=2, tp=2, ep=2, fuse_qkv=True)
+    export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=tmp_path / "hub")
+    assert [] == differences(expected, weights(tmp_path / "out"))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+    model = live({name: torch.zeros_like(tensor) for name, tensor in expected.items()})
+    load_checkpoint(tmp_path / "hub", model=model)
+    assert [] == differences(expected, dict(model.state_dict()))
+
+
+def test_every_number_is_that_of_transformers() -> None:
+    """All bytes with all scales, those that overflow too."""
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(1, 1, 16)
+    expected = convert_moe_packed_tensors(blocks, scales)[0].T.reshape(-1, 32)
+    found = dequantized(blocks.reshape(-1, 16), scales.flatten())
+    assert torch.equal(expected.contiguous().view(torch.int16), found.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "dtype"),
+    [
+        ("scales", (EXPERTS, HIDDEN, 2), torch.uint8),
+        ("blocks", (EXPERTS, HIDDEN, 1, 8), torch.uint8),
+        ("blocks", (EXPERTS, HIDDEN, 16), torch.uint8),
+        ("scales", (EXPERTS, HIDDEN, 1), torch.int8),
+    ],
+)
+def test_another_kind_of_quantization_is_refused(
+    tmp_path: Path, part: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """By name, with what to do; and no tag is made."""
+    write_quantized(tmp_path / "hub")
+    files = load_file(tmp_path / "hub" / "model.safetensors")
+    files[f"model.layers.0.mlp.experts.down_proj_{part}"] = torch.zeros(shape, dtype=dtype)
+    save_file(files, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MalformedFile, match=r"\.down_proj_blocks is uint8 .* expected MXFP4, .* with transformers"):
+        import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0")
+    assert not (tmp_path / "run" / "step_0").exists()
