@@ -47,6 +47,7 @@ class RemoteDirectory:
 
     def __init__(self, host: int, name: str, address: Address, secret: bytes, timeout: float) -> None:
         self.host, self.url = host, name
+        self._where = f"host {host} ({name})"
         self.received = 0
         """Bytes of files that it sent so far."""
         self._address, self._secret, self._timeout = address, secret, timeout
@@ -78,7 +79,7 @@ class RemoteDirectory:
         with self._connected() as channel:
             channel.send({**fields, "ranges": [(offset, len(view)) for offset, view in ranges]})
             answer, lengths = channel.reply()
-            _raise_of(self.url, answer)
+            _raise_of(self._where, answer)
             if lengths != [sum(len(view) for _, view in ranges)]:
                 raise ConnectionError("sends another number of bytes than was asked for")
             for _, view in ranges:
@@ -114,7 +115,7 @@ class RemoteDirectory:
         with self.naming():
             channel = self._connect()
             try:
-                _answer_to(self.url, channel, {"do": "create", "key": key, "nbytes": nbytes})
+                _answer_to(self._where, channel, {"do": "create", "key": key, "nbytes": nbytes})
             except BaseException:
                 channel.close()
                 raise
@@ -145,7 +146,7 @@ class RemoteDirectory:
     def finish(self, key: str, channel: Channel, operation: str) -> None:
         """The last but what a writer asks on the connection of its own."""
         with self.naming():
-            _answer_to(self.url, channel, {"do": operation, "key": key})
+            _answer_to(self._where, channel, {"do": operation, "key": key})
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -156,11 +157,11 @@ class RemoteDirectory:
             raise
         except OSError as error:
             kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
-            raise kind(f"host {self.host} ({self.url}) is away, stuck or wrong: {error}") from error
+            raise kind(f"{self._where} is away, stuck or wrong: {error}") from error
 
     def _ask(self, operation: str, key: str = "", *blobs: bytes, **fields: Any) -> tuple[Any, bytes]:
         with self._connected() as channel:
-            return _answer_to(self.url, channel, {"do": operation, "key": key, **fields}, *blobs)
+            return _answer_to(self._where, channel, {"do": operation, "key": key, **fields}, *blobs)
 
     @contextmanager
     def _connected(self) -> Iterator[Channel]:

@@ -1,0 +1,140 @@
+"""Hosts that stand still, that are full, and jobs that share their hosts' directories: real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import CheckpointError
+from tests.hosts.jobs import TIMEOUT, host_of, state, tier
+from tests.protocol.job import Job, until
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+HOSTS = 3
+LARGE = 3 * 2**19
+"""Numbers of a model of 6 MiB."""
+PATIENCE = 30.0
+"""Seconds that a rank waits for a host that stands still: far more than a busy machine needs for an answer."""
+
+
+def saver_of(rank: int, path: Path, timeout: float = TIMEOUT, **options: Any) -> Checkpointer:
+    """The job's Checkpointer on that rank's host."""
+    topology = Topology(tp=HOSTS, rank=rank)
+    return Checkpointer(tiers=[tier(path, rank, **options)], topology=topology, timeout=timeout)
+
+
+def outcome(saver: Checkpointer, step: int, numbers: int = 64) -> str:
+    """What becomes of a save."""
+    try:
+        saver.save(f"step_{step}", state(step, saver.topology.rank, numbers), user_content=step)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def newest(rank: int, path: Path, **options: Any) -> int:
+    """The step that is loaded, bit-exact."""
+    model: dict[str, Any] = {}
+    with saver_of(rank, path, **options) as loader:
+        step = int(loader.load(model=model))
+    numbers = model["weight"].numel()
+    assert all(value.equal(model[name]) for name, value in state(step, rank, numbers).items())
+    return step
+
+
+def stand_still(rank: int, path: Path, victim: int) -> list[str]:
+    """Three saves. In the second a host is stopped until the others have given it up; they wait until it is back."""
+    saver = saver_of(rank, path, PATIENCE, replicas=2)
+    found = [outcome(saver, 1)]
+    if rank == victim:
+        # The shell outlives the stop, and ends it.
+        shell = f"until test -e {path}/given_up; do sleep 0.1; done; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", shell]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    found.append(outcome(saver, 2, LARGE))
+    if rank == (victim + 1) % HOSTS:
+        (path / "given_up").touch()
+    until((path / "given_up").exists)
+    found.append(outcome(saver, 3))
+    saver.close()
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_host_that_stands_still_fails_the_save(tmp_path: Path, victim: int) -> None:
+    """On all ranks, and once it goes on, so does the job."""
+    found = Job(HOSTS, stand_still, tmp_path, victim, group=True).values()
+    first, second, third = zip(*found, strict=True)
+    assert (HOSTS * ("saved",)) == first
+    assert "saved" not in second, second
+    assert (HOSTS * ("saved",)) == third
+    assert HOSTS * [3] == Job(HOSTS, newest, tmp_path, group=True).values()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Host 1's directory on a file system of 4 MiB."""
+    folder = host_of(tmp_path, 1)
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(rank: int, path: Path) -> list[str]:
+    saver = saver_of(rank, path, replicas=2)
+    found = [outcome(saver, 1), outcome(saver, 2, LARGE), outcome(saver, 3)]
+    saver.close()
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+def test_a_host_whose_disk_is_full(small_disk: Path) -> None:
+    """The save fails on all ranks, which name what is full, and leaves nothing; a smaller one is saved."""
+    for first, second, third in Job(HOSTS, fill, small_disk, group=True).values():
+        assert ["saved", "saved"] == [first, third]
+        assert "No space left on device" in second
+        assert "host 1 (" in second or "rank 1 failed" in second
+    for rank in range(HOSTS):
+        assert ["step_1", "step_3"] == sorted(tag.name for tag in host_of(small_disk, rank).glob("step_*"))
+    assert HOSTS * [3] == Job(HOSTS, newest, small_disk, group=True).values()
+
+
+def stay(rank: int, path: Path) -> list[str]:
+    """A save, and another once a second job was there."""
+    saver = saver_of(rank, path)
+    found = [outcome(saver, 1)]
+    (path / f"saved_{rank}").touch()
+    until((path / "came").exists)
+    found.append(outcome(saver, 2))
+    saver.close()
+    return found
+
+
+def come(rank: int, path: Path, shift: int) -> str:
+    """A second job, whose ranks may be on other hosts."""
+    place = Topology(tp=HOSTS, rank=rank)
+    with Checkpointer(tiers=[tier(path, (rank + shift) % HOSTS)], topology=place, timeout=TIMEOUT) as saver:
+        return outcome(saver, 9)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_two_jobs_on_the_same_hosts(tmp_path: Path, shift: int) -> None:
+    """The second is refused on all ranks, wherever its rank 0 is, and the first goes on."""
+    first = Job(HOSTS, stay, tmp_path, group=True)
+    until(lambda: all((tmp_path / f"saved_{rank}").exists() for rank in range(HOSTS)))
+    refused = Job(HOSTS, come, tmp_path, shift, group=True).values()
+    (tmp_path / "came").touch()
+    assert all("DirectoryInUse" in one for one in refused), refused
+    assert HOSTS * [["saved", "saved"]] == first.values()
+    assert HOSTS * [2] == Job(HOSTS, newest, tmp_path, group=True).values()
