@@ -92,6 +92,12 @@ FOUND = [
         17310, (Save("a", 1), Save("a", 2)), "stall", rank=0, at=124, has_group=True,
         rival=(Save("x", 5, is_async=True), Save("y", 6, is_async=True)), late=None,
     ),
+    # Rank 0 took the lease of a new directory, and slept. What it swept when it woke was the save under way of the job
+    # that had taken over.
+    DiskSchedule(
+        100719, (Save("a", 1, is_async=True),), "stall", rank=0, at=20, late=None, swaps=False,
+        rival=(Save("x", 5), Save("y", 6, is_async=True)),
+    ),
 ]
 
 

@@ -174,7 +174,7 @@ def _claim(session: Session, run_id: str, *, first: bool, sign: Callable[[], Non
     session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval, sign=sign)
     session.heartbeat = Heartbeat(storage, session.lease, interval)
     journal.recover(storage)
-    _sweep(storage, run_id, first=first, sign=sign)
+    _sweep(session, first=first, sign=sign)
     if storage.renames and not _can_rename(storage, run_id):
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
@@ -256,12 +256,14 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
         host.sleep(0.05)
 
 
-def _sweep(storage: Storage, run_id: str, *, first: bool, sign: Callable[[], None]) -> None:
+def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
     """Remove what dead jobs left behind.
 
     We hold the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
-    finished, see coordination.intents.
+    finished, see coordination.intents. Raises DirectoryInUse if another job took the directory over meanwhile: what is
+    found may be its own then.
     """
+    storage, run_id = session.storage, session.run_id
     for folder in (STAGING, VOTES, PROBES, TRASH):
         for entry in storage.list(folder):
             sign()
@@ -271,6 +273,7 @@ def _sweep(storage: Storage, run_id: str, *, first: bool, sign: Callable[[], Non
             try:
                 if folder == VOTES and not is_ours and _may_be_read(storage, entry.name):
                     continue
+                session.require()
                 intents.clear(storage, f"{folder}/{entry.name}")
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
