@@ -58,7 +58,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
         Raises:
             CheckpointError: what failed in the background; or the checkpoint to resume from is incomplete, damaged, or
-                of another world size, precision or optimizer.
+                of another world size, precision or optimizer; the model is then as it was.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(self.args.output_dir, STATE) or True
@@ -150,32 +150,37 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Nothing: they are saved last."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if is_sealed(resume_from_checkpoint, STATE):
-            tag = open_checkpoint(resume_from_checkpoint, STATE)
-            content = tag.user_content()
-            require_same_setting(resume_from_checkpoint, content["runs_with"], self._setting(), self.any_world_size)
-            verify_files(resume_from_checkpoint, STATE)
-            if tag.parts.model:
-                load_checkpoint(resume_from_checkpoint, STATE, self.model)
-                return
-            if self.is_fsdp_enabled:
-                raise IncompatibleState(
-                    f"{resume_from_checkpoint} was saved without FSDP: its model is in Hugging Face's files alone, and "
-                    "not in shards. Resume without FSDP, or begin a new run from its model"
-                )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        """Of ours nothing is loaded yet: there may be no optimizer so far, and it can be another than the saved one."""
+        if not is_sealed(resume_from_checkpoint, STATE):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        tag = open_checkpoint(resume_from_checkpoint, STATE)
+        runs_with = tag.user_content()["runs_with"]
+        require_same_setting(resume_from_checkpoint, runs_with, self._setting(), self.any_world_size)
+        verify_files(resume_from_checkpoint, STATE)
+        if self.is_fsdp_enabled and not tag.parts.model:
+            raise IncompatibleState(
+                f"{resume_from_checkpoint} was saved without FSDP: its model is in Hugging Face's files alone, and "
+                "not in shards. Resume without FSDP, or begin a new run from its model"
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Of ours the model too, once nothing can be refused any more."""
         if checkpoint is None or not is_sealed(checkpoint, STATE):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        tag, optimizer = open_checkpoint(checkpoint, STATE), _unwrapped(self.optimizer)
-        if tag.parts.optimizer is None:  # save_only_model: transformers goes on without, too
-            return
-        own = {"optimizer": type(optimizer).__qualname__}
-        require_same(checkpoint, tag.user_content()["runs_with"], own, OptimizerMismatch)
-        names = parameter_names(self.model, optimizer)
-        load_checkpoint(checkpoint, STATE, None, optimizer, self.lr_scheduler, param_names=names)
+        tag = open_checkpoint(checkpoint, STATE)
+        model = self.model if tag.parts.model else None
+        if tag.parts.optimizer is not None:
+            optimizer = _unwrapped(self.optimizer)
+            own = {"optimizer": type(optimizer).__qualname__}
+            require_same(checkpoint, tag.user_content()["runs_with"], own, OptimizerMismatch)
+            names = parameter_names(self.model, optimizer)
+            load_checkpoint(checkpoint, STATE, model, optimizer, self.lr_scheduler, param_names=names)
+        elif model is not None:  # save_only_model: transformers goes on without the rest, too
+            load_checkpoint(checkpoint, STATE, model)
+        if model is None:
+            super()._load_from_checkpoint(checkpoint)
 
     def _setting(self) -> dict[str, Any]:
         dtypes = sorted({str(parameter.dtype) for parameter in self.model.parameters()})

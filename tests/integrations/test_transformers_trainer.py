@@ -12,6 +12,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from examples.train_transformers import main
@@ -22,7 +23,7 @@ from nxd_ckpt.integrations.transformers import Trainer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
-from tests.integrations.transformers_run import Background, Quick, Tiny, losses, trained, weights
+from tests.integrations.transformers_run import Background, Quick, Tiny, TinyConfig, losses, trained, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -92,10 +93,20 @@ def test_a_run_of_transformers_own_checkpoints_goes_on(tmp_path: Path, whole: An
 def test_another_run_is_refused(
     changed: dict[str, Any], kind: type[Exception], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather than one that only looks like the same."""
+    """Rather than one that only looks like the same. The model is then as it was."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers changes it
+    made: list[Quick] = []
+
+    class Noted(Quick):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    torch.manual_seed(5)
+    before = [parameter.flatten().tolist() for parameter in Tiny(TinyConfig()).parameters()]
     with pytest.raises(kind, match="was saved with"):
-        trained(tmp_path, resume=str(saved), **changed)
+        trained(tmp_path, kind=Noted, resume=str(saved), seed=5, **changed)
+    assert before == weights(made[0])
 
 
 def test_another_world_size_is_refused(saved: Path, tmp_path: Path) -> None:
