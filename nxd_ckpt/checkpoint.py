@@ -24,7 +24,7 @@ from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
 from nxd_ckpt.runtime.tag.choosing import choose_tag
@@ -172,7 +172,7 @@ class Checkpoint:
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
-            return self._put_together(leaf, name)
+            return self._opened.put_together(leaf, name)
 
     @as_checkpoint_errors()
     def model_state(self, rank: int = 0) -> dict[str, Any]:
@@ -213,16 +213,9 @@ class Checkpoint:
         def read(leaf: TensorStub | Assembly | MissingTensor) -> torch.Tensor:
             if isinstance(leaf, MissingTensor):
                 raise PartNotFound(f"{self._opened.where}: no file holds tensor {leaf.name!r} ({leaf.file} is missing)")
-            return self._put_together(leaf, "") if isinstance(leaf, Assembly) else self._opened.read(leaf)
+            return self._opened.read(leaf)
 
         return map_tensors(tree, read, (TensorStub, Assembly, MissingTensor))
-
-    def _put_together(self, leaf: TensorStub | Assembly, name: str) -> torch.Tensor:
-        out = allocated(leaf.shape, leaf.dtype)
-        with self._opened.reader() as reader:
-            reader.read_into(leaf, out, name, compare=True, verified=False)
-            reader.finish()
-        return out
 
 
 @as_checkpoint_errors()

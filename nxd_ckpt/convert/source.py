@@ -11,7 +11,7 @@ from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
-from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.layout.untagged import is_untagged, open_untagged
@@ -141,7 +141,7 @@ def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
     tree = opened.optimizer_tree(at)
 
     def value(leaf: Any) -> Any:
-        return opened.read(leaf).tolist() if isinstance(leaf, TensorStub) else leaf
+        return opened.read(leaf).tolist() if isinstance(leaf, (TensorStub, Assembly)) else leaf
 
     state: Mapping[Any, Any] = tree.get("base_state", tree.get("state", {}))
     state = {index: entries for index, entries in state.items() if isinstance(index, int)}

@@ -160,7 +160,7 @@ class _Part:
 def _values(opened: OpenTag, others: Sequence[Item], part: str) -> dict[str, bytes]:
     """The file of what is no tensor, if there is anything."""
 
-    def number(leaf: TensorStub) -> Any:  # of one element, such as a learning rate
+    def number(leaf: TensorStub | Assembly) -> Any:  # of one element, such as a learning rate
         return opened.read(leaf).item()
 
     plain = [Item(item.path, map_tensors(item.value, number)) for item in others]

@@ -70,6 +70,20 @@ def loaded(rank: int, directory: Path, state: State, name: str, saved: Path) -> 
     return {name: jobs.whole(value) for name, value in model.state_dict().items()}
 
 
+def trained(rank: int, state: State, name: str, rate: float, saved: Path) -> dict[str, torch.Tensor]:
+    """One step of AdamW, whose rate is a tensor, is saved; the first moments of this rank's stage, put together."""
+    model = JOBS[name](state)
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=torch.tensor(rate), foreach=False)
+    for number, parameter in enumerate(parameters.values()):
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    with Checkpointer(saved, durable=False) as checkpointer:
+        checkpointer.save("step_1", model, optimizer)
+    moments = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in parameters.items()}
+    return {name: jobs.whole(value) for name, value in moments.items()}
+
+
 def read_by_torch(rank: int, directory: Path, state: State) -> dict[str, Any]:
     """The directory by torch's own reader, into DTensors and plain tensors."""
     mesh = init_device_mesh("cpu", (2, 2))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import diff_checkpoints, open_checkpoint
+from nxd_ckpt.convert import export_checkpoint, to_dcp
 from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import differences, weights, write_model
 from tests.mesh import hugging_face
@@ -33,6 +37,39 @@ def test_a_directory_is_loaded_and_exported_again(gloo_ranks: RankPool, tmp_path
     if name == "sharded":
         for one in gloo_ranks.run(hugging_face.read_by_torch, tmp_path / "out", state):
             assert [] == differences(state, one)
+
+
+@pytest.mark.parametrize("name", hugging_face.JOBS)
+def test_an_optimizer_is_exported(gloo_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Its moments, the steps that were made and a learning rate that is a tensor."""
+    state = write_model(tmp_path / "hf", MODEL)
+    found = gloo_ranks.run(hugging_face.trained, state, name, 0.5, tmp_path / "run")
+    config = tmp_path / "hf" / "config.json"
+    export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=config, optimizer=True)
+    moments = load_file(tmp_path / "out" / "optimizer.safetensors")
+    expected = {f"{key}/exp_avg": value for key, value in {**found[0], **found[-1]}.items()}
+    assert [] == differences(expected, {key: value for key, value in moments.items() if key in expected})
+    document = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert {0.5} == {group["lr"] for group in document["param_groups"]}
+    assert {1.0} == {scalars["step"] for scalars in document["state"].values()}
+    assert state.keys() == document["state"].keys()
+
+
+@pytest.mark.parametrize("kind", ["diff", "dcp"])
+def test_a_learning_rate_that_is_a_tensor_is_read(gloo_ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """By what compares tags, and by what writes them for torch."""
+    state = write_model(tmp_path / "hf", MODEL)
+    for tag, rate in (("a", 0.5), ("b", 0.25)):
+        gloo_ranks.run(hugging_face.trained, state, "sharded", rate, tmp_path / tag)
+    if kind == "diff":
+        difference = diff_checkpoints(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"))
+        found = {one.name: (float(one.a), float(one.b)) for one in difference.values}
+        assert {"optim/param_groups/0/lr": (0.5, 0.25)} == found
+    else:
+        to_dcp(tmp_path / "a" / "step_1", tmp_path / "dcp")
+        rate = {"optim.param_groups.0.lr": torch.zeros(())}
+        dcp_load(rate, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+        assert {"optim.param_groups.0.lr": torch.tensor(0.5)} == rate
 
 
 @pytest.mark.parametrize("name", ["sharded", "staged"])

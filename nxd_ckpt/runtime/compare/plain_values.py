@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.errors import PartLost, PartNotFound, UnsafePickle
-from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
+from nxd_ckpt.formats.tensors import iter_leaves, map_tensors
 from nxd_ckpt.runtime.compare.tally import Tally
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
@@ -31,7 +31,7 @@ def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
     opened = tag.opened
     found = {name: value for key, inner in tag.values.items() for name, value in _leaves(key, inner)}
     for number, group in enumerate(tag.param_groups):
-        options: Any = map_tensors(group, opened.read, TensorStub)
+        options: Any = map_tensors(group, opened.read)
         found |= {f"optim/param_groups/{number}/params": options.pop("params")}
         found |= dict(_leaves(f"optim/param_groups/{number}", options))
     for name, read in _others(opened).items():

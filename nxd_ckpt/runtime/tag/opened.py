@@ -16,12 +16,12 @@ from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_i
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.formats.tensors import TensorStub, allocated
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.tag import TagLayout
 from nxd_ckpt.runtime.tag.identity import Identity
 from nxd_ckpt.runtime.tag.mesh_trees import MeshTrees
-from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 from nxd_ckpt.runtime.tag.tree_cache import TreeCache
 from nxd_ckpt.runtime.tag.verification import (
     Entries,
@@ -252,8 +252,21 @@ class OpenTag:
         check_bytes(data, FileEntry(line.nbytes, line.crc32), where)
         return load_index(data, where)
 
-    def read(self, leaf: TensorStub) -> torch.Tensor:
-        return self._layout.files.read(leaf)
+    def read(self, leaf: Leaf) -> torch.Tensor:
+        """One tensor, on the CPU.
+
+        Raises:
+            DigestMismatch: the bytes are not those that were written.
+        """
+        return self._layout.files.read(leaf) if isinstance(leaf, TensorStub) else self.put_together(leaf, "")
+
+    def put_together(self, leaf: Leaf, name: str) -> torch.Tensor:
+        """As :meth:`read`, where parts too are compared with the indexes; an error names the tensor ``name``."""
+        out = allocated(leaf.shape, leaf.dtype)
+        with self.reader() as reader:
+            reader.read_into(leaf, out, name, compare=True, verified=False)
+            reader.finish()
+        return out
 
     def reader(self) -> LeafReader:
         """Reads and verifies the leaves of this tag's trees, as far as those have been made by now."""

@@ -18,7 +18,7 @@ import torch
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name, itemsize, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize, map_tensors
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
@@ -94,7 +94,7 @@ class DcpState:
                 continue
             path = self._tag.path(name)
             yield from _flat(self._names.entry(path).path, _as_torch(path, value))
-        groups: Any = map_tensors(self._tag.param_groups, self._opened.read, TensorStub)
+        groups: Any = map_tensors(self._tag.param_groups, self._opened.read)
         yield from ((entry, _as_entry(entry, value)) for entry, value in self._names.group_entries(groups))
         if self._opened.parts.scheduler:
             yield from _flat((SCHEDULER,), self._opened.scheduler())

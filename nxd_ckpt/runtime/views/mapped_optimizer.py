@@ -18,7 +18,7 @@ from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.core.plan import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.formats.tensors import allocated
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
 from nxd_ckpt.runtime.views.mapped_tag import MappedTag
@@ -68,7 +68,7 @@ class MappedOptimizer:
         groups: dict[tuple[int, str], dict[str, Any]] = {}
         placed: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {}
         with self._opened.reader() as reader:
-            values = _PlainValues(self._opened, reader)
+            values = _PlainValues(self._opened.where, reader)
             for tensor in self._mapped.tensors:
                 slot = self._slots.get(tensor.source.name)
                 if slot is None:
@@ -137,15 +137,16 @@ class MappedOptimizer:
 class _PlainValues:
     """JSON values of what an optimizer keeps beside tensors; of tensors with one element, that."""
 
-    def __init__(self, opened: OpenTag, reader: LeafReader) -> None:
-        self._opened, self._reader = opened, reader
+    def __init__(self, where: str, reader: LeafReader) -> None:
+        self._where, self._reader = where, reader
 
     def of(self, value: Any, name: str) -> Any:
         """Raises UnsupportedState for what is neither."""
-        if isinstance(value, TensorStub) and value.numel == 1:
-            self._reader.verify(value, f"optim/{name}")
+        if is_tensor(value) and value.numel == 1:
+            found = allocated(value.shape, value.dtype)
+            self._reader.read_into(value, found, f"optim/{name}", compare=True, verified=False)
             self._reader.finish()
-            return self._opened.read(value).item()
+            return found.item()
         if isinstance(value, (list, tuple)):
             return [self.of(item, name) for item in value]
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -153,7 +154,7 @@ class _PlainValues:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise UnsupportedState(
-            f"{self._opened.where}: optimizer, {name}: {type(value).__name__} is neither state shaped like its "
+            f"{self._where}: optimizer, {name}: {type(value).__name__} is neither state shaped like its "
             "parameter nor a plain value; such an optimizer cannot be exported"
         )
 
