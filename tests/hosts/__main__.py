@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
+    origin = date_and_commit()  # the checkout may move on while it runs
     seeds = range(given.first, given.first + given.processes)
     each = -(-given.kills // given.processes)
     with ProcessPoolExecutor(given.processes, get_context("fork")) as pool:
@@ -59,7 +60,7 @@ def main() -> None:
     fallen = sum((one.fallen for one in done), Counter[tuple[int, str]]())
     by_phase = {name: sum(fallen[one] for one in PHASES if one[1] == name) for name in sorted({p for _, p in PHASES})}
     rows = [
-        *date_and_commit(),
+        *origin,
         ("campaigns (seeds)", f"{len(seeds)} ({seeds[0]} to {seeds[-1]})"),
         ("launches", sum(one.launches for one in done)),
         ("disks lost with their host", sum(one.lost for one in done)),

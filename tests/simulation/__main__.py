@@ -8,16 +8,13 @@ import gc
 import logging
 import multiprocessing
 import platform
-import re
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
+from tests.reliability import date_and_commit, put, table
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
@@ -26,8 +23,6 @@ from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
 
-REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "reliability.md"
 CHUNK = 200
 """So many schedules run in one process. Garbage is not collected there, which would take a sixth of the time."""
 
@@ -101,40 +96,26 @@ def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
     return enumerated(work, interleavings)
 
 
-def write(place: str, total: Count, first: int, dedup: bool = False) -> None:
+def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -> None:
     """Put the counts where docs/reliability.md has them."""
     rows = [
-        ("date", f"{datetime.now(timezone.utc):%Y-%m-%d}"),
-        ("commit", _commit()),
+        *origin,
         ("schedules", f"{total.schedules:,} (seeds {first:,} to {first + total.schedules - 1:,})"),
         ("schedules a second and core", f"{total.rate:.0f}, Python {platform.python_version()}"),
         ("broken promises", f"{len(total.failures):,}"),
-        *((f"schedules with the fault \"{name}\"", f"{number:,}") for name, number in sorted(total.faults.items())),
+        *((f'schedules with the fault "{name}"', f"{number:,}") for name, number in sorted(total.faults.items())),
     ]
-    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    _put(f"counts on a {place}{' with dedup' if dedup else ''}", lines)
+    put(f"counts on a {place}", table(rows))
 
 
-def write_crashes(counts: Sequence[CrashCount], interleavings: int) -> None:
+def write_crashes(counts: Sequence[CrashCount], interleavings: int, origin: list[tuple[str, str]]) -> None:
     """The same for :func:`look_at_all`."""
-    rows = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
-    rows["all"] = list(map(sum, zip(*rows.values(), strict=True)))
-    lines = [f"On {datetime.now(timezone.utc):%Y-%m-%d}, commit {_commit()}, in {interleavings} interleavings:", ""]
-    lines += ["| power is lost while | at moments | states | that differ | broken promises |", "|---|---|---|---|---|"]
-    lines += [f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |" for name, numbers in rows.items()]
-    _put("crash states", lines)
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _put(what: str, lines: Sequence[str]) -> None:
-    """Replace what docs/reliability.md has between two marks."""
-    pattern = re.compile(rf"(<!-- {what} -->\n).*?(<!-- end of {what} -->)", re.DOTALL)
-    text = "\n".join(lines)
-    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}{text}\n{found[2]}", PAGE.read_text()))
+    found = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
+    found["all"] = list(map(sum, zip(*found.values(), strict=True)))
+    rows = [[name, *(f"{number:,}" for number in numbers)] for name, numbers in found.items()]
+    said = f"On {origin[0][1]}, commit {origin[1][1]}, in {interleavings} interleavings:"
+    header = ["power is lost while", "at moments", "states", "that differ", "broken promises"]
+    put("crash states", f"{said}\n\n{table(rows, header)}")
 
 
 def main() -> None:
@@ -147,14 +128,15 @@ def main() -> None:
     parser.add_argument("--crashes", type=int, metavar="N", help="every crash state in N interleavings, instead")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
+    origin = date_and_commit()  # the checkout may move on while it runs
     if given.crashes:
         counts = look_at_all(given.crashes, given.processes)
         if given.write:
-            write_crashes(counts, given.crashes)
+            write_crashes(counts, given.crashes, origin)
         raise SystemExit(1 if any(count.failures for count in counts) else 0)
     total = run_all(given.place, given.first, given.count, given.processes, given.dedup)
     if given.write:
-        write(given.place, total, given.first, given.dedup)
+        write(f"{given.place} with dedup" if given.dedup else given.place, total, given.first, origin)
     raise SystemExit(1 if total.failures else 0)
 
 
