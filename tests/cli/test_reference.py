@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
-from nxd_ckpt.cli.main import COMMANDS, parsers
+from nxd_ckpt.cli.main import COMMANDS, Command, parsers
 from tests.cli.reference import DOCUMENT, command_lines, rendered, steady
 from tests.docs.markdown import headings
 
@@ -31,6 +33,16 @@ def test_every_command_says_what_each_argument_is_for() -> None:
     for parser in parsers()[1].values():
         assert parser.description
         assert [] == [action.dest for action in parser._actions if not action.help]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.NAME)
+def test_help_begins_with_an_example(command: Command) -> None:
+    """It is a command line that the command takes."""
+    whole, single = parsers()
+    first, *_ = single[command.NAME].format_help().splitlines()
+    said, _, example = first.partition(": nxd-ckpt ")
+    assert "example" == said
+    assert command.NAME == whole.parse_args(shlex.split(example)).command
 
 
 def test_a_changed_output_is_seen() -> None:
