@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from nxd_ckpt import diff_checkpoints, open_checkpoint
@@ -67,9 +67,9 @@ def test_a_learning_rate_that_is_a_tensor_is_read(gloo_ranks: RankPool, tmp_path
         assert {"optim/param_groups/0/lr": (0.5, 0.25)} == found
     else:
         to_dcp(tmp_path / "a" / "step_1", tmp_path / "dcp")
-        rate = {"optim.param_groups.0.lr": torch.zeros(())}
-        dcp_load(rate, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
-        assert {"optim.param_groups.0.lr": torch.tensor(0.5)} == rate
+        read = {"optim.param_groups.0.lr": torch.zeros(())}
+        dcp_load(read, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+        assert {"optim.param_groups.0.lr": torch.tensor(0.5)} == read
 
 
 @pytest.mark.parametrize("name", ["sharded", "staged"])
