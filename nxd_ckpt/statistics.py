@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide
+from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide, Window
 from nxd_ckpt.runtime.compare.statistics_cache import keeps_statistics, read_statistics, write_statistics
 from nxd_ckpt.runtime.progress import Counter, watched
-from nxd_ckpt.runtime.summary import Summary, TensorStatistics
+from nxd_ckpt.runtime.summary import CHUNK, Summary, TensorStatistics
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
+
+_THREADS = min(4, os.cpu_count() or 1)
+"""More of them would wait for each other: between two chunks, Python runs on one."""
+_PART = 16 * CHUNK
+"""Elements that a thread counts at once."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,31 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
         tensors += [Matched(summaries[name], name, ((0, leaf),)) for leaf in leaves]
     total = sum(one.itemsize * leaf.numel for one in tensors for _, leaf in one.leaves)
     done = Counter()
-    with watched("statistics", total, lambda: done.nbytes, progress):
+    with (
+        watched("statistics", total, lambda: done.nbytes, progress),
+        ThreadPoolExecutor(_THREADS, "nxd_ckpt-counter") as threads,
+    ):
         for window in SideBySide(whole.opened).windows(tensors):
-            for summary, (values,) in window:
-                summary.add(values)
-                done.add(values.nbytes)
+            _add(window, threads)
+            done.add(sum(values.nbytes for _, (values,) in window))
     found = {name: summary.statistics for name, summary in summaries.items()}
     return Statistics(MappingProxyType(found), MappingProxyType(problems), cached=False)
+
+
+def _add(window: Window[Summary], threads: ThreadPoolExecutor) -> None:
+    """Chunk by chunk in their order, whichever is counted first: as the ranks count at the save, to the last digit."""
+    parts = [(summary, part) for summary, (values,) in window for part in torch.split(values, _PART)]
+    for (summary, _), chunks in zip(parts, threads.map(_chunks, (part for _, part in parts)), strict=True):
+        for chunk in chunks:
+            summary.add_all(chunk)
+
+
+def _chunks(part: torch.Tensor) -> list[Summary]:
+    found = []
+    for chunk in torch.split(part, CHUNK):
+        found.append(Summary())
+        found[-1].add(chunk)
+    return found
 
 
 def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
