@@ -12,7 +12,7 @@ import math
 import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any
 
@@ -31,7 +31,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.formats.unpickle import STORAGE_CLASSES
 
-_PROTOCOL = 2  # torch.save's; a later one would also change how bytes and globals are written
+PROTOCOL = 2  # torch.save's; a later one would also change how bytes and globals are written
 
 
 def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes, list[tuple[Any, int]]]:
@@ -80,7 +80,7 @@ def _storage_class(dtype: torch.dtype) -> tuple[type, bool]:
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensor_key: Callable[[Any], Hashable]) -> None:
-        super().__init__(file, protocol=_PROTOCOL)
+        super().__init__(file, protocol=PROTOCOL)
         self._tensor_key = tensor_key
         self.storages: dict[Hashable, _StorageReference] = {}
 
@@ -120,19 +120,32 @@ def _refuse_unusual(tensor: torch.Tensor) -> None:
         )
 
 
-_OUR_REFERENCE = f"{TensorReference.__module__} {TensorReference.__qualname__}"
-_TORCH_XLA_REFERENCE = b"ctorch_xla.utils.serialization\nTensorReference\n"
+_TORCH_XLA_REFERENCE: Mapping[type, str] = {TensorReference: "torch_xla.utils.serialization TensorReference"}
 
 
 def _with_torch_xla_references(pickled: bytes) -> bytes:
-    """``pickled`` with our TensorReference renamed to torch-xla's, which need not be installed.
+    """``pickled`` with our TensorReference as torch-xla's.
 
-    The class is named once, at the first reference, and remembered; so the search ends at the first tensor of a
-    reference file. It looks at opcodes, because user data may hold the same text.
+    The search ends at the first tensor of a reference file.
     """
     if TensorReference.__module__.encode() not in pickled:
         return pickled
+    return renamed(pickled, _TORCH_XLA_REFERENCE)
+
+
+def renamed(pickled: bytes, names: Mapping[type, str]) -> bytes:
+    """``pickled``, of protocol 2, in which classes that stand for others have the names of these, which need not be
+    installed: "module name" by class.
+
+    A class is named once, where it comes first, and remembered. Opcodes are looked at, as user data may hold the same
+    text.
+    """
+    left = {f"{kind.__module__} {kind.__qualname__}": name for kind, name in names.items()}
+    parts, begin = list[bytes](), 0
     for opcode, name, at in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL" and name == _OUR_REFERENCE and at is not None:
-            return pickled[:at] + _TORCH_XLA_REFERENCE + pickled[at + len(_OUR_REFERENCE) + 2 :]
-    return pickled
+        if opcode.name == "GLOBAL" and name in left and at is not None:
+            parts += [pickled[begin:at], b"c%s\n" % left.pop(name).replace(" ", "\n").encode()]
+            begin = at + len(name) + 2
+            if not left:
+                break
+    return b"".join(parts) + pickled[begin:]

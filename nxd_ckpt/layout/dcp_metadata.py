@@ -1,46 +1,121 @@
-"""Writing ``.metadata`` of a torch DCP directory, as torch's own writer pickles it."""
+"""Writing ``.metadata`` of a torch DCP directory as torch's own writer pickles it, without importing that.
+
+The import takes seconds, as long as a conversion of gigabytes. So classes of the same fields stand for torch's
+(``torch.distributed.checkpoint.metadata``), and are renamed in the pickle.
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.formats.pickling import PROTOCOL, renamed
 from nxd_ckpt.formats.tensors import torch_dtype
+
+
+class _MemoryFormat:
+    """That of contiguous tensors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (0,)
+
+
+@dataclass
+class _TensorProperties:
+    dtype: torch.dtype
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.dtype, torch.strided, False, _MemoryFormat(), False
+
+
+@dataclass
+class _ChunkStorageMetadata:
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+@dataclass
+class _TensorStorageMetadata:
+    properties: _TensorProperties
+    size: torch.Size
+    chunks: list[_ChunkStorageMetadata]
+
+
+@dataclass
+class _BytesStorageMetadata:
+    pass
+
+
+@dataclass(frozen=True)
+class _MetadataIndex:
+    fqn: str
+    offset: torch.Size | None = None
+    index: int | None = field(hash=False, compare=False, default=None)
+
+
+@dataclass
+class _StorageInfo:
+    relative_path: str
+    offset: int
+    length: int
+
+
+@dataclass
+class _StorageMeta:
+    checkpoint_id: str | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Metadata:
+    state_dict_metadata: dict[str, Any]
+    planner_data: dict[str, Any]
+    storage_data: dict[_MetadataIndex, _StorageInfo]
+    storage_meta: _StorageMeta
+    version: str | None = None
+
+
+_TORCHS = {
+    kind: f"torch.distributed.checkpoint.{name}"
+    for kind, name in {
+        _MemoryFormat: "metadata _MEM_FORMAT_ENCODING",
+        _TensorProperties: "metadata TensorProperties",
+        _ChunkStorageMetadata: "metadata ChunkStorageMetadata",
+        _TensorStorageMetadata: "metadata TensorStorageMetadata",
+        _BytesStorageMetadata: "metadata BytesStorageMetadata",
+        _MetadataIndex: "metadata MetadataIndex",
+        _StorageInfo: "filesystem _StorageInfo",
+        _StorageMeta: "metadata StorageMeta",
+        _Metadata: "metadata Metadata",
+    }.items()
+}
 
 
 def dump_metadata(chunks: Iterable[DcpChunk]) -> bytes:
     """The metadata of a directory of these chunks. Of values of one name the first counts: all ranks have the same."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
     entries: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    data: dict[Any, Any] = {}
+    data: dict[_MetadataIndex, _StorageInfo] = {}
     for chunk in chunks:
         name, place = chunk.name, _StorageInfo(chunk.file, chunk.start, chunk.nbytes)
         paths.setdefault(name, chunk.path)
         if chunk.dtype is None:
-            entries.setdefault(name, BytesStorageMetadata())
-            data.setdefault(MetadataIndex(name), place)
+            entries.setdefault(name, _BytesStorageMetadata())
+            data.setdefault(_MetadataIndex(name), place)
             continue
         if name not in entries:
-            properties = TensorProperties(dtype=torch_dtype(chunk.dtype))
-            entries[name] = TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
+            properties = _TensorProperties(torch_dtype(chunk.dtype))
+            entries[name] = _TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
         offset = torch.Size(chunk.offset)
-        index = MetadataIndex(name, offset, len(entries[name].chunks))
+        index = _MetadataIndex(name, offset, len(entries[name].chunks))
         if index not in data:
-            entries[name].chunks.append(ChunkStorageMetadata(offset, torch.Size(chunk.size)))
+            entries[name].chunks.append(_ChunkStorageMetadata(offset, torch.Size(chunk.size)))
             data[index] = place
-    return pickle.dumps(Metadata(entries, planner_data=paths, storage_data=data, storage_meta=StorageMeta()))
+    return renamed(pickle.dumps(_Metadata(entries, paths, data, _StorageMeta()), PROTOCOL), _TORCHS)
