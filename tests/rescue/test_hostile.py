@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +121,36 @@ def test_files_that_are_missing(
     for path in place.glob(files):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     refused(name, place, complaint)
+
+
+MAIN_FILES = {
+    "nxd": "model/*_tp_rank_00_pp_rank_00.pt",
+    "nxd xser": "model/*_tp_rank_00_pp_rank_00.pt.tensors/tensor_0.pt",
+    "nxd 0.1": "tp_rank_00_pp_rank_00/checkpoint.pt",
+    "nxdt": "model/*_tp_rank_00_pp_rank_00.pt",
+    "optimum": "shards/model/*_tp_rank_00_pp_rank_00.pt",
+    "optimum 0.1": "shards/model/*_tp_rank_00_pp_rank_00.pt",
+    "optimum 0.0": "tensor_parallel_shards/tp_rank_00_pp_rank_00/checkpoint.pt",
+    "adapter": "*/*/model/*_tp_rank_00_pp_rank_00.pt",
+    "nemo": "tp_rank_00_pp_rank_000/*.ckpt",
+    "tiered": "rank_0/*/checkpoint.pt",
+    "tiered by ray": "*/rank_0/checkpoint.pt",
+    "presharded": "tp0_*",
+    "fsdp": "*rank-00000000*",
+    "xm.save": "last.pth",
+    "dcp": "__0_0.distcp",
+}
+"""By layout, the first rank's file of tensors."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_file_that_is_cut_off(tmp_path: Path, written: dict[str, Path], name: str) -> None:
+    """In the middle, or before its first byte, as after a full disk or a power cut: it is named."""
+    for part in (0.5, 0.0):
+        place = copied(written[name], tmp_path / str(part))
+        path = min(place.glob(MAIN_FILES[name]))
+        os.truncate(path, int(path.stat().st_size * part))
+        refused(name, place, re.escape(path.name))
 
 
 LAST_RANKS = {
