@@ -61,7 +61,10 @@ class SealedDirectory:
         for entry in self._storage.list(_INCOMPLETE):
             if entry.name != "tags":
                 self._storage.remove(f"{_INCOMPLETE}/{entry.name}")
-        self._storage.make_dir(self._staged)
+        self._storage.make_dir("")
+        # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
+        # synced itself, and its new name after the rename.
+        LocalStorage(self._storage.root, durable=False).make_dir(self._staged)
 
     @contextmanager
     def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
