@@ -40,7 +40,7 @@ from nxd_ckpt.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-MODULES = ("verify", "checkpoint", "runtime.tier", "api", "cli.tags", "convert.locations")
+MODULES = ("verify", "checkpoint", "runtime.tier", "api", "listing", "convert.locations")
 """Where a reader opens its storage."""
 
 
