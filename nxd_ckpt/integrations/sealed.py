@@ -36,6 +36,8 @@ DIGESTS = "digests.json"
 
 _INCOMPLETE = ".incomplete"
 """Where directories are written, in the root of those that they are published to."""
+_ASIDE = ".replaced"
+"""Ends the name, there, of what a directory takes the place of."""
 
 
 class SealedDirectory:
@@ -46,7 +48,8 @@ class SealedDirectory:
 
     def __init__(self, root: str, name: str, durable: bool = True) -> None:
         self._storage = LocalStorage(os.path.abspath(root), durable)
-        self._name, self._staged = name, f"{_INCOMPLETE}/{os.path.basename(name)}"
+        self._name, self._folder = name, os.path.dirname(name)
+        self._staged = f"{_INCOMPLETE}/{os.path.basename(name)}"
         self._saves: list[PendingSave] = []
         self._published: Future[None] | None = None
         """On rank 0: when it is visible, or cannot become so."""
@@ -57,11 +60,15 @@ class SealedDirectory:
         """The directory that tags are saved to, before they become part of this one."""
 
     def begin(self) -> None:
-        """Remove what killed runs left, and make room."""
+        """Finish what a killed run was about to replace, remove what else it left, and make room."""
+        self._storage.make_dir(self._folder)
+        for entry in self._storage.list(_INCOMPLETE):
+            if entry.name.endswith(_ASIDE):  # its name may be free: not all file systems exchange two names at once
+                self._replacement(entry.name.removesuffix(_ASIDE)).settle()
+                self._storage.sync_dir(self._folder)
         for entry in self._storage.list(_INCOMPLETE):
             if entry.name != "tags":
                 self._storage.remove(f"{_INCOMPLETE}/{entry.name}")
-        self._storage.make_dir("")
         # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
         # synced itself, and its new name after the rename.
         LocalStorage(self._storage.root, durable=False).make_dir(self._staged)
@@ -106,7 +113,7 @@ class SealedDirectory:
 
         The first group of ``pattern`` is the number that tells the order.
         """
-        folder, own = os.path.split(self._name)
+        folder, own = self._folder, os.path.basename(self._name)
         found = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
         names = [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
         kept = {own, *stay} & {*names}
@@ -139,15 +146,24 @@ class SealedDirectory:
             raise
 
     def _make_visible(self, digests: Mapping[str, Sequence[int]]) -> None:
-        storage, folder, aside = self._storage, os.path.dirname(self._name), f"{self._staged}.replaced"
+        storage, replacement = self._storage, self._replacement(os.path.basename(self._name))
         for save in self._saves:
             storage.rename(f"{_INCOMPLETE}/tags/{save.tag}", f"{self._staged}/{save.tag}")
         storage.write(f"{self._staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
         storage.sync_dir(self._staged)
-        storage.make_dir(folder)
-        Replacement(storage, self._staged, self._name, aside).make()
-        storage.sync_dir(folder)
-        storage.remove(aside)
+        storage.make_dir(self._folder)
+        try:
+            replacement.make()
+        except OSError:
+            replacement.put_back()
+            raise
+        storage.sync_dir(self._folder)
+        storage.remove(replacement.aside)
+
+    def _replacement(self, name: str) -> Replacement:
+        """Of the directory ``name`` beside this one, or of this one."""
+        staged = f"{_INCOMPLETE}/{name}"
+        return Replacement(self._storage, staged, os.path.join(self._folder, name), f"{staged}{_ASIDE}")
 
 
 def is_sealed(directory: str, tag: str) -> bool:

@@ -1,0 +1,73 @@
+"""A directory of another library's files takes the place of one of that name, also where names cannot be exchanged."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
+from nxd_ckpt.storage.local import LocalStorage
+from tests.integrations.killed import in_a_process
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+NAME = "checkpoints/checkpoint_1"
+
+
+def save(root: Path, content: bytes) -> None:
+    directory = SealedDirectory(str(root), NAME)
+    directory.begin()
+    Path(directory.staged, "weights").write_bytes(content)
+    with directory.publishing(is_rank_0=True):
+        pass
+    directory.wait()
+
+
+def content(root: Path) -> bytes:
+    verify_files(str(root / NAME), "model")
+    return (root / NAME / "weights").read_bytes()
+
+
+@pytest.fixture
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS."""
+    monkeypatch.setattr(LocalStorage, "swap", lambda storage, one, other: False)
+
+
+@pytest.mark.usefixtures("no_exchange")
+def test_a_replacement_that_is_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """Once the next save begins, of whatever name."""
+    save(tmp_path / "rehearsal", b"old")
+    found = []
+    for number in range(in_a_process(partial(save, tmp_path / "rehearsal", b"new"))):
+        root = tmp_path / str(number)
+        save(root, b"old")
+        assert in_a_process(partial(save, root, b"new"), number) < 0
+        SealedDirectory(str(root), "checkpoints/checkpoint_2").begin()
+        assert ["checkpoint_2"] == sorted({*os.listdir(root / ".incomplete")} - {"tags"})
+        found.append(content(root))
+    assert sorted(found, reverse=True) == found
+    assert {b"old", b"new"} == {*found}
+
+
+@pytest.mark.usefixtures("no_exchange")
+def test_a_replacement_that_fails_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after its name was taken away."""
+    rename = LocalStorage.rename
+
+    def fails(storage: LocalStorage, old: str, new: str) -> None:
+        if (old, new) == (".incomplete/checkpoint_1", NAME):
+            raise OSError("no")
+        rename(storage, old, new)
+
+    save(tmp_path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "rename", fails)
+        with pytest.raises(Exception, match="no"):
+            save(tmp_path, b"new")
+    assert b"old" == content(tmp_path)
+    save(tmp_path, b"new")
+    assert b"new" == content(tmp_path)
