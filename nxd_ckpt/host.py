@@ -72,14 +72,30 @@ def yield_processor_to_others() -> None:
 @contextlib.contextmanager
 def garbage_left() -> Iterator[None]:
     """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
-    them garbage, takes longer than making them."""
-    enabled = gc.isenabled()
+    them garbage, takes longer than making them. A child that is forked meanwhile collects its own."""
+    if not gc.isenabled():
+        yield
+        return
+    _leaving.append(get_ident())
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _leaving.remove(get_ident())
+        gc.enable()
+
+
+_leaving: list[int] = []
+"""The threads that leave garbage lie, and enable its collection again; a forked child has none of them."""
+
+
+def _collect_in_child() -> None:
+    if _leaving:
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def processes() -> str:
