@@ -76,12 +76,11 @@ def test_strangers_are_dropped(world: World, said: bytes) -> None:
     """What they get is a number that is new each time, and then the end."""
     got = []
     for _ in range(2):
-        with connected(world) as stranger:
+        with connected(world) as stranger, suppress(OSError):  # the host may hang up before all was said
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
-            with suppress(ConnectionResetError):
-                got.append(stranger.recv(1000))
-                assert b"" == stranger.recv(1000)
+            got.append(stranger.recv(1000))
+            assert b"" == stranger.recv(1000)
     assert len(set(got)) == len(got)
     assert all(len(answer) == 32 for answer in got)
 
