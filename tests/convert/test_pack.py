@@ -169,7 +169,7 @@ HOSTILE = {
     "sparse": (archive_of(("step_1/done", (tarfile.GNUTYPE_SPARSE, ""))), "sparse"),
     "twice": (archive_of(("step_1/done", b"1"), ("step_1/done", b"2")), "two members"),
     "file as directory": (archive_of(("step_1", b"1"), ("step_1/done", b"2")), "is a file"),
-    "long header": (_claiming("2000000000"), "at most 1048576"),
+    "long header": (_claiming("2000000000"), "at most 1048576|empty header"),  # Python 3.14 sees it first
     "headers of headers": (_claiming("0") * 2000, "after its beginning"),
     "no archive": (b"x" * 2000, "truncated or damaged"),
     "empty": (b"", "truncated or damaged"),
