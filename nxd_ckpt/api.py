@@ -22,6 +22,7 @@ from nxd_ckpt.core.options import parted, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.runtime.checkpointer_options import (
     DEFAULT_TIMEOUT,
     CheckpointerKeywords,
@@ -35,7 +36,6 @@ from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
-from nxd_ckpt.storage.system import in_forked_children
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path
 from nxd_ckpt.tiers import Tiers
 

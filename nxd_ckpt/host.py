@@ -13,7 +13,7 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from random import uniform
@@ -31,6 +31,7 @@ __all__ = [
     "current_thread",
     "garbage_left",
     "get_ident",
+    "in_forked_children",
     "local",
     "monotonic",
     "monotonic_ns",
@@ -69,6 +70,12 @@ def yield_processor_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)
 
 
+def in_forked_children(call: Callable[[], object]) -> None:
+    """Have every child that is forked from now on call it first, where a system forks at all."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
 @contextlib.contextmanager
 def garbage_left() -> Iterator[None]:
     """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
@@ -94,8 +101,7 @@ def _collect_in_child() -> None:
         gc.enable()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_collect_in_child)
+in_forked_children(_collect_in_child)
 
 
 def processes() -> str:

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Protocol
 
-from nxd_ckpt.storage.system import in_forked_children
+from nxd_ckpt.host import in_forked_children
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -118,12 +118,6 @@ def sync_path(path: Path) -> None:
         os.close(fd)
 
 
-def in_forked_children(call: Callable[[], object]) -> None:
-    """Have every child that is forked from now on call it first, where a system forks at all."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=call)
-
-
 def require_locks(what: str) -> None:
     """Raise UnsupportedSystem where files cannot be locked, which ``what`` needs."""
     if not HAS_LOCKS:

@@ -14,10 +14,10 @@ from typing import Any
 
 from nxd_ckpt import errors
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
+from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
 from nxd_ckpt.runtime.coordination.peers import Address, Hub, Spoke
 from nxd_ckpt.runtime.turns import Turns
-from nxd_ckpt.storage.system import in_forked_children
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
 from nxd_ckpt.storage.hosts.server import PIECE
 from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
-from nxd_ckpt.storage.system import in_forked_children
 
 _CONNECTING = 10.0
 """Seconds that connecting to one address may take."""

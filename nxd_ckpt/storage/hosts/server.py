@@ -19,11 +19,11 @@ from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import CheckpointError, MalformedFile
+from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
 from nxd_ckpt.storage.local_files import open_regular, version_of
-from nxd_ckpt.storage.system import in_forked_children
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 from nxd_ckpt import host
+from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.storage.s3.body import Body, crc32
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3.conditions import put_if, written_by
 from nxd_ckpt.storage.s3.errors import ConditionFailed
-from nxd_ckpt.storage.system import in_forked_children
 
 logger = logging.getLogger("nxd_ckpt")
 
