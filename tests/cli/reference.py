@@ -38,7 +38,11 @@ def rendered(text: str) -> str:
 
 
 def steady(text: str) -> str:
-    """``text`` without what differs between two runs, machines and versions: numbers, and the columns they widen."""
+    """``text`` without what differs between two runs, machines and versions: numbers, and the columns they widen.
+
+    Of help the letters alone: Pythons differ in where argparse breaks lines, at hyphens too.
+    """
+    text = _BLOCK.sub(lambda block: "".join(block[0].split()) if block[2].endswith("--help") else block[0], text)
     lines = [line for line in text.splitlines() if not line.startswith("  versions ")]
     return "\n".join(re.sub(" +", " ", _VOLATILE.sub("#", line)) for line in lines)
 
