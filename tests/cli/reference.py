@@ -21,6 +21,7 @@ from tests.rigs.terminal import Terminal
 DOCUMENT = REPOSITORY / "docs" / "cli.md"
 
 _BLOCK = re.compile(r"^(```console\n\$ nxd-ckpt )(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHORT_OPTION = re.compile(r"(?m)^(  -\w) [A-Z]+(?=, --)")
 _VOLATILE = re.compile(r"\b(\d[\d.:-]*|[0-9a-f]{12}-\d+)\b")
 
 
@@ -40,9 +41,13 @@ def rendered(text: str) -> str:
 def steady(text: str) -> str:
     """``text`` without what differs between two runs, machines and versions: numbers, and the columns they widen.
 
-    Of help the letters alone: Pythons differ in where argparse breaks lines, at hyphens too.
+    Of help the letters alone: Pythons differ in where argparse breaks lines, at hyphens too, and until 3.12 it says
+    what an option takes after its short name, too.
     """
-    text = _BLOCK.sub(lambda block: "".join(block[0].split()) if block[2].endswith("--help") else block[0], text)
+    text = _BLOCK.sub(
+        lambda block: "".join(_SHORT_OPTION.sub(r"\1", block[0]).split()) if block[2].endswith("--help") else block[0],
+        text,
+    )
     lines = [line for line in text.splitlines() if not line.startswith("  versions ")]
     return "\n".join(re.sub(" +", " ", _VOLATILE.sub("#", line)) for line in lines)
 
