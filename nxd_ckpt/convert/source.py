@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from itertools import starmap
 from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
+from nxd_ckpt.adapters.parameters import is_tensor
 from nxd_ckpt.convert.locations import Location
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
@@ -92,10 +94,10 @@ def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
             for other, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
                 theirs = comparable(other)[what]
                 if mine[what] != theirs:
+                    one, another = map(_value_text, _apart(mine[what], theirs))
                     raise MalformedFile(
                         f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different "
-                        f"{what}: {_value_text(mine[what])} and {_value_text(theirs)}; the directory mixes files of "
-                        "two saves"
+                        f"{what}: {one} and {another}; the directory mixes files of two saves"
                     )
 
 
@@ -149,9 +151,23 @@ def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
     return {
         "param_groups": groups,
         "shape_info": tree.get("shape_info"),
-        "state": {index: sorted(map(str, entries)) for index, entries in state.items()},
+        "state": {index: sorted(starmap(_entry_text, entries.items())) for index, entries in state.items()},
         "steps": {index: value(entries[STEP]) for index, entries in state.items() if STEP in entries},
     }
+
+
+def _entry_text(name: Any, value: Any) -> str:
+    """The name, and of what no tensor is the type: ranks have either, each of its own value."""
+    is_plain = name != STEP and value is not None and not is_tensor(value)
+    return f"{name} ({type(value).__name__})" if is_plain else str(name)
+
+
+def _apart(one: Any, other: Any) -> tuple[Any, Any]:
+    """What differs: of two dicts the first entry that does."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return one, other
+    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+    return {key: one.get(key)}, {key: other.get(key)}
 
 
 def _rank(at: Coordinates) -> str:

@@ -172,9 +172,26 @@ def _as_context_parallel_ranks_leave_it(place: Path) -> None:
         torch.save(tree, path)
 
 
+def _with_a_number(path: Path) -> None:
+    """In the place of a moment."""
+    tree = torch.load(path, weights_only=False)
+    optimizer = tree.get("optimizer", tree)
+    optimizer.get("base_state", optimizer["state"])[1]["exp_avg"] = 0.5
+    torch.save(tree, path)
+
+
+def _first_rank_with_a_number(place: Path) -> None:
+    _with_a_number(place / "shards" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
+        (
+            _first_rank_with_a_number,
+            MalformedFile,
+            r"different state: {1: \['exp_avg', 'step'\]} and {1: \['exp_avg \(float\)', 'step'\]}",
+        ),
         (_with_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
         (_as_context_parallel_ranks_leave_it, MalformedFile, r"exp_avg of parameter 0 has shape .*, a shard of"),
         (_without_rank, PartNotFound, "the files of dp 0 tp 2 pp 1 are not there"),
@@ -214,6 +231,16 @@ def test_what_contradicts_itself(
     shutil.copytree(written, place)
     damage(place)
     refused(place, kind, complaint)
+
+
+def test_a_number_in_the_place_of_a_moment(tmp_path: Path) -> None:
+    """Where there is a single file: other parameters have a tensor there."""
+    path = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
+    _with_a_number(path)
+    complaint = r"exp_avg of 'model\.\S+' is the number 0\.5, expected a tensor, as exp_avg of"
+    with pytest.raises(MalformedFile, match=complaint):
+        migrate(path.parent, tmp_path / "step_3", to="tag")
+    assert not (tmp_path / "step_3").exists()
 
 
 def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.core.plan import CutIndex
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
+from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import allocated
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.reading import LeafReader
@@ -96,6 +96,7 @@ class MappedOptimizer:
         Raises:
             KeyMismatch: the optimizer has parameters that are no Hugging Face tensor.
             OptimizerMismatch: state of another shape than its parameter.
+            MalformedFile: state that is a tensor for some parameters, and a number for others.
             UnsupportedState: an option, or state, that is neither a tensor nor plain.
         """
         taken = {tensor.source.name for tensor in self._mapped.tensors}
@@ -105,9 +106,25 @@ class MappedOptimizer:
                 f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
                 "parameters), which the model in this tag does not have; are param_names those that it was saved with?"
             )
+        self._refuse_numbers()
         for tensor in self.tensors:
             self._mapped.assembly(tensor)
         self.document  # noqa: B018
+
+    def _refuse_numbers(self) -> None:
+        shaped = {
+            key: name
+            for name, slot in self._slots.items()
+            for key, leaf in slot.state.items()
+            if key != STEP and is_tensor(leaf) and form_of(leaf)[1]
+        }
+        for name, slot in self._slots.items():
+            for key in shaped.keys() & slot.state.keys():
+                if isinstance(slot.state[key], (bool, int, float)):
+                    raise MalformedFile(
+                        f"{self._opened.where}: optimizer, {key} of {name!r} is the number {slot.state[key]!r}, "
+                        f"expected a tensor, as {key} of {shaped[key]!r} is; the file is damaged, or was changed"
+                    )
 
     @cached_property
     def _slots(self) -> dict[str, SavedSlot]:
