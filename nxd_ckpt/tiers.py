@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
@@ -66,7 +67,25 @@ class Tiers:
                 f"tier {tier.name} is each host's own (per_host=True), which needs torch.distributed to be initialised "
                 "with all ranks: through the process group they find each other"
             )
-        join(first, agreement, Replicas(tier.replicas, tier.replica_jump), tier.interface, self._timeout)
+        replicas = Replicas(tier.replicas, tier.replica_jump)
+        join(first, agreement, replicas, tier.interface, self._timeout, self._copy_out)
+
+    def _copy_out(
+        self, key: str, place: int, folder: str, name: str, expected: FileEntry
+    ) -> Generator[int, None, None]:
+        """What rank 0 asks this host for, see :meth:`HostsStorage.copy_out`: to a tier that this process was given."""
+        from nxd_ckpt.convert.transfer import copy_by_pieces
+
+        first = self.first
+        if not isinstance(first, HostsStorage) or place not in range(1, len(self.storages)):
+            raise OSError(f"there is no tier {place} below one that is each host's own")
+        target = self.storages[place]
+        if not target.is_dir(folder):
+            raise OSError(
+                f"{target.url}/{folder}, which rank 0 made, is not there: all ranks must see all tiers, and pass the "
+                "same ones"
+            )
+        return copy_by_pieces(first.own, key, target, f"{folder}/{name}", expected)
 
     @contextmanager
     def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.convert.cp_files import Bringing, Brought, TagFile, files_to_copy
+from nxd_ckpt.convert.cp_files import Bringing, Brought, files_to_copy
+from nxd_ckpt.convert.host_copies import HostCopies
 from nxd_ckpt.convert.locations import locate_input, locate_output
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.convert.throttle import Pace
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.topology import Topology
@@ -120,20 +122,24 @@ def copy_files(
     *,
     hard_links: bool = False,
     readers: Executor | None = None,
+    hosts: HostCopies | None = None,
 ) -> list[Brought]:
     """Bring all files of the tag ``opened``, and make it visible; how each file came.
 
     Each of the ``threads`` brings one file at a time. ``readers`` read ahead for them, at least as many; without them
-    each file has a thread of its own for that.
+    each file has a thread of its own for that. ``hosts`` bring what they hold, as far as they can.
     """
     order_time = _order_time(opened, files)
     publication.begin(session)
     folder = publication.folder
     bringing = Bringing(
-        opened, session.storage, folder, hard_links=hard_links, progress=pace.moved, readers=readers
+        opened, session.storage, folder, hard_links=hard_links, progress=pace.moved, readers=readers, hosts=hosts
     )
     for name in bringing.surplus(files):
         session.storage.remove(f"{folder}/{name}")
+    if hosts is not None:
+        session.storage.make_dir(folder)  # by it they see that it is the same place
+        files = hosts.side_by_side(files)
     brought = _bring_all(bringing, files, threads, pace)
     for directory in tensors_dirs(file.name for file in files):
         session.storage.make_dir(f"{folder}/{directory}")

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from enum import Enum
 
-from nxd_ckpt.convert.transfer import Progress, copy, digest, link, sync
+from nxd_ckpt.convert.host_copies import HostCopies
+from nxd_ckpt.convert.tag_file import TagFile
+from nxd_ckpt.convert.transfer import Progress, copy, digest, link, must_be, sync
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import DigestMismatch, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.verify import Digested, DigestsInside, files_of
-
-
-@dataclass(frozen=True)
-class TagFile:
-    """One file of a tag. ``entry`` is what the tag's indexes say of it; None where they say nothing.
-
-    ``inside`` are the digests that a file of neuronx_distributed's carries itself.
-    """
-
-    name: str
-    nbytes: int
-    entry: FileEntry | None = None
-    inside: tuple[Digested, ...] = field(default=(), repr=False)
-
-    @property
-    def records(self) -> dict[int, int]:
-        """The bytes of each record that has a digest, by its offset."""
-        return {record.offset: record.nbytes for record in self.inside}
+from nxd_ckpt.verify import DigestsInside, files_of
 
 
 class Brought(Enum):
@@ -88,7 +72,8 @@ class Bringing:
     """Brings files of the tag ``opened`` below ``folder`` of ``target``. Several threads may.
 
     ``hard_links`` says that files of ours may be linked where that works: none of them is ever modified in place.
-    ``readers`` read ahead, at least one for each of those threads; without them each makes its own.
+    ``readers`` read ahead, at least one for each of those threads; without them each makes its own. ``hosts`` are asked
+    first: they bring what they hold themselves.
     """
 
     def __init__(
@@ -100,7 +85,9 @@ class Bringing:
         hard_links: bool,
         progress: Progress,
         readers: Executor | None = None,
+        hosts: HostCopies | None = None,
     ) -> None:
+        self._hosts, self._own_turn = hosts, nullcontext() if hosts is None else hosts.own_turn
         self._opened, self._target, self._folder = opened, target, folder
         self._hard_links, self._progress = hard_links and opened.manifest is not None, progress
         self._readers = readers
@@ -121,14 +108,19 @@ class Bringing:
         source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
         key = f"{self._folder}/{file.name}"
         if file.name in self._there:
-            if self._is_right(file, source, source_key, key):
+            with self._own_turn:
+                is_right = self._is_right(file, source, source_key, key)
+            if is_right:
                 sync(self._target, key)  # who wrote it may have died before it was durable
                 return Brought.KEPT
             self._target.remove(key)
+        if self._hosts is not None and self._hosts.bring(file, self._target, self._folder, self._progress):
+            return Brought.COPIED
         if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
             _must_be(file, digest(self._target, key, self._progress, self._readers), f"{source.url}/{source_key}")
             return Brought.LINKED
-        self._copy(file, source, source_key, key)
+        with self._own_turn:
+            self._copy(file, source, source_key, key)
         return Brought.COPIED
 
     def _is_right(self, file: TagFile, source: Storage, source_key: str, key: str) -> bool:
@@ -166,9 +158,4 @@ def verify(file: TagFile, found: FileEntry, blocks: Mapping[int, Sequence[int]],
 
 def _must_be(file: TagFile, found: FileEntry, where: str) -> None:
     """Raise unless what was read is what the tag's indexes say."""
-    if found.nbytes != file.nbytes:
-        raise MalformedFile(f"{where} has {found.nbytes} bytes, expected {file.nbytes}: truncated or replaced")
-    if file.entry is not None and found != file.entry:
-        raise DigestMismatch(
-            f"{where}: expected CRC-32 {file.entry.crc32:08x}, found {found.crc32:08x}: its bytes changed"
-        )
+    must_be(file.entry or FileEntry(file.nbytes, found.crc32), found, where)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from nxd_ckpt import host
 from nxd_ckpt.convert.cp import copy_files
 from nxd_ckpt.convert.cp_files import files_to_copy
+from nxd_ckpt.convert.host_copies import HostCopies
+from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.convert.throttle import Pace
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
@@ -33,11 +35,14 @@ from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.tier import Tier
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.hosts.storage import HostsStorage
 
 logger = logging.getLogger("nxd_ckpt")
 
 _COPIERS = 4
-"""Files that are copied at once: many are small, and a store answers late."""
+"""Files that a host copies at once: many are small, and a store answers late."""
+_ASKING = 64
+"""Files that all hosts copy at once, at most."""
 _TRIES = 3
 _PAUSE = 1.0
 """Seconds before a copy that the storage failed is tried again; twice as many each time."""
@@ -56,8 +61,8 @@ class Handed(NamedTuple):
 class Drain:
     """Copies tags of ``source``, the first tier, to one of the others, whose lease it holds."""
 
-    def __init__(self, tier: Tier, source: Storage, target: Storage, timeout: float) -> None:
-        self.tier, self.newest = tier, 0.0
+    def __init__(self, tier: Tier, number: int, source: Storage, target: Storage, timeout: float) -> None:
+        self.tier, self._number, self.newest = tier, number, 0.0
         self._source, self._target, self._timeout = source, target, timeout
         self._changed, self._stopping = host.Condition(), host.Event()
         self._waiting: Handed | None = None
@@ -68,7 +73,9 @@ class Drain:
         self._saves = 0
         # All threads are there from the start: an exiting interpreter, which may have a tag to copy, starts none.
         self._worker = Worker("nxd_ckpt-drain")
-        self._copiers, self._readers = (Helpers(_COPIERS, f"nxd_ckpt-drain-{what}") for what in ("copy", "read"))
+        hosts = len(source.hosts.directories) if isinstance(source, HostsStorage) else 1
+        self._copiers = Helpers(min(_COPIERS * hosts, _ASKING), "nxd_ckpt-drain-copy")
+        self._readers = Helpers(_COPIERS, "nxd_ckpt-drain-read")
 
     def claim(self) -> Session:
         """Take the tier's lease, once. ``newest`` is then the order time of the newest tag that is there.
@@ -181,11 +188,25 @@ class Drain:
         if not is_there:
             with opened.kept(verified=True), _noted(session.storage, handed.tag):
                 copy_files(
-                    opened, files, publication, session, self._pace, self._copiers, readers=self._readers
+                    opened,
+                    files,
+                    publication,
+                    session,
+                    self._pace,
+                    self._copiers,
+                    readers=self._readers,
+                    hosts=self._hosts_of(handed.tag, files),
                 )
         self._retain(session, publication)
         if not is_there:
             self._report(handed, sum(file.nbytes for file in files), started)
+
+    def _hosts_of(self, tag: str, files: Sequence[TagFile]) -> HostCopies | None:
+        """Those that copy their own files of the tag, where each has a disk of its own."""
+        source = self._source
+        if not isinstance(source, HostsStorage):
+            return None
+        return HostCopies(source, tag, files, self._number, _COPIERS)
 
     def _retain(self, session: Session, publication: Publication) -> None:
         rules = self.tier.rules
@@ -215,8 +236,8 @@ class Drains:
         self._source = storages[0]
         self._drains: list[Drain] = []
         try:
-            for tier, storage in zip(tiers[1:], storages[1:], strict=True):
-                self._drains.append(Drain(tier, self._source, storage, timeout))
+            for number, (tier, storage) in enumerate(zip(tiers[1:], storages[1:], strict=True), 1):
+                self._drains.append(Drain(tier, number, self._source, storage, timeout))
                 _claim(self._drains[-1])
         except BaseException:
             self.close(0.0)

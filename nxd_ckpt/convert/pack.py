@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing_extensions import Unpack
 
 from nxd_ckpt.convert.compressed_writer import CompressedWriter
-from nxd_ckpt.convert.cp_files import TagFile, files_to_copy, verify
+from nxd_ckpt.convert.cp_files import files_to_copy, verify
 from nxd_ckpt.convert.locations import locate_apart, locate_input
 from nxd_ckpt.convert.output import Output
 from nxd_ckpt.convert.source import open_source
+from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.convert.transfer import pour
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
 from itertools import groupby
@@ -36,14 +36,12 @@ def bring(
     except FileNotFoundError as error:
         raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
     if expected is not None and expected.nbytes != nbytes:
-        raise MalformedFile(f"{where} has {nbytes} bytes, expected {expected.nbytes}: truncated or replaced")
+        must_be(expected, FileEntry(nbytes, 0), where)
     if expected is not None and link(source, source_key, target, key):
         return expected
     found, _ = copy(source, source_key, target, key, {}, progress)
-    if expected is not None and found != expected:
-        raise DigestMismatch(
-            f"{where}: expected CRC-32 {expected.crc32:08x}, found {found.crc32:08x}: its bytes changed"
-        )
+    if expected is not None:
+        must_be(expected, found, where)
     return found
 
 
@@ -77,12 +75,55 @@ def pour(
     """As :func:`copy`, into a file that is being written, from byte ``at`` on."""
     nbytes = source.size(source_key)
     digests = _Digests(nbytes, records)
+    for moved in _poured(source, source_key, nbytes, writer, at, digests, readers):
+        progress(moved)
+    return FileEntry(nbytes, digests.whole), digests.blocks
+
+
+def copy_by_pieces(
+    source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry
+) -> Generator[int, None, None]:
+    """Copy a file that is the ``expected`` one, a piece each time that the next is asked for: yields the bytes of each.
+
+    It is complete once there is no next one. Given up before, or if anything is raised, it is not there.
+
+    Raises:
+        MalformedFile, DigestMismatch: it is not the expected file.
+    """
+    where, nbytes = f"{source.url}/{source_key}", source.size(source_key)
+    if nbytes != expected.nbytes:
+        must_be(expected, FileEntry(nbytes, 0), where)
+    writer, digests = target.create(key, nbytes), _Digests(nbytes, {})
+    with completed(writer):
+        yield from _poured(source, source_key, nbytes, writer, 0, digests, None)
+        must_be(expected, FileEntry(nbytes, digests.whole), where)
+
+
+def must_be(expected: FileEntry, found: FileEntry, where: str) -> None:
+    """Raise unless what was read is what it was when the tag was saved."""
+    if found.nbytes != expected.nbytes:
+        raise MalformedFile(f"{where} has {found.nbytes} bytes, expected {expected.nbytes}: truncated or replaced")
+    if found != expected:
+        raise DigestMismatch(
+            f"{where}: expected CRC-32 {expected.crc32:08x}, found {found.crc32:08x}: its bytes changed"
+        )
+
+
+def _poured(
+    source: Storage,
+    source_key: str,
+    nbytes: int,
+    writer: Writer,
+    at: int,
+    digests: _Digests,
+    readers: Executor | None,
+) -> Iterator[int]:
+    """Write the file piece by piece, and take the digests of each; yields the bytes of each."""
     for start, piece in _read(source, source_key, nbytes, readers):
         digests.take(piece)
         writer.write_at(at + start, piece)
         writer.settle()  # the memory will be read into again
-        progress(len(piece))
-    return FileEntry(nbytes, digests.whole), digests.blocks
+        yield len(piece)
 
 
 def digest(storage: Storage, key: str, progress: Progress, readers: Executor | None = None) -> FileEntry:

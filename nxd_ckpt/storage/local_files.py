@@ -228,9 +228,12 @@ class LocalWriter:
             self._close()
 
     def abort(self) -> None:
+        """Whoever gave this writer up may have written another file under the name since: that stays."""
         with contextlib.suppress(OSError):
+            own = os.fstat(self._fd) if self._fd >= 0 else None
             self._close()
-            self._path.unlink(missing_ok=True)
+            if own is None or os.path.samestat(own, self._path.lstat()):
+                self._path.unlink(missing_ok=True)
 
     def _close(self) -> None:
         for fd in (self._fd, self._direct):

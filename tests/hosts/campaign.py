@@ -44,8 +44,7 @@ MIDDLE = 0.005
 
 PHASES = {
     *((rank, phase) for rank in range(HOSTS) for phase in ("load", "write", "send a replica", "receive a replica")),
-    *((rank, phase) for rank in range(HOSTS) for phase in ("commit", "vote", "remove")),
-    (0, "drain"),
+    *((rank, phase) for rank in range(HOSTS) for phase in ("commit", "vote", "remove", "drain")),
     (0, "publish the drained"),
     (0, "lease"),
 }

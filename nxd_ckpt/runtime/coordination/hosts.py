@@ -18,7 +18,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.directory import Directory
 from nxd_ckpt.storage.hosts.interface import address_of
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
-from nxd_ckpt.storage.hosts.server import HostServer
+from nxd_ckpt.storage.hosts.server import CopyOut, HostServer
 from nxd_ckpt.storage.hosts.storage import Hosts, HostsStorage
 
 
@@ -30,9 +30,14 @@ class Replicas(NamedTuple):
 
 
 def join(
-    storage: HostsStorage, agreement: Agreement, replicas: Replicas, interface: str | None, timeout: float
+    storage: HostsStorage,
+    agreement: Agreement,
+    replicas: Replicas,
+    interface: str | None,
+    timeout: float,
+    copy_out: CopyOut,
 ) -> None:
-    """Make ``storage`` that of all hosts; every rank calls this.
+    """Make ``storage`` that of all hosts; every rank calls this. ``copy_out`` is what this host does for others.
 
     Raises, on every rank:
         InvalidArgument: more replicas than hosts, ``replica_jump`` leads to the same host, no such interface.
@@ -51,7 +56,7 @@ def join(
     def serve() -> None:
         if serves:
             address = "" if interface is None else address_of(interface)
-            servers.append(HostServer(storage.own, host, secret, address, timeout))
+            servers.append(HostServer(storage.own, host, secret, address, timeout, copy_out))
 
     def leave() -> None:
         for server in servers:

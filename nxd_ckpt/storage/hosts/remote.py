@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
 from nxd_ckpt.storage.hosts.server import PIECE
@@ -120,6 +121,15 @@ class RemoteDirectory:
                 channel.close()
                 raise
         return RemoteWriter(self, key, channel)
+
+    def copy_out(self, key: str, place: int, folder: str, name: str, expected: FileEntry) -> Generator[int, None, None]:
+        """As :meth:`HostsStorage.copy_out`, over a connection of its own, whose end gives the file up."""
+        asked = {"key": key, "place": place, "folder": folder, "name": name, "expected": expected}
+        with self.naming(), closing(self._connect()) as channel:
+            moved = _answer_to(self._where, channel, {"do": "copy_out", **asked})[0]
+            while moved is not None:
+                yield int(moved)
+                moved = _answer_to(self._where, channel, {"do": "go_on"})[0]
 
     def make_dir(self, key: str) -> None:
         self._ask("make_dir", key)

@@ -12,14 +12,15 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import CheckpointError, MalformedFile
-from nxd_ckpt.host import in_forked_children
+from nxd_ckpt.host import in_forked_children, yield_disk_to_others, yield_processor_to_others
 from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
@@ -37,8 +38,12 @@ _STRANGERS = 64
 
 Answer = tuple[Fields, bytes]
 
-_ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError, IndexError)
-"""Errors that the caller is told, who may ask for something else then."""
+CopyOut = Callable[[str, int, str, str, FileEntry], Generator[int, None, None]]
+"""Copies a file of this host to a lower tier, see :meth:`HostsStorage.copy_out`: key, place, folder, name, expected."""
+
+_ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
+"""Errors that the caller is told, who may ask for something else then. RuntimeError: an exiting process starts no
+threads."""
 
 _serving: WeakSet[HostServer] = WeakSet()
 
@@ -54,11 +59,21 @@ in_forked_children(_leave_to_parent)
 class HostServer:
     """Serves ``directory`` as host number ``host`` of a job, on the given address of this host, until it is closed.
 
-    Raises OSError where that address cannot be listened to. ``timeout``: seconds that a message may take.
+    Raises OSError where that address cannot be listened to. ``timeout``: seconds that a message may take. ``copy_out``
+    is how files are copied to lower tiers; without it that is refused.
     """
 
-    def __init__(self, directory: OwnDirectory, host: int, secret: bytes, address: str, timeout: float) -> None:
+    def __init__(
+        self,
+        directory: OwnDirectory,
+        host: int,
+        secret: bytes,
+        address: str,
+        timeout: float,
+        copy_out: CopyOut | None = None,
+    ) -> None:
         self._directory, self._host, self._secret, self._timeout = directory, host, secret, timeout
+        self._copy_out = copy_out
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
@@ -112,7 +127,7 @@ class HostServer:
                 return
             try:
                 with suppress(OSError):  # its caller has gone
-                    _Conversation(self._directory, Channel(connection, self._timeout)).serve()
+                    _Conversation(self._directory, Channel(connection, self._timeout), self._copy_out).serve()
             except Exception:
                 logger.exception("nxd_ckpt: unexpected error in a host's server")
             finally:
@@ -129,9 +144,10 @@ class HostServer:
 class _Conversation:
     """What one connection asks for, one request after the other."""
 
-    def __init__(self, directory: OwnDirectory, channel: Channel) -> None:
-        self._directory, self._channel = directory, channel
+    def __init__(self, directory: OwnDirectory, channel: Channel, copy_out: CopyOut | None) -> None:
+        self._directory, self._channel, self._copy_out = directory, channel, copy_out
         self._writer: Writer | None = None
+        self._copied: Generator[int, None, None] = (number for number in range(0))
         self._memory: memoryview | None = None
         self._failed: Exception | None = None
         """What the file that is being written met, until its caller asks."""
@@ -142,6 +158,7 @@ class _Conversation:
                 fields, lengths = self._channel.request()
                 self._answer(fields, lengths)
         finally:
+            self._copied.close()
             if self._writer is not None:
                 self._writer.abort()
 
@@ -223,6 +240,21 @@ class _Conversation:
             raise OSError("the directory itself is removed by nobody")
         self._directory.remove(key)
         return {}, b""
+
+    def _do_copy_out(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        """The first piece of the copy. Its caller has this connection, and so this thread, for the copy alone."""
+        if self._copy_out is None:
+            raise OSError("this host copies nothing")
+        yield_disk_to_others()
+        yield_processor_to_others()
+        where = int(fields["place"]), _text(fields["folder"]), _text(fields["name"])
+        self._copied.close()
+        self._copied = self._copy_out(_key(fields), *where, FileEntry(*map(int, fields["expected"])))
+        return self._do_go_on(fields, blobs)
+
+    def _do_go_on(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        """The bytes of the next piece; None after the last."""
+        return {"value": next(self._copied, None)}, b""
 
     def _do_create(self, fields: Fields, blobs: list[bytes]) -> Answer:
         self._do_abort(fields, blobs)

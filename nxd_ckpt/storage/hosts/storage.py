@@ -11,12 +11,12 @@ read or listed. With replicas each data file is on other hosts too, before its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, suppress
 from typing import NamedTuple, TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import DirEntry, Reader, Writer
 from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
@@ -191,6 +191,31 @@ class HostsStorage:
 
     def set_time(self, key: str, seconds: float) -> None:
         """Nothing: a host that was away would have another time."""
+
+    def holders(self, keys: Iterable[str]) -> dict[str, set[int]]:
+        """The numbers of the hosts that have each of these files of a tag, as far as they can be reached."""
+        numbers = {id(directory): number for number, directory in enumerate(self.hosts.directories)}
+        found: dict[str, set[int]] = {key: set() for key in keys}
+        for folder in {key.rpartition("/")[0] for key in found}:
+            for directory in self._order(folder):
+                with suppress(ConnectionError, TimeoutError):
+                    for entry in directory.list(folder):
+                        found.get(f"{folder}/{entry.name}", set()).add(numbers[id(directory)])
+        return found
+
+    def copy_out(
+        self, number: int, key: str, place: int, folder: str, name: str, expected: FileEntry
+    ) -> Generator[int, None, None]:
+        """Have another host copy a file of its own to ``folder/name`` of a lower tier, by the number ``place``: a piece
+        each time that the next is asked for, of which the bytes are yielded. It is complete once there is no next one.
+
+        Given up before, or if anything is raised, it is not there. Raises MalformedFile, EOFError, OSError: the host
+        is away, refuses, or the file is not the ``expected`` one.
+        """
+        directory = self.hosts.directories[number]
+        if not isinstance(directory, RemoteDirectory):
+            raise OSError(f"host {number} is this one")
+        return directory.copy_out(key, place, folder, name, expected)
 
     @property
     def _home(self) -> Directory:
