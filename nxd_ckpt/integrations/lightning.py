@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -93,6 +94,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         self._dropped: list[Location] = []
         self._saved_by: dict[str, Topology | None] = {}
         """Whose saves each directory is open for: a removal there is to be of the same job."""
+        self.before_load: Callable[[Mapping[str, Any]], None] | None = None
+        """Called with the rest of Lightning's dict before model and optimizer are loaded, which it can refuse."""
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save Lightning's dict as the tag that ``path`` names.
@@ -142,6 +145,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         place = self.place(path)
         if is_lightnings(place):
             found: dict[str, Any] = _plugins.TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            if self.before_load is not None:
+                self.before_load(found)
             return found
         # Into dicts that nobody has seen yet: one pass is enough.
         model, optimizer, content = self.load(path, {}, {}, weights_only, verify="reading", topology=Topology())
@@ -157,16 +162,24 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         Returns:
             The model and the optimizer, None for what the tag has none of, and the user content.
         """
-        place = self.place(path)
+        place, trusted = self.place(path), weights_only is False
         finalize_checkpoint()
-        parts = open_checkpoint(place.directory, place.name, storage_options=place.options).parts
-        model, optimizer = model if parts.model else None, optimizer if parts.optimizer else None
+        tag = open_checkpoint(place.directory, place.name, storage_options=place.options, trust_pickle=trusted)
+        rest = tag.user_content()
+        if not isinstance(rest, dict):
+            raise IncompatibleState(
+                f"{place.path} holds no dict of Lightning's, its user content is {type(rest).__name__}: Lightning did "
+                "not save it. Load it into a module with nxd_ckpt.load_checkpoint"
+            )
+        if self.before_load is not None:
+            self.before_load(rest)
+        model, optimizer = model if tag.parts.model else None, optimizer if tag.parts.optimizer else None
         content: dict[str, Any] = load_checkpoint(
             place.directory,
             place.name,
             model,
             optimizer,
-            trust_pickle=weights_only is False,
+            trust_pickle=trusted,
             storage_options=place.options,
             **options,
         )
@@ -229,6 +242,11 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         self._random: dict[str, Any] | None = None
         self._saved: dict[str, Any] = {}
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Lets our ``CheckpointIO`` ask, before it loads, what :meth:`on_load_checkpoint` asks again."""
+        if isinstance(trainer.strategy.checkpoint_io, CheckpointIO):
+            trainer.strategy.checkpoint_io.before_load = partial(_require_same_run, trainer)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds what :meth:`on_load_checkpoint` reads; every rank calls it."""
         checkpoint[_EXTRA] = {
@@ -239,16 +257,19 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raises IncompatibleState where ``fit`` goes on with another world size or precision."""
+        _require_same_run(trainer, checkpoint)
         if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
             return
         self._saved = checkpoint[_EXTRA]["runs_with"]
-        require_same("the checkpoint", self._saved, _setting(trainer), IncompatibleState)
         self._random = checkpoint[_EXTRA]["random"][trainer.global_rank]
         if trainer.strategy.restore_checkpoint_after_setup:  # then fit has started already
             self.on_fit_start(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before the optimizers' states are loaded. Raises OptimizerMismatch where they are of other classes."""
+        """Before the optimizers' states are loaded. Raises OptimizerMismatch where they are of other classes.
+
+        Most strategies make the optimizers only after the model was loaded: then this is the first time to ask.
+        """
         if self._random is not None:
             require_same("the checkpoint", self._saved, _optimizers(trainer), OptimizerMismatch)
             restore_random_state(self._random)
@@ -289,6 +310,16 @@ def _random_states(trainer: Any) -> list[dict[str, Any]]:
         return [own]
     words = agreement.gather({**own, "torch": own["torch"].tolist()}) or []
     return [{**word, "torch": torch.tensor(word["torch"], dtype=torch.uint8)} for word in words] or [own]
+
+
+def _require_same_run(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Raise IncompatibleState or OptimizerMismatch where ``fit`` would not go on as the run that saved."""
+    if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
+        return
+    saved = checkpoint[_EXTRA]["runs_with"]
+    require_same("the checkpoint", saved, _setting(trainer), IncompatibleState)
+    if trainer.strategy.restore_checkpoint_after_setup:  # else the optimizers are not made yet
+        require_same("the checkpoint", saved, _optimizers(trainer), OptimizerMismatch)
 
 
 def _setting(trainer: Any) -> dict[str, Any]:

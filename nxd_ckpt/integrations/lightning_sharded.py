@@ -66,7 +66,7 @@ class _Tags:
                 "the dict as it is, and change the model"
             )
         parts = {**self._to_save(_only(optimizers)), "user_content": rest}
-        self._io.save(self.broadcast(filepath), parts, storage_options, is_rank_0=self.is_global_zero)
+        self.checkpoint_io.save(self.broadcast(filepath), parts, storage_options, is_rank_0=self.is_global_zero)
         self._state = {}
 
     def load_checkpoint(self, checkpoint_path: StrPath, weights_only: bool | None = None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class _Tags:
             CheckpointError: see :mod:`nxd_ckpt.errors`; nothing was changed.
         """
         path = self.broadcast(checkpoint_path)
-        if is_lightnings(self._io.place(path)):
+        if is_lightnings(self.checkpoint_io.place(path)):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
         strict = bool(self.lightning_module.strict_loading)
@@ -91,7 +91,7 @@ class _Tags:
     def teardown(self) -> None:
         """As Lightning's; then finish what is in flight, as :meth:`CheckpointIO.teardown`."""
         super().teardown()  # type: ignore[misc]
-        self._io.teardown()
+        self.checkpoint_io.teardown()
 
     def _state_now(self) -> dict[str, Any]:
         """The model's state on this rank."""
@@ -106,7 +106,8 @@ class _Tags:
         raise NotImplementedError
 
     @property
-    def _io(self) -> CheckpointIO:
+    def checkpoint_io(self) -> CheckpointIO:
+        """What saves and loads. Raises InvalidArgument where that is not ours."""
         if self._checkpoint_io is None:
             self._checkpoint_io = CheckpointIO()
         if not isinstance(self._checkpoint_io, CheckpointIO):
@@ -115,6 +116,10 @@ class _Tags:
                 "nxd_ckpt.integrations.lightning.CheckpointIO alone; pass that to plugins=, or none"
             )
         return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
 
 
 class ModelParallelStrategy(_Tags, _strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
@@ -130,7 +135,7 @@ class ModelParallelStrategy(_Tags, _strategies.ModelParallelStrategy):  # type: 
         return {"model": self.model, "optimizer": optimizer}
 
     def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
-        return self._io.load(path, self.model, optimizer, weights_only, strict=strict)[2]
+        return self.checkpoint_io.load(path, self.model, optimizer, weights_only, strict=strict)[2]
 
 
 class FSDPStrategy(_Tags, _strategies.FSDPStrategy):  # type: ignore[misc,name-defined]
@@ -157,7 +162,7 @@ class FSDPStrategy(_Tags, _strategies.FSDPStrategy):  # type: ignore[misc,name-d
     def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
         state = self._state_now()
         made = None if optimizer is None else first_fsdp.Unflattened(self.model, optimizer, state)
-        _, loaded, content = self._io.load(path, state, made, weights_only, strict=strict)
+        _, loaded, content = self.checkpoint_io.load(path, state, made, weights_only, strict=strict)
         first_fsdp.put_back(self.model, state)
         if loaded is not None:
             loaded.put_back(self.model, optimizer)

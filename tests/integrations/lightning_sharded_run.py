@@ -138,6 +138,26 @@ def refused(rank: int, directory: Path) -> list[str]:
     return found
 
 
+def refused_to_go_on(directory: Path, form: str) -> tuple[list[list[float]], list[tuple[str, list[list[float]]]]]:
+    """What this rank holds of a new model; then what is said to a resume with another precision, and with another
+    optimizer, and what the rank holds after that."""
+    made: list[Module] = []
+
+    class Noted(FORMS[form]["kind"]):  # type: ignore[misc]
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__(optimizer)
+            made.append(self)
+
+    run(directory, form, epochs=1)
+    before, found = held(run(directory / "new", form, epochs=0, seed=5)), []
+    for changed in ({"precision": "bf16-mixed"}, {"optimizer": torch.optim.SGD}):
+        try:
+            run(directory, form, ckpt_path="last", seed=5, kind=Noted, **changed)
+        except CheckpointError as error:
+            found.append((str(error), held(made[-1])))
+    return before, found
+
+
 def example(rank: int, directory: Path) -> None:
     """examples/train_lightning_fsdp2.py, twice."""
     for epochs in ("1", "2"):

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 
 from examples.train_lightning import main
-from nxd_ckpt import finalize_checkpoint, has_checkpoint, open_checkpoint
+from nxd_ckpt import finalize_checkpoint, has_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, InvalidArgument, OptimizerMismatch, SaveFailed
 from nxd_ckpt.integrations.lightning import CheckpointIO
 from nxd_ckpt.retention import pin_checkpoint
@@ -189,29 +189,52 @@ def test_an_error_in_training_is_not_hidden_by_a_save_that_fails(tmp_path: Path)
     ids=["precision", "optimizer"],
 )
 def test_another_run_is_refused(changed: dict[str, Any], kind: type[Exception], saved: Path, tmp_path: Path) -> None:
-    """Rather than one that only looks like the same."""
+    """Rather than one that only looks like the same. By then only the optimizer's mismatch has loaded the model:
+    Lightning makes optimizers later."""
+    made, kind_of = noted()
     with pytest.raises(kind, match="was saved with"):
-        fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", **changed)
+        fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", seed=5, kind=kind_of, **changed)
+    torch.manual_seed(5)
+    assert (kind is IncompatibleState) == (weights(Module()) == weights(made[0]))
 
 
-def test_another_world_size_is_refused(saved: Path, tmp_path: Path) -> None:
-    """Where the run is to be the same."""
+def noted() -> tuple[list[Module], type[Module]]:
+    """A class of modules, and those that are made of it."""
+    made: list[Module] = []
+
+    class Noted(Module):
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__(optimizer)
+            made.append(self)
+
+    return made, Noted
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_another_world_size_is_refused(own: bool, saved: Path, tmp_path: Path) -> None:
+    """Where the run is to be the same, also of a file of Lightning's own. Nothing is loaded then."""
     io = CheckpointIO(durable=False)
     checkpoint = io.load_checkpoint(saved / "last.ckpt")
     checkpoint["nxd_ckpt"]["runs_with"]["world size"] = 2
-    io.save_checkpoint(checkpoint, tmp_path / "of_two.ckpt")
+    (lightnings() if own else io).save_checkpoint(checkpoint, tmp_path / "of_two.ckpt")
+    made, kind = noted()
     with pytest.raises(IncompatibleState, match="world size 2, and this run has 1"):
-        fit(every_epoch(tmp_path), ckpt_path=tmp_path / "of_two.ckpt")
+        fit(every_epoch(tmp_path), ckpt_path=tmp_path / "of_two.ckpt", seed=5, kind=kind)
+    torch.manual_seed(5)
+    assert weights(Module()) == weights(made[0])
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
-    """A store's options for one save alone, and a directory that is no checkpoint."""
+    """A store's options for one save alone, a directory that is no checkpoint, and a tag of another script's."""
     io = CheckpointIO()
     with pytest.raises(InvalidArgument, match="CheckpointIO"):
         io.save_checkpoint({}, tmp_path / "t", storage_options={"key": "k"})
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointNotFound, match="'other' \\(not a checkpoint\\)"):
         io.load_checkpoint(tmp_path / "other")
+    save_checkpoint(tmp_path, "t", {"w": torch.ones(1)}, durable=False)
+    with pytest.raises(IncompatibleState, match="its user content is NoneType: Lightning did not save it"):
+        io.load_checkpoint(tmp_path / "t")
 
 
 def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

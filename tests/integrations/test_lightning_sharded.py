@@ -75,6 +75,15 @@ def test_a_resumed_run_of_one_rank_is_the_same_run(form: str, tmp_path: Path) ->
     assert {"model/net.0.weight", "optim/net.0.weight/exp_avg"} <= tag.metadata.keys()
 
 
+@pytest.mark.usefixtures("alone")
+def test_another_run_is_refused(form: str, tmp_path: Path) -> None:
+    """Another precision or optimizer, before anything is loaded."""
+    before, refused = runs.refused_to_go_on(tmp_path, form)
+    for (complaint, held), expected in zip(refused, ["precision 32-true", "optimizers ['AdamW']"], strict=True):
+        assert f"was saved with {expected}" in complaint
+        assert before == held
+
+
 @pytest.mark.soak
 def test_a_resumed_run_is_the_same_run(form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
     """Losses and weights of each rank equal those of a run that was not stopped, and a tag has each rank's shards."""
