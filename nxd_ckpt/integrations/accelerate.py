@@ -23,10 +23,20 @@ from accelerate import DistributedType
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    InvalidArgument,
+    OptimizerMismatch,
+    UnsupportedState,
+)
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.runtime.coordination.agreement import Alone, on_all
+from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.save.pending import PendingSave
+from nxd_ckpt.verify import verify_checkpoint
 
 STATE = "training_state"
 """The tag of the first model in a checkpoint's directory."""
@@ -94,8 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         require_same_setting(place, content["runs_with"], self._setting(), self.any_world_size)
         require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
         verify_files(place, STATE)
-        for tag, model, optimizer in self._parts():
-            load_checkpoint(place, tag, model, optimizer)
+        self._load_models(place)
         with self._bare() as bare:
             for hook in bare.load_hooks:
                 hook(list(bare.models), place)
@@ -113,6 +122,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             content = {"runs_with": {**self._setting(), **self._classes()}} if tag == STATE else None
             more = {"async_save": self.async_save, **self.checkpoint_options}
             saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
+
+    def _load_models(self, place: str) -> None:
+        """Load all models, or none: before the first one changes, the tags of the others are verified, too."""
+        parts = self._parts()
+        agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state") or Alone()
+        own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
+        on_all(agreement, lambda: [_verify(place, tag) for tag in own])
+        for tag, model, optimizer in parts:
+            load_checkpoint(place, tag, model, optimizer)
 
     def _parts(self) -> list[tuple[str, Any, Any]]:
         """The name of the tag, the model and the optimizer (or None) of each model, without accelerate's wrappers."""
@@ -203,6 +221,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _classes(self) -> dict[str, Any]:
         return {"optimizers": [type(optimizer.optimizer).__qualname__ for optimizer in self._optimizers]}
+
+
+def _verify(place: str, tag: str) -> None:
+    """Raise CorruptCheckpoint where a file of the tag is not what was saved."""
+    problems = verify_checkpoint(place, tag).problems
+    if problems:
+        raise CorruptCheckpoint(f"{place}: {problems[0]}; nothing was loaded. Resume from another checkpoint")
 
 
 class _Bare(NamedTuple):

@@ -52,7 +52,7 @@ def test_accelerate(tmp_path: Path) -> None:
     found = [float(loss) for loss in re.findall(r"step \d loss (\S+)", text)]
     assert expected() == pytest.approx(found, abs=1e-3)
     for name in ("checkpoint_2", "checkpoint_3"):
-        verify_checkpoint(tmp_path / "checkpoints" / name)
+        assert not verify_checkpoint(tmp_path / "checkpoints" / name).problems
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_transformers(tmp_path: Path) -> None:
     assert "step 4 on 4 ranks, went on from step 2" in shown(example, 4, *directory, "--steps", "4")
     assert ["checkpoint-3", "checkpoint-4"] == sorted(path.name for path in tmp_path.glob("checkpoint*"))
     for name in ("checkpoint-3", "checkpoint-4"):
-        verify_checkpoint(tmp_path / name)
+        assert not verify_checkpoint(tmp_path / name).problems

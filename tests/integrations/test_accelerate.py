@@ -13,7 +13,7 @@ import torch
 
 from examples.train_accelerate import main
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.errors import DigestMismatch, IncompatibleState, InvalidArgument, OptimizerMismatch
+from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, IncompatibleState, InvalidArgument, OptimizerMismatch
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
@@ -78,6 +78,22 @@ def test_several_models_are_several_tags(tmp_path: Path) -> None:
     assert {"model/weight", "model/bias"} == open_checkpoint(place, "training_state_1").metadata.keys()
 
 
+def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
+    """Also where the first one's tag is good."""
+    job = Job(tmp_path)
+    job.accelerator.prepare(torch.nn.Linear(2, 2))
+    place = job.accelerator.save_state()
+    job.accelerator.end_training()
+    (file,) = Path(place, "training_state_1", "model").glob("*.pt")
+    weight = next(job.accelerator._models[1].parameters()).detach()
+    file.write_bytes(file.read_bytes().replace(weight.numpy().tobytes(), bytes(weight.nbytes)))
+    with torch.no_grad():
+        before = [parameter.fill_(7.0).tolist() for parameter in job.model.parameters()]
+    with pytest.raises(CorruptCheckpoint, match="training_state_1.*nothing was loaded"):
+        job.accelerator.load_state(place)
+    assert before == [parameter.tolist() for parameter in job.model.parameters()]
+
+
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [({"mixed_precision": "bf16"}, IncompatibleState), ({"optimizer": torch.optim.SGD}, OptimizerMismatch)],
@@ -139,7 +155,7 @@ def goes_on(directory: Path, kill_at: int, whole: list[float]) -> None:
     """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
     assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
     for name in names(directory):
-        verify_checkpoint(directory / "checkpoints" / name)
+        assert not verify_checkpoint(directory / "checkpoints" / name).problems
     job = Job(directory)
     done = job.resume() if names(directory) else 0
     assert whole[done:] == job.run(4 - done)

@@ -64,7 +64,7 @@ def test_ten_kills(part: int, sharded: bool, tmp_path: Path, pool: RankPool, who
     outcomes = pool.run(runs.until_killed, tmp_path, sharded, 3 + 11 * part, return_errors=True, timeout=60)
     assert isinstance(outcomes[0], WorkerDied)
     for name in names(tmp_path):
-        verify_checkpoint(tmp_path / "checkpoints" / name)
+        assert not verify_checkpoint(tmp_path / "checkpoints" / name).problems
     for before, (done, losses) in zip(
         whole, pool.run(runs.goes_on, tmp_path, sharded, not names(tmp_path)), strict=True
     ):

@@ -48,7 +48,7 @@ def test_accelerate(sharded: bool, sizes: tuple[int, int], tmp_path: Path, pools
     again = (accelerate_run.taken_over, tmp_path, sharded)
     require_refused(pools[after].run(*again, False, return_errors=True, timeout=100), before, after)
     assert [state] * after == pools[after].run(*again, True, timeout=100)
-    verify_checkpoint(tmp_path / "checkpoints" / "checkpoint_2")
+    assert not verify_checkpoint(tmp_path / "checkpoints" / "checkpoint_2").problems
     pools[after].run(*again, False, timeout=100)
 
 
@@ -60,4 +60,4 @@ def test_transformers(form: str, sizes: tuple[int, int], tmp_path: Path, pools: 
     again = (transformers_ranks.taken_over, tmp_path, form)
     require_refused(pools[after].run(*again, False, return_errors=True, timeout=100), before, after)
     assert [state] * after == pools[after].run(*again, True, timeout=100)
-    verify_checkpoint(tmp_path / "checkpoint-4")
+    assert not verify_checkpoint(tmp_path / "checkpoint-4").problems

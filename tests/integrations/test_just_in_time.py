@@ -129,7 +129,7 @@ def test_what_is_saved_at_sigterm_is_complete(at: str, tmp_path: Path, whole: An
     assert ["checkpoint-2", "checkpoint-3"][: int(at[0]) - 1] == names(tmp_path)
     assert not list(tmp_path.glob(f"*/{SENTINEL}"))
     for name in names(tmp_path):
-        verify_checkpoint(tmp_path / name)
+        assert not verify_checkpoint(tmp_path / name).problems
     assert weights(whole) == weights(trained(tmp_path, kind=Background, resume=True, seed=2))
 
 
@@ -143,7 +143,7 @@ def test_a_killed_save_at_sigterm_is_no_checkpoint(part: int, at: str, tmp_path:
     assert -signal.SIGKILL == in_a_process(partial(terminated, run, at), changes // 2 + part * changes // 20)
     assert {"checkpoint-2"} <= {*names(run)} <= {"checkpoint-2", "checkpoint-3"}
     for name in names(run):
-        verify_checkpoint(run / name)
+        assert not verify_checkpoint(run / name).problems
     assert weights(whole) == weights(trained(run, kind=Background, resume=True, seed=2))
 
 

@@ -60,7 +60,7 @@ def test_a_resumed_run_is_the_same_run(saved: Path, tmp_path: Path, whole: Modul
     resumed = fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", seed=2, io=in_background())
     assert whole.losses[2 * BATCHES :] == resumed.losses
     assert weights(whole) == weights(resumed)
-    verify_checkpoint(tmp_path, "last.ckpt")
+    assert not verify_checkpoint(tmp_path, "last.ckpt").problems
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_run_of_lightnings_own_checkpoints_goes_on(tmp_path: Path, whole: Modu
     resumed = fit(every_epoch(tmp_path), ckpt_path="last", seed=2)
     assert weights(whole) == weights(resumed)
     assert (tmp_path / "last-replaced.ckpt").is_file()
-    verify_checkpoint(tmp_path, "last.ckpt")
+    assert not verify_checkpoint(tmp_path, "last.ckpt").problems
 
 
 def test_a_last_checkpoint_may_be_a_link(tmp_path: Path, whole: Module) -> None:
@@ -157,7 +157,7 @@ def test_a_save_that_fails_ends_the_run_and_removes_nothing(io: CheckpointIO, tm
     with pytest.raises(SaveFailed, match="no space left"):
         fit(every_epoch(tmp_path, save_top_k=1, save_last=False), io=io, callbacks=[Full()])
     assert ["epoch=0-step=2.ckpt"] == tags(tmp_path)
-    verify_checkpoint(tmp_path, "epoch=0-step=2.ckpt")
+    assert not verify_checkpoint(tmp_path, "epoch=0-step=2.ckpt").problems
 
 
 class Interrupt(pl.Callback):  # type: ignore[misc]
@@ -172,7 +172,7 @@ def test_an_error_in_training_finishes_what_is_under_way(tmp_path: Path) -> None
     """And is raised as it is."""
     with pytest.raises(RuntimeError, match="own error"):
         fit(every_epoch(tmp_path), io=in_background(), callbacks=[Interrupt()])
-    verify_checkpoint(tmp_path, "last.ckpt")
+    assert not verify_checkpoint(tmp_path, "last.ckpt").problems
 
 
 @pytest.mark.usefixtures("space")
@@ -259,11 +259,11 @@ def goes_on(directory: Path, kill_at: int, whole: Module) -> None:
     """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
     assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
     for tag in tags(directory) if directory.exists() else ():
-        verify_checkpoint(directory, tag)
+        assert not verify_checkpoint(directory, tag).problems
     resumed = fit(every_epoch(directory, save_top_k=1), ckpt_path="last")
     assert weights(whole) == weights(resumed)
     for tag in ("epoch=2-step=6.ckpt", "last.ckpt"):
-        verify_checkpoint(directory, tag)
+        assert not verify_checkpoint(directory, tag).problems
 
 
 @pytest.mark.parametrize("moment", [0.6, 0.8])

@@ -89,7 +89,7 @@ def test_a_resumed_run_is_the_same_run(form: str, tmp_path: Path, pool: RankPool
     """Losses and weights of each rank equal those of a run that was not stopped, and a tag has each rank's shards."""
     assert rest(whole) == pool.run(runs.resumed, tmp_path, form)
     assert [LAST, "last.ckpt"] == tags(tmp_path)
-    verify_checkpoint(tmp_path, LAST)
+    assert not verify_checkpoint(tmp_path, LAST).problems
     manifest = open_checkpoint(tmp_path, "last.ckpt").manifest
     assert manifest is not None
     assert runs.RANKS == manifest.topology.dp
@@ -146,5 +146,5 @@ def test_ten_kills(kill_at: int, form: str, tmp_path: Path, pool: RankPool, whol
     outcomes = pool.run(runs.until_killed, tmp_path, form, kill_at, return_errors=True, timeout=120)
     assert isinstance(outcomes[0], WorkerDied)
     for tag in tags(tmp_path) if tmp_path.exists() else ():
-        verify_checkpoint(tmp_path, tag)
+        assert not verify_checkpoint(tmp_path, tag).problems
     assert [held for _, held in whole] == [held for _, held in pool.run(runs.goes_on, tmp_path, form)]

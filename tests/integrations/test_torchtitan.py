@@ -47,7 +47,7 @@ def test_a_run_continues_as_if_it_had_not_stopped(mode: str, tmp_path: Path, poo
         assert (4, 4 * 12, 4) == state
         assert 6 == latest
     assert ["step-4", "step-6"] == tags(tmp_path)
-    verify_checkpoint(tmp_path / "checkpoint", "step-4")
+    assert not verify_checkpoint(tmp_path / "checkpoint", "step-4").problems
 
 
 def test_a_run_of_torchtitans_own_manager_continues(tmp_path: Path, pool: RankPool) -> None:

@@ -84,7 +84,7 @@ def test_ten_kills(part: int, form: str, tmp_path: Path, pool: RankPool, whole: 
     outcomes = pool.run(runs.until_killed, tmp_path, form, 3 + 11 * part, return_errors=True, timeout=100)
     assert isinstance(outcomes[0], WorkerDied)
     for name in names(tmp_path):
-        verify_checkpoint(tmp_path / name)
+        assert not verify_checkpoint(tmp_path / name).problems
     if "checkpoint-4" not in names(tmp_path):
         found = pool.run(runs.goes_on, tmp_path, form, bool(names(tmp_path)), timeout=100)
         assert [held for _, held in whole] == [held for _, held in found]

@@ -138,6 +138,6 @@ def _newest(out: Path, healthy: object) -> int:
     tags = [(path.parent, path.name) for path in out.glob("checkpoints/ck-*.ckpt")]
     for directory, tag in [*holding_tags, *tags]:
         with suppress(CheckpointError):
-            verify_checkpoint(directory, tag)
-            steps += map(int, re.findall(r"\d+", tag or directory.name)[-1:])
+            if not verify_checkpoint(directory, tag).problems:
+                steps += map(int, re.findall(r"\d+", tag or directory.name)[-1:])
     return max(steps)

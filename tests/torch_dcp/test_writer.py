@@ -54,7 +54,7 @@ def test_two_ranks_save_under_fsdp2_and_all_readers_read_it(how: str, tmp_path: 
     assert first == ranks.picture(model, optimizer)
     assert {"note": "hi", "steps": 5} == {key: content[key] for key in ("note", "steps")}
     assert [0, 1, 2] == content["train_state"]["seen"].tolist()
-    verify_checkpoint(tmp_path, tag)
+    assert not verify_checkpoint(tmp_path, tag).problems
     assert [tag] == tags(tmp_path)
     assert [] == [path.name for path in (tmp_path / ".nxd_ckpt" / "staging").glob("*")]
 
@@ -62,7 +62,7 @@ def test_two_ranks_save_under_fsdp2_and_all_readers_read_it(how: str, tmp_path: 
 def test_what_was_saved_with_any_placement_loads_with_any_other(tmp_path: Path, pool: RankPool) -> None:
     """Even and uneven shards, empty ones, scalars, tensors without elements, replicas."""
     assert [[], []] == pool.run(writing.any_placement, tmp_path)
-    verify_checkpoint(tmp_path, "step_0")
+    assert not verify_checkpoint(tmp_path, "step_0").problems
 
 
 def test_ranks_with_other_names_are_put_together(tmp_path: Path, pool: RankPool) -> None:
@@ -114,7 +114,7 @@ def test_a_failure_on_one_rank_reaches_all_and_nothing_is_visible(how: str, tmp_
     assert [True, True] == [cause in words for words in pool.run(writing.failed, tmp_path, how)]
     assert ["good"] == tags(tmp_path)
     assert [] == list((tmp_path / ".nxd_ckpt" / "staging").glob("*"))
-    verify_checkpoint(tmp_path, "good")
+    assert not verify_checkpoint(tmp_path, "good").problems
 
 
 @pytest.mark.parametrize("at", [pytest.param("create", marks=pytest.mark.soak), "sync_dir", "rename"])
@@ -127,7 +127,7 @@ def test_a_killed_rank_leaves_nothing_visible(at: str, tmp_path: Path) -> None:
     assert [] == tags(tmp_path)
     assert not has_checkpoint(tmp_path)
     save(plain_state(), storage_writer=StorageWriter(tmp_path, "step_1"))
-    verify_checkpoint(tmp_path, "step_1")
+    assert not verify_checkpoint(tmp_path, "step_1").problems
     assert [] == list((tmp_path / ".nxd_ckpt" / "staging").glob("*"))
 
 
