@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import accelerate
@@ -128,7 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         parts = self._parts()
         agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state") or Alone()
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
-        on_all(agreement, lambda: [_verify(place, tag) for tag in own])
+        on_all(agreement, partial(_verify, place, own))
         for tag, model, optimizer in parts:
             load_checkpoint(place, tag, model, optimizer)
 
@@ -223,11 +224,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return {"optimizers": [type(optimizer.optimizer).__qualname__ for optimizer in self._optimizers]}
 
 
-def _verify(place: str, tag: str) -> None:
-    """Raise CorruptCheckpoint where a file of the tag is not what was saved."""
-    problems = verify_checkpoint(place, tag).problems
-    if problems:
-        raise CorruptCheckpoint(f"{place}: {problems[0]}; nothing was loaded. Resume from another checkpoint")
+def _verify(place: str, tags: Sequence[str]) -> None:
+    """Raise CorruptCheckpoint where a file of the tags is not what was saved."""
+    for tag in tags:
+        problems = verify_checkpoint(place, tag).problems
+        if problems:
+            raise CorruptCheckpoint(f"{place}: {problems[0]}; nothing was loaded. Resume from another checkpoint")
 
 
 class _Bare(NamedTuple):

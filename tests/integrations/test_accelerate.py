@@ -89,7 +89,7 @@ def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(weight.numpy().tobytes(), bytes(weight.nbytes)))
     with torch.no_grad():
         before = [parameter.fill_(7.0).tolist() for parameter in job.model.parameters()]
-    with pytest.raises(CorruptCheckpoint, match="training_state_1.*nothing was loaded"):
+    with pytest.raises(CorruptCheckpoint, match=r"training_state_1.*nothing was loaded"):
         job.accelerator.load_state(place)
     assert before == [parameter.tolist() for parameter in job.model.parameters()]
 
