@@ -19,6 +19,7 @@ from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
 from tests.simulation.disk_schedule import DiskSchedule
+from tests.simulation.drains import DRAINS
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
@@ -81,7 +82,7 @@ def run_all(place: str, first: int, count: int, processes: int, dedup: bool = Fa
 
 def look_at_all(interleavings: int, processes: int) -> list[CrashCount]:
     """Look at every state that a loss of power leaves, and print how many there were."""
-    counts, works = [], (*SAVES, *CONVERSIONS)
+    counts, works = [], (*SAVES, *CONVERSIONS, *DRAINS)
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         for count in pool.imap(partial(_quietly_enumerated, interleavings=interleavings), works, chunksize=1):
             counts.append(count)

@@ -9,6 +9,7 @@ import pytest
 from nxd_ckpt.testing.simulation import Disk, DiskStorage, Seen, crash_states
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Work, enumerated
+from tests.simulation.drains import DRAINS
 from tests.simulation.saves import SAVES
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -82,9 +83,17 @@ def test_an_output_is_the_old_or_the_new_one_in_states_that_a_crash_leaves(work:
     assert 1 < count.looked_at
 
 
+@pytest.mark.parametrize("work", DRAINS, ids=lambda work: work.name)
+def test_a_lower_tier_keeps_the_promises_in_states_that_a_crash_leaves(work: Work) -> None:
+    """At some of the moments at which power may be lost while a tag is copied there; and the next tag is copied."""
+    count = enumerated(work, every=EVERY, most=MOST)
+    assert [] == count.failures
+    assert 1 < count.looked_at
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("work", [*SAVES, *CONVERSIONS], ids=lambda work: work.name)
+@pytest.mark.parametrize("work", [*SAVES, *CONVERSIONS, *DRAINS], ids=lambda work: work.name)
 def test_the_promises_hold_in_every_state_that_a_crash_leaves(work: Work) -> None:
     """At every moment, in several interleavings."""
     assert [] == enumerated(work, interleavings=10).failures

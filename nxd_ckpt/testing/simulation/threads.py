@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import _base as futures
@@ -113,9 +112,12 @@ class Condition(Lock):
                 self._notified.remove(running)
             self.acquire()
 
-    def wait_for(self, is_so: Callable[[], bool]) -> None:
+    def wait_for(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+        until = None if timeout is None else self._world.now + timeout
         while not is_so():
-            self.wait()
+            if not self.wait(None if until is None else max(until - self._world.now, 0.0)):
+                return is_so()
+        return True
 
     def notify(self, count: int = 1) -> None:
         for _ in range(min(count, len(self._notified))):
@@ -211,7 +213,7 @@ class Local:
 def inhabited(world: World) -> Iterator[None]:
     """Within, :mod:`nxd_ckpt.host` is that of the world, and futures are waited for in it; at the end all tasks are."""
     replaced = _host_of(world)
-    real = {name: getattr(host, name) for name in replaced}
+    real, real_threading = {name: getattr(host, name) for name in replaced}, futures.threading  # type: ignore[attr-defined]
     for name, value in replaced.items():
         setattr(host, name, value)
     futures.threading = SimpleNamespace(**replaced)  # type: ignore[assignment, attr-defined]
@@ -221,7 +223,7 @@ def inhabited(world: World) -> Iterator[None]:
         try:
             world.close()
         finally:
-            futures.threading = threading  # type: ignore[attr-defined]
+            futures.threading = real_threading  # type: ignore[attr-defined]
             for name, value in real.items():
                 setattr(host, name, value)
 

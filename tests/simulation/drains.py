@@ -1,0 +1,96 @@
+"""Drains during which power is lost at every system call: tags of a job's first tier are copied to a lower one.
+
+The lower tier is the disk that loses what was not synced. The first is another one, and keeps all it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from nxd_ckpt.convert.drain import Drains
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.runtime.tier import Tier
+from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, World, inhabited
+from tests.simulation.crashes import Recording
+from tests.simulation.job import TIMEOUT, Job, Outcome, Save, among, run_to_end
+from tests.simulation.stage import DiskStage
+
+_NEWS = 1.0
+"""Seconds after which who waits for a tier looks again."""
+
+
+@dataclass(frozen=True)
+class Draining:
+    """The ``saves`` come to the first tier one after the other, and each is copied before the next. With
+    ``killed_before`` a first try ends before the system call whose name and path begin so."""
+
+    name: str
+    saves: tuple[Save, ...]
+    swaps: bool = True
+    killed_before: str | None = None
+
+    def prepare(self, recording: Recording) -> None:
+        if self.killed_before is not None:
+            recording.killed_before = self.killed_before
+            self._drain(recording, self.saves, "one")
+            assert recording.killed_before is None, f"there was no {self.killed_before}"
+
+    def run(self, recording: Recording) -> None:
+        self._drain(recording, self.saves, "one")
+
+    def look_at(self, stage: DiskStage) -> None:
+        """A process lists the tags, and then another job copies what it saved."""
+        stage.look()
+        stage.hold()
+        self._drain(stage, (Save("next", 9, num_kept=self.saves[0].num_kept),), "rebooted")
+        stage.hold()
+        stage.next_saves_work()
+
+    def _drain(self, stage: DiskStage, saves: tuple[Save, ...], machine: str) -> None:
+        """Each launch of the job finds one of the saves as the newest of the first tier."""
+        for save in saves:
+            process = stage.world.start_process(machine)
+            job = Job(stage.world, "draining", [process], has_group=False)
+            stage.jobs.append(job)
+
+            def drain(job: Job = job, save: Save = save, lower: DiskStorage = stage.storage(process)) -> None:
+                began, problem = stage.world.now, None
+                job.begun.append((0, save))
+                tiers = Tier("first"), Tier("lower", keep=save.num_kept)
+                drains = Drains(tiers, (DiskStorage(_first_tier(save)), lower), TIMEOUT)
+                try:
+                    drains.saved(save.tag, 0, save.overwrite)
+                    while not drains.finished(1, _NEWS):
+                        pass
+                except CheckpointError as error:
+                    problem = error
+                drains.close(None)
+                word = "failed" if problem else "saved"
+                job.outcomes.append(Outcome(0, save, word, began, stage.world.now, problem))
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("nxd_ckpt.convert.cp_files.sync", DiskStorage.sync_file)
+                run_to_end(stage.world, [stage.world.spawn(process, drain)])
+
+
+@cache
+def _first_tier(save: Save) -> Disk:
+    """A disk with one tag."""
+    world = World(f"first tier with {save}")
+    world.now = 100.0 * save.value  # a later save is one of a later time
+    stage = DiskStage(world, Disk(lambda: EPOCH + world.now))
+    with inhabited(world), among(stage.jobs, world):
+        run_to_end(world, stage.launch("first", ("one", "one"), [save]))
+    return stage.disk
+
+
+DRAINS = (
+    Draining("drains", (Save("a", 1), Save("b", 2))),
+    Draining("drains, of which the tier keeps one", (Save("a", 1, num_kept=1), Save("b", 2, num_kept=1))),
+    Draining("a drain replaces a tag", (Save("a", 1), Save("a", 2, overwrite=True))),
+    Draining("a drain replaces a tag, by two renames", (Save("a", 1), Save("a", 2, overwrite=True)), swaps=False),
+    Draining("a drain that goes on", (Save("a", 1),), killed_before="fsync .nxd_ckpt/copies/a/model"),
+)
