@@ -114,7 +114,8 @@ def write_crashes(counts: Sequence[CrashCount], interleavings: int, origin: list
     found = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
     found["all"] = list(map(sum, zip(*found.values(), strict=True)))
     rows = [[name, *(f"{number:,}" for number in numbers)] for name, numbers in found.items()]
-    said = f"On {origin[0][1]}, commit {origin[1][1]}, in {interleavings} interleavings:"
+    each = "one interleaving" if interleavings == 1 else f"{interleavings} interleavings"
+    said = f"On {origin[0][1]}, commit {origin[1][1]}, {each} of each:"
     header = ["power is lost while", "at moments", "states", "that differ", "broken promises"]
     put("crash states", f"{said}\n\n{table(rows, header)}")
 

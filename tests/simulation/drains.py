@@ -6,13 +6,14 @@ The lower tier is the disk that loses what was not synced. The first is another 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 from nxd_ckpt.convert.drain import Drains
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.runtime.tier import Tier
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, World, inhabited
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Outcome, Save, among, run_to_end
@@ -55,25 +56,27 @@ class Draining:
             process = stage.world.start_process(machine)
             job = Job(stage.world, "draining", [process], has_group=False)
             stage.jobs.append(job)
-
-            def drain(job: Job = job, save: Save = save, lower: DiskStorage = stage.storage(process)) -> None:
-                began, problem = stage.world.now, None
-                job.begun.append((0, save))
-                tiers = Tier("first"), Tier("lower", keep=save.num_kept)
-                drains = Drains(tiers, (DiskStorage(_first_tier(save)), lower), TIMEOUT)
-                try:
-                    drains.saved(save.tag, 0, save.overwrite)
-                    while not drains.finished(1, _NEWS):
-                        pass
-                except CheckpointError as error:
-                    problem = error
-                drains.close(None)
-                word = "failed" if problem else "saved"
-                job.outcomes.append(Outcome(0, save, word, began, stage.world.now, problem))
-
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("nxd_ckpt.convert.cp_files.sync", DiskStorage.sync_file)
+                drain = partial(_drained, job, save, stage.storage(process))
                 run_to_end(stage.world, [stage.world.spawn(process, drain)])
+
+
+def _drained(job: Job, save: Save, lower: Storage) -> None:
+    """Copy the save to the ``lower`` tier; what came of it counts as that of a save there."""
+    began, problem = job.world.now, None
+    job.begun.append((0, save))
+    tiers = Tier("first"), Tier("lower", keep=save.num_kept)
+    drains = Drains(tiers, (DiskStorage(_first_tier(save)), lower), TIMEOUT)
+    try:
+        drains.saved(save.tag, 0, save.overwrite)
+        while not drains.finished(1, _NEWS):
+            pass
+    except CheckpointError as error:
+        problem = error
+    drains.close(None)
+    word = "failed" if problem else "saved"
+    job.outcomes.append(Outcome(0, save, word, began, job.world.now, problem))
 
 
 @cache
