@@ -32,7 +32,7 @@ from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
-from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,17 @@ def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[Ope
     Raises:
         CheckpointNotFound: no directory, no complete tag, or no such tag.
     """
+    return _given(path, OpenOptions(**options)).open(tag)
+
+
+def checkpoint_of(opened: OpenTag, path: StrPath, storage_options: StorageOptions | None) -> Checkpoint:
+    """A tag of the directory ``path`` that is open already."""
+    return Checkpoint(opened, _given(path, OpenOptions(storage_options=storage_options)))
+
+
+def _given(path: StrPath, options: OpenOptions) -> _Given:
     where = os.fspath(path) if is_url(path) or not os.fspath(path) else os.path.abspath(local_path(path))
-    return _Given(where, OpenOptions(**options)).open(tag)
+    return _Given(where, options)
 
 
 def _open_again(given: _Given, tag: str, save: str | None) -> Checkpoint:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from nxd_ckpt.core.html_table import html_table
@@ -25,8 +26,9 @@ from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import (
     NO_TAG,
     describe_incomplete,
+    find_tag,
+    holds_tags,
     is_whole_without_marks,
-    list_tags,
     require_directory,
 )
 from nxd_ckpt.layout.files import TagFiles
@@ -47,6 +49,10 @@ _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 Options = Mapping[str, Any] | None
+
+Told = dict[TagInfo, dict[str, Any]]
+Tell = Callable[[TagInfo, TagInfo | None], dict[str, Any]]
+"""What is said of a tag, where the other one is the newest."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,10 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
     """
     whole = path if is_url(path) or not path else os.path.abspath(local_path(path))
     storage = _open(whole, options)
-    if tag is None and not list_tags(storage):
+    if tag is None and not holds_tags(storage):
         directory, name = directory_and_name(whole)
         above = open_storage(directory, storage_options=options)
-        if name and (any(info.tag == name for info in list_tags(above)) or is_whole_without_marks(above, name)):
+        if name and (find_tag(above, name) is not None or is_whole_without_marks(above, name)):
             return directory, name
     return whole, tag
 
@@ -144,19 +150,50 @@ def tag_before(opened: OpenTag) -> str | None:
     return None
 
 
-def directory_document(path: str, options: Options = None, *, only_look: bool = False) -> dict[str, Any]:
+def directory_document(path: str, options: Options = None) -> dict[str, Any]:
     """Every tag in a directory, in the order in which they became visible.
-
-    With ``only_look`` a replacement that a dead job left half done is not finished or undone.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
-    return of_latest(True, lambda: _listing(storage, path, options, only_look))
+    return of_latest(True, lambda: _listing(storage, path, options, partial(_listed, storage)))
 
 
-def _listing(storage: Storage, path: str, options: Options, only_look: bool) -> dict[str, Any]:
+def watched_document(path: str, options: Options, told: Told) -> dict[str, Any]:
+    """The same for who looks again and again: complete tags are opened once, and ``told`` keeps what is said of them.
+
+    A replacement that a dead job left half done is not finished or undone.
+    """
+    storage = _open(path, options)
+
+    def tell(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        found = told.get(info) or _listed(storage, info, newest)
+        if found["complete"] and not found["problems"]:
+            told[info] = found
+        return found | {"latest": info == newest}
+
+    return of_latest(True, lambda: _listing(storage, path, options, tell, only_look=True))
+
+
+def opened_document(path: str, only: str | None, options: Options) -> tuple[dict[str, Any], dict[str, OpenTag]]:
+    """The same, of one tag or all, and the complete ones that can be opened, by name: each is opened once.
+
+    Raises:
+        TagReplaced: one was removed, or saved again, meanwhile.
+    """
+    storage, opened = _open(path, options), dict[str, OpenTag]()
+
+    def tell(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        return _listed(storage, info, newest, opened)
+
+    document = _listing(storage, path, options, tell, only)
+    return document, opened
+
+
+def _listing(
+    storage: Storage, path: str, options: Options, tell: Tell, only: str | None = None, *, only_look: bool = False
+) -> dict[str, Any]:
     tags = in_order(settled_tags(storage, only_look=only_look))
     if not tags:
         directory, tag = locate(path, None, options)
@@ -171,7 +208,7 @@ def _listing(storage: Storage, path: str, options: Options, only_look: bool) -> 
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
-        "tags": [{**_listed(storage, info, newest), "pinned": info.tag in pins} for info in tags],
+        "tags": [{**tell(info, newest), "pinned": info.tag in pins} for info in tags if only in (None, info.tag)],
         "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
     }
 
@@ -194,7 +231,10 @@ def _open(path: str, options: Options) -> Storage:
     return storage
 
 
-def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+def _listed(
+    storage: Storage, info: TagInfo, newest: TagInfo | None, keep: dict[str, OpenTag] | None = None
+) -> dict[str, Any]:
+    """What is said of a tag; if it could be opened, it is put into ``keep``."""
     document: dict[str, Any] = {
         **_named(info),
         "complete": info.complete,
@@ -218,6 +258,8 @@ def _listed(storage: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str
                 opened = open_complete_tag(storage, info.tag)
                 manifest = opened.manifest
                 document |= summary(opened, info)
+                if keep is not None:
+                    keep[info.tag] = opened
             document["nbytes"] = _nbytes(storage, info.tag, manifest)
         except TagReplaced:
             raise

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
 from nxd_ckpt.cli.report_saves import differences, stragglers, timeline
 from nxd_ckpt.cli.report_tiers import late_tiers, tiers_of
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.doctor import examine_checkpoint
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartNotFound, TagReplaced
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
-from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.layout.directory import holds_tags
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
-from nxd_ckpt.listing import directory_document, locate
+from nxd_ckpt.listing import locate, opened_document
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
 from nxd_ckpt.runtime.save.in_flight import saves_in_flight
 from nxd_ckpt.runtime.summary import TensorStatistics
@@ -59,10 +59,14 @@ def report_document(
     if hugging_face is not None:
         return hugging_face
     directory, only = locate(path, None, options)
-    listing = directory_document(directory, options)
-    tags = [tag for tag in listing["tags"] if only in (None, tag["tag"])]
+    listing, held = opened_document(directory, only, options)
+    tags = listing["tags"]
     document: dict[str, Any] = {"directory": listing["directory"], "kind": "tags", "tags": tags, "problems": []}
-    opened = _opened(directory, tags, options)
+    opened = {
+        tag["tag"]: checkpoint_of(held[tag["tag"]], directory, options)
+        for tag in tags
+        if tag["tag"] in held and not tag["problems"]
+    }
     if not opened:
         raise CheckpointNotFound(f"{listing['directory']}: no complete checkpoint to report on")
     statistics = _statistics(opened, count, document["problems"], progress)
@@ -95,8 +99,9 @@ def report_document(
 def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Of a directory of Hugging Face's: which tensors it holds. None for anything else, tags above all."""
     storage = open_storage(path, storage_options=options)
-    is_tags = list_tags(storage) or locate(path, None, options)[1] is not None
-    if is_tags or not any(entry.name.endswith(".safetensors") for entry in storage.list()):
+    if not any(entry.name.endswith(".safetensors") for entry in storage.list()):
+        return None
+    if holds_tags(storage) or locate(path, None, options)[1] is not None:
         return None
     found = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}
@@ -107,25 +112,6 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
 
 def _nbytes(stub: TensorStub) -> int:
     return math.prod(stub.shape) * itemsize(stub.dtype)
-
-
-def _opened(directory: str, tags: list[dict[str, Any]], options: Mapping[str, Any] | None) -> dict[str, Checkpoint]:
-    """The complete tags, oldest first; what keeps one from being opened stands in its ``problems``.
-
-    Raises TagReplaced if one was removed since they were listed.
-    """
-    found = {}
-    for tag in tags:
-        if tag["complete"] and not tag["problems"]:
-            try:
-                found[tag["tag"]] = open_checkpoint(directory, tag["tag"] or None, storage_options=options)
-            except TagReplaced:
-                raise
-            except CheckpointError as error:
-                if isinstance(error, CheckpointNotFound) and not isinstance(error, PartNotFound):
-                    raise TagReplaced(f"{tag['tag']} was removed while it was read; make the report again") from error
-                tag["problems"].append(str(error))
-    return found
 
 
 def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:

@@ -55,7 +55,8 @@ def page_of(document: Mapping[str, Any]) -> str:
 
 def _printable(page: str) -> str:
     """Without characters that are no text, or turn its direction: names come from disk."""
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in page)
+    hidden = (char for char in set(page) if not char.isprintable() and char != "\n")
+    return page.translate({ord(char): ascii(char)[1:-1] for char in hidden})
 
 
 def _plots(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

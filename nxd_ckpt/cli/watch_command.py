@@ -6,11 +6,14 @@ import argparse
 import json
 from collections.abc import Iterator
 from time import sleep, strftime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
+
+if TYPE_CHECKING:
+    from nxd_ckpt.listing import Told
 
 NAME = "watch"
 EXAMPLE = "nxd-ckpt watch /fsx/run7"
@@ -41,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
             f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}"
         )
     before: dict[str, Any] | None = None
+    told: Told = {}
     while True:
-        now = _look(args.directory, args.storage_options, may_be_absent=not args.once)
+        now = _look(args.directory, args.storage_options, told, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
@@ -53,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
         sleep(args.interval)
 
 
-def _look(directory: str, options: Any, may_be_absent: bool) -> dict[str, Any]:
+def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from nxd_ckpt.listing import directory_document
+    from nxd_ckpt.listing import watched_document
     from nxd_ckpt.runtime.save.in_flight import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
 
@@ -64,7 +68,7 @@ def _look(directory: str, options: Any, may_be_absent: bool) -> dict[str, Any]:
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
         return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
     saves = [asdict(one) for one in saves_in_flight(storage)]
-    listed = directory_document(directory, options, only_look=True)
+    listed = watched_document(directory, options, told)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
     return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}

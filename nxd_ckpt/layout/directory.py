@@ -10,6 +10,7 @@ is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any oth
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
@@ -74,14 +75,31 @@ def _is_tag(storage: Storage) -> bool:
 def list_tags(storage: Storage) -> list[TagInfo]:
     """The tags in a directory, complete or not, in order of name; hidden names and other directories are skipped. A
     damaged one never hides the others."""
+    return list(_tags(storage))
+
+
+def holds_tags(storage: Storage) -> bool:
+    """Whether :func:`list_tags` has any; looks at no more of them than it takes."""
+    return next(_tags(storage), None) is not None
+
+
+def find_tag(storage: Storage, tag: str) -> TagInfo | None:
+    """What :func:`list_tags` says of the tag of that name; looks at no other one."""
+    if not storage.is_dir(tag):
+        return None
+    return _inspect(storage, tag, _listed_in_newest(storage) if storage.is_file(NEWEST) else {})
+
+
+def _tags(storage: Storage) -> Iterator[TagInfo]:
     top = storage.list()
-    newest = _listed_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
-    found = [_inspect(storage, entry.name, newest) for entry in top if entry.is_dir and entry.name[0] != "."]
-    tags = [info for info in found if info is not None]
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
     if ranks:
-        tags.insert(0, _without_tag(storage, ranks))
-    return tags
+        yield _without_tag(storage, ranks)
+    newest = _listed_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
+    for entry in top:
+        info = _inspect(storage, entry.name, newest) if entry.is_dir and entry.name[0] != "." else None
+        if info is not None:
+            yield info
 
 
 def recorded_order_time(storage: Storage, tag: str) -> float | None:

@@ -9,12 +9,13 @@ import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from nxd_ckpt import Topology, save_checkpoint
+from nxd_ckpt import Topology, listing, save_checkpoint
 from nxd_ckpt.cli import report_document
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.core.manifest import dump_manifest, load_manifest
@@ -255,20 +256,22 @@ def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert index.name in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("at", ["open_checkpoint", "checkpoint_statistics"])
+@pytest.mark.parametrize(
+    ("module", "at"), [(listing, "open_complete_tag"), (report_document, "checkpoint_statistics")]
+)
 def test_a_tag_that_retention_removes_is_no_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: ModuleType, at: str
 ) -> None:
     """Removed before it is opened, or before its tensors are read: the report begins anew, without it."""
     for step in range(2):
         save_checkpoint(tmp_path, f"step_{step}", {"w": torch.ones(4)})
-    original = getattr(report_document, at)
+    original = getattr(module, at)
 
     def removed_first(*args: Any, **keywords: Any) -> Any:
         shutil.rmtree(tmp_path / "step_0", ignore_errors=True)
         return original(*args, **keywords)
 
-    monkeypatch.setattr(report_document, at, removed_first)
+    monkeypatch.setattr(module, at, removed_first)
     assert 0 == main(["report", str(tmp_path), "--json"])
     document = json.loads(capsys.readouterr().out)
     assert (["step_1"], []) == ([tag["tag"] for tag in document["tags"]], document["problems"])

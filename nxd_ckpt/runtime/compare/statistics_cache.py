@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
-from math import isfinite, isinf, nan
+from math import inf, isfinite, isinf, nan
 from typing import Any
 
 from nxd_ckpt.core import document
@@ -97,7 +97,8 @@ def statistics_text(save: str | None, found: Mapping[str, TensorStatistics]) -> 
 def _statistics(numbers: Any) -> TensorStatistics:
     """Raises ValueError or TypeError for what no statistics are."""
     counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
-    counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts[1:]) <= counts[0] <= _MOST
-    if not counted or isinf(measures[0]) or not all(isfinite(one) and one >= 0 for one in measures[1:]):
+    mean, norm, absmax = measures
+    counted = {*map(type, counts)} == {int} and min(counts) >= 0 and sum(counts[1:]) <= counts[0] <= _MOST
+    if not (counted and not isinf(mean) and 0 <= norm < inf and 0 <= absmax < inf):
         raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
     return TensorStatistics(*counts, *measures)

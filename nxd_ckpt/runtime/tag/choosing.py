@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from nxd_ckpt import host
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import describe_incomplete, is_whole_without_marks, list_tags, require_directory
+from nxd_ckpt.layout.directory import (
+    describe_incomplete,
+    find_tag,
+    is_whole_without_marks,
+    list_tags,
+    require_directory,
+)
 from nxd_ckpt.runtime.coordination import journal, lease
 from nxd_ckpt.storage.base import Storage
 
@@ -20,7 +27,7 @@ _SWAP_TAKES = 10.0
 """Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
 
 _LOOKS = 3
-"""How often a directory is listed before a tag counts as absent."""
+"""How often a tag is looked for before it counts as absent."""
 
 
 def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> str:
@@ -39,16 +46,23 @@ def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> 
     """
     wanted = None if tag is None else validate_tag(tag)
     require_directory(storage)
-    tags = settled_tags(storage, wanted)
-    if wanted is None:
-        newest = latest(info for info in tags if info.tag not in without)
-        for damage in filter(None, (info.damage for info in tags)):
-            logger.warning("%s: this tag is skipped", damage)
-        if newest is None:
-            raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
-        _refuse_guess(storage, tags, newest)
-        return newest
-    found = next((info for info in tags if info.tag == wanted), None)
+    return _latest(storage, without) if wanted is None else _named(storage, wanted)
+
+
+def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
+    tags = settled_tags(storage)
+    newest = latest(info for info in tags if info.tag not in without)
+    for damage in filter(None, (info.damage for info in tags)):
+        logger.warning("%s: this tag is skipped", damage)
+    if newest is None:
+        raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+    _refuse_guess(storage, tags, newest)
+    return newest
+
+
+def _named(storage: Storage, wanted: str) -> TagInfo:
+    """Looks at that tag alone: others may be many, and each is several requests to a store."""
+    found = next(iter(_settled(storage, lambda: [info for info in [find_tag(storage, wanted)] if info])), None)
     if found is None and is_whole_without_marks(storage, wanted):
         logger.warning(
             "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
@@ -80,18 +94,25 @@ def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) ->
         )
 
 
-def settled_tags(storage: Storage, wanted: str | None = None, *, only_look: bool = False) -> list[TagInfo]:
-    """The tags in a directory while others save there; ``wanted``, or else any complete one, is looked for.
+def settled_tags(storage: Storage, *, only_look: bool = False) -> list[TagInfo]:
+    """The tags in a directory while others save there.
+
+    With ``only_look`` a dead job's replacement is left as it is.
+    """
+    return _settled(storage, partial(list_tags, storage), only_look=only_look)
+
+
+def _settled(storage: Storage, look: Callable[[], list[TagInfo]], *, only_look: bool = False) -> list[TagInfo]:
+    """What ``look`` finds, once a complete tag is among it.
 
     A tag that is being replaced is away for a moment. One that is published while the directory is listed may be
-    missed, as may the one that is removed for it. So what is not found is looked for again. With ``only_look`` a dead
-    job's replacement is left as it is.
+    missed, as may the one that is removed for it. So what is not found is looked for again.
     """
     tags: list[TagInfo] = []
     for _ in range(_LOOKS):
         settle_swap(storage, only_look=only_look)
-        tags = list_tags(storage)
-        if any(info.complete and wanted in (None, info.tag) for info in tags):
+        tags = look()
+        if any(info.complete for info in tags):
             break
     return tags
 
