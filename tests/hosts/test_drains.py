@@ -15,10 +15,12 @@ from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 from nxd_ckpt.verify import verify_checkpoint
 from tests.hosts.jobs import RANKS, TIMEOUT, of, state, tier
 from tests.protocol.job import Died, Job, until
+from tests.rigs.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -33,15 +35,18 @@ def saved(rank: int, path: Path) -> None:
         saver.save("step_1", state(1, rank, NUMBERS), user_content={"step": 1})
 
 
-def drainer(rank: int, path: Path, hook: Hook, limit: str | None = None) -> Checkpointer:
+def drainer(
+    rank: int, path: Path, hook: Hook, limit: str | None = None, store: dict[str, Any] | None = None
+) -> Checkpointer:
     """The next launch, whose lower tier tells what this process does there. It copies the newest tag at once."""
-    far = Tier("far", storage=HookedStorage(LocalStorage(path / "far"), hook), max_bytes_per_second=limit)
+    place = LocalStorage(path / "far") if store is None else open_storage("s3://bucket/far", True, store)
+    far = Tier("far", storage=HookedStorage(place, hook), max_bytes_per_second=limit)
     launch = Checkpointer(tiers=[tier(path, rank, replicas=2), far], topology=of(rank), timeout=TIMEOUT)
     launch.remove("of no name")
     return launch
 
 
-def drain(rank: int, path: Path) -> tuple[list[str], int]:
+def drain(rank: int, path: Path, store: dict[str, Any] | None = None) -> tuple[list[str], int]:
     """The model's files that this process wrote to the lower tier; the bytes that other hosts sent to it."""
     written: list[str] = []
 
@@ -49,7 +54,7 @@ def drain(rank: int, path: Path) -> tuple[list[str], int]:
         if operation.name == "create" and "/model/" in operation.key:
             written.append(operation.key.rpartition("/")[2])
 
-    with drainer(rank, path, note) as launch:
+    with drainer(rank, path, note, store=store) as launch:
         launch.wait(tier=1)
         assert isinstance(launch.storage, HostsStorage)
         return written, launch.storage.received
@@ -74,6 +79,16 @@ def test_each_host_copies_what_it_holds(tmp_path: Path) -> None:
     assert max(received for _, received in found) < MODEL / 10
     assert () == verify_checkpoint(tmp_path / "far", "step_1").problems
     assert RANKS * [1] == Job(RANKS, read, tmp_path, group=True).values()
+
+
+def test_each_host_copies_what_it_holds_to_a_store(tmp_path: Path) -> None:
+    """There a directory begins with its first file."""
+    Job(RANKS, saved, tmp_path, group=True).values()
+    with S3Server() as server:
+        server.make_bucket("bucket")
+        found = Job(RANKS, drain, tmp_path, server.options, group=True).values()
+        assert () == verify_checkpoint("s3://bucket/far", "step_1", storage_options=server.options).problems
+    assert RANKS * [1] == [len(written) for written, _ in found]
 
 
 def drain_and_die(rank: int, path: Path, victim: int) -> bool:
