@@ -1,9 +1,9 @@
 """A directory of another library's files that appears as a whole: with tags in it, and digests of all other files.
 
 The order is derived from *visible means complete*: the library's files are written out of sight. While tags are saved,
-they are sealed: synced, and their digests taken. When all of that is done, the digests are written, the tags join them,
-and one rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none
-of the files.
+they are sealed: synced, and their digests taken and written. When all of that is done, the tags join them, and one
+rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none of the
+files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -122,8 +122,8 @@ class SealedDirectory:
             self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{name}")
             self._storage.remove(f"{_INCOMPLETE}/{name}")
 
-    def _seal(self) -> dict[str, list[int]]:
-        """Sync what is there, and take the digests."""
+    def _seal(self) -> None:
+        """Sync what is there, and write its digests."""
         found, memory = {}, memoryview(bytearray(CRC_BLOCK))
         for folder, _, names in os.walk(self.staged):
             for path in (os.path.join(folder, name) for name in sorted(names)):
@@ -131,25 +131,25 @@ class SealedDirectory:
                 found[os.path.relpath(path, self.staged)] = _digest(self._storage, key, memory)
                 sync(self._storage, key)
             self._storage.sync_dir(os.path.relpath(folder, self._storage.url))
-        return found
+        self._storage.write(f"{self._staged}/{DIGESTS}", json.dumps(found, indent=1).encode())
 
-    def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
+    def _publish(self, sealed: Future[None]) -> None:
         """Make it visible, if all tags are complete."""
         for save in self._saves:
             save.wait_decided()
         if any(save.error is not None for save in self._saves):
             return
         try:
-            self._make_visible(sealed.result())
+            sealed.result()
+            self._make_visible()
         except BaseException as error:
             logger.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
             raise
 
-    def _make_visible(self, digests: Mapping[str, Sequence[int]]) -> None:
+    def _make_visible(self) -> None:
         storage, replacement = self._storage, self._replacement(os.path.basename(self._name))
         for save in self._saves:
             storage.rename(f"{_INCOMPLETE}/tags/{save.tag}", f"{self._staged}/{save.tag}")
-        storage.write(f"{self._staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
         storage.sync_dir(self._staged)
         storage.make_dir(self._folder)
         try:

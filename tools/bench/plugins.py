@@ -144,7 +144,8 @@ class Watch:
 
 
 def timed(save: Save, place: Path) -> float:
-    """Seconds of a save, which is removed."""
+    """Seconds of a save into a directory that is there, as a run's is. It is removed."""
+    place.mkdir()
     os.sync()
     started = time.monotonic()
     finish = save(place)
