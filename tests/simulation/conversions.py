@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Partition
 from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint, worker_pool
 from nxd_ckpt.convert.locations import location_of, settle
 from nxd_ckpt.errors import CheckpointError
@@ -29,15 +28,12 @@ OUTPUT = "out"
 _INPUTS = (Save("a", 1), Save("b", 2), Save("c", 3))
 """Of the conversion before, of the one during which power is lost, and of the one after."""
 
-_CUT = {name: Partition(0, num_partitions=2) for name in ("weight", "bias")}
-
-
 def _reshard(source: str, output: str) -> None:
-    reshard(source, output, tp=1, partitions=_CUT, overwrite=True, timeout=TIMEOUT)
+    reshard(source, output, tp=1, overwrite=True, timeout=TIMEOUT)
 
 
 def _unshard(source: str, output: str) -> None:
-    unshard_checkpoint(source, output, partitions=_CUT, overwrite=True)
+    unshard_checkpoint(source, output, overwrite=True)
 
 
 def _copy(source: str, output: str) -> None:

@@ -25,6 +25,9 @@ WORLD_SIZE = 2
 TIMEOUT = 8.0
 """Seconds without progress after which a rank counts as lost."""
 
+WRITERS = 3
+"""Threads of a rank that write its files, of which no save here has more: others would never have anything to do."""
+
 CHANGES, IDLE = 100, 5.0
 """A reader looks again after about so many changes of the others, or so many seconds in which there were fewer."""
 
@@ -103,17 +106,20 @@ class _Venue(Venue):
 
 def state(value: int, rank: int) -> dict[str, torch.Tensor]:
     """The model of a rank in save number ``value``; no two ranks or saves have an equal one."""
-    return {name: tensor.clone() for name, tensor in _state(value, rank).items()}
-
-
-@cache
-def _state(value: int, rank: int) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((3,), float(10 * value + rank)), "bias": torch.full((2,), float(-10 * value - rank))}
+    return {"weight": _part(3, float(10 * value + rank)), "bias": _part(2, float(-10 * value - rank))}
 
 
 def frozen(rank: int) -> dict[str, torch.Tensor]:
     """What a rank's model has besides where saves deduplicate."""
-    return {"frozen": torch.full((5,), 0.5 + rank)}
+    return {"frozen": _part(5, 0.5 + rank)}
+
+
+@cache
+def _part(count: int, value: float) -> torch.Tensor:
+    """A rank's part of a parameter that is cut over the ranks, as NxD's layers mark it. Nobody writes to it."""
+    part = torch.full((count,), value)
+    vars(part).update(tensor_model_parallel=True, partition_dim=0)
+    return part
 
 
 def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointer:
@@ -235,6 +241,7 @@ def among(jobs: list[Job], world: World) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nxd_ckpt.checkpointer.meet", meet)
         patch.setattr("nxd_ckpt.checkpointer.versions", dict)
+        patch.setattr("nxd_ckpt.runtime.save.pipeline.WRITERS", WRITERS)
         patch.setattr("nxd_ckpt.runtime.save.session.forget_slots", lambda run_id: None)
         yield
 

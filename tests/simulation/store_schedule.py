@@ -79,6 +79,8 @@ class StoreRun(Run):
         self.store = ObjectStore(lambda: EPOCH + self.world.now, schedule.page, self._deleting)
         self.network = self.world.start_process("network")
         self._effects = self._failed = 0
+        self._happened_late = 0.0
+        """When the last late request did."""
         self._spares = False
         """Whether the next request that is to delete several keys deletes only some."""
 
@@ -91,6 +93,16 @@ class StoreRun(Run):
         if self.schedule.fault not in ("stall", "late"):  # docs/decisions/014 says what these leave
             uploads = [upload.key for upload in self.store.uploads.values()]
             assert [] == oracle.strays(self.outside()) + uploads
+
+    def next_saves_work(self) -> None:
+        """Or those after them, where a late request has put a file into the tag that was being saved anew: see "What is
+        not kept" in docs/reliability.md."""
+        outcomes = self.jobs[-1].outcomes
+        is_hit = all("was written by somebody else" in str(outcome.error) for outcome in outcomes)
+        if is_hit and self._happened_late > min(outcome.began for outcome in outcomes):
+            self.finish("third", self.schedule.machines[2:3] * 2, value=10, dedup=self.schedule.dedups)
+            self.hold()
+        super().next_saves_work()
 
     def storage(self, process: Process) -> Storage:
         return store_storage(self.store, partial(self._carry, process), RETRIES)
@@ -142,6 +154,7 @@ class StoreRun(Run):
 
     def _happen_late(self, happen: Callable[[], Reply]) -> None:
         self.world.pause(self.world.random.uniform(0.0, LATE))
+        self._happened_late = self.world.now
         with suppress(Refused):
             happen()
 

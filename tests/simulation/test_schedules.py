@@ -98,6 +98,9 @@ FOUND = [
         100719, (Save("a", 1, is_async=True),), "stall", rank=0, at=20, late=None, swaps=False,
         rival=(Save("x", 5), Save("y", 6, is_async=True)),
     ),
+    # A request that was given up put its file into the tag just after the next launch had emptied it, which refused to
+    # write over that. The launch after it saves.
+    StoreSchedule(6, (Save("a", 1, overwrite=True),), "late", rank=1, at=2, has_group=True, times=3),
 ]
 
 

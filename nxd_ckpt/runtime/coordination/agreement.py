@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import errors, host
@@ -83,8 +83,7 @@ class Words:
 
     def leave(self, key: str, word: Any) -> None:
         """Leave a word under ``key``."""
-        with self._reaching():
-            self.store.set(key, json.dumps(word))
+        self._ask(self.store.set, key, json.dumps(word))
 
     def take(self, key: str, rank: int) -> Any:
         """The word that ``rank`` leaves under ``key``, for nobody else. Raises PeerTimeout."""
@@ -108,13 +107,11 @@ class Words:
                     f"rank {self._rank} waited {self._timeout:.0f} s for rank {rank}: it is gone, slow, or did not "
                     "make the same nxd_ckpt call; look at its log"
                 )
-        with self._reaching():
-            return json.loads(self.store.get(key))
+        return json.loads(self._ask(self.store.get, key))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``, which begins at 0, and return it; no two ranks get the same."""
-        with self._reaching():
-            return int(self.store.add(key, amount))
+        return int(self._ask(self.store.add, key, amount))
 
     def sign(self) -> None:
         """Rank 0: show that it is alive, and at work on what the others wait for. Nothing on other ranks."""
@@ -138,19 +135,16 @@ class Words:
 
     def has(self, key: str) -> bool:
         """Whether there is a word under ``key`` by now."""
-        with self._reaching():
-            return bool(self.store.check([key]))
+        return bool(self._ask(self.store.check, [key]))
 
     def _sign_of(self, rank: int) -> bytes | None:
         if rank != 0 or not self.has("waiting"):
             return None
-        with self._reaching():
-            return bytes(self.store.get("waiting"))
+        return bytes(self._ask(self.store.get, "waiting"))
 
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _ask(self, request: Callable[..., Any], *words: Any) -> Any:
         try:
-            yield
+            return request(*words)
         except RuntimeError as error:
             raise self._lost(error) from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +53,8 @@ class Stager:
                 continue
             places = known.get(span)
             if places is None or places.storages is not image.storages:
-                place = partial(_place, view, span.start)
-                placed = list(map(place, image.storages[numbers], image.tensors[numbers]))
-                places = _ArenaTensors(image.storages, placed)
+                placed = zip(image.storages[numbers], image.tensors[numbers], strict=True)
+                places = _ArenaTensors(image.storages, _placed(view, span.start, placed))
             self._places[span] = places
             copies += zip(image.tensors[numbers], places.tensors, strict=True)
         _copy(copies)
@@ -82,6 +80,12 @@ class _ArenaTensors:
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode could not be written to outside of it
+def _placed(
+    view: memoryview, start: int, tensors: Iterable[tuple[StorageRecord, torch.Tensor]]
+) -> list[torch.Tensor]:
+    return [_place(view, start, storage, tensor) for storage, tensor in tensors]
+
+
 def _place(view: memoryview, start: int, storage: StorageRecord, tensor: torch.Tensor) -> torch.Tensor:
     """``view`` begins at byte ``start`` of the file."""
     if storage.nbytes == 0:

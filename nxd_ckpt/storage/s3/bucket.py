@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.s3.errors import NotOffered, UploadGone, as_os_error, code_of
+from nxd_ckpt.storage.s3.errors import NotOffered, UploadGone, as_os_error, code_of, of_a_request
 from nxd_ckpt.storage.throttle import Limits, Throttle, shared_throttle
 from nxd_ckpt.version import __version__
 
@@ -98,7 +98,7 @@ class Bucket:
 
     def full(self, key: str) -> str:
         """The object's name in the bucket."""
-        return "/".join(filter(None, (self.prefix, key)))
+        return f"{self.prefix}/{key}" if self.prefix and key else self.prefix or key
 
     def below(self, key: str) -> str:
         """What the names of all objects in the directory ``key`` begin with."""
@@ -107,13 +107,11 @@ class Bucket:
 
     def call(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         """One request about ``key``; every failure is an OSError."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
         try:
             reply: dict[str, Any] = getattr(self._connected(), operation)(Bucket=self.name, **parameters)
         except InvalidArgument:
             raise
-        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
+        except of_a_request() as error:
             raise as_os_error(error, f"{self.url}/{key}", self.name) from error
         except RecursionError as error:  # of the library, where every request is redirected to nowhere
             raise OSError(

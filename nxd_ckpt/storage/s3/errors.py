@@ -38,6 +38,13 @@ _CHANGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzCo
 _LOST = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
 
 
+def of_a_request() -> tuple[type[Exception], ...]:
+    """What a request of botocore fails with; ValueError for an endpoint that is no URL."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return BotoCoreError, ClientError, ValueError
+
+
 def as_os_error(error: Exception, url: str, bucket: str) -> OSError:
     """``error`` of botocore, raised by a request on ``url``."""
     from botocore import exceptions as boto

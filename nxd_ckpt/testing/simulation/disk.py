@@ -42,6 +42,14 @@ class Folder:
         self.synced: dict[str, Node] = {}
         self.pending = 0
         """How many pending edits are of its names."""
+        self.listed: list[tuple[str, bool]] | None = None
+        """The names in order, each with whether it is a folder; None if they have changed since."""
+
+    def listing(self) -> list[tuple[str, bool]]:
+        """See :attr:`listed`."""
+        if self.listed is None:
+            self.listed = [(name, isinstance(node, Folder)) for name, node in sorted(self.names.items())]
+        return self.listed
 
     def names_to_remove(self) -> list[str]:
         """Those that go before the folder itself can."""
@@ -64,8 +72,11 @@ class Change(NamedTuple):
 
     what: str
     edits: tuple[Edit, ...]
-    touches: frozenset[tuple[Folder, str]]
-    """The names that it is about."""
+
+    @property
+    def touches(self) -> frozenset[tuple[Folder, str]]:
+        """The names that it is about."""
+        return frozenset([edit[:2] for edit in self.edits])
 
 
 class Disk:
@@ -192,7 +203,7 @@ class Disk:
         self.pending = []
         for node in _lasting(self.root):
             if isinstance(node, Folder):
-                node.names, node.pending = dict(node.synced), 0
+                node.names, node.pending, node.listed = dict(node.synced), 0, None
             else:
                 node.data = bytearray(content(node) if node.data != node.synced else node.synced)
                 node.synced, node.time, node.drops_pages = bytes(node.data), node.synced_time, False
@@ -214,7 +225,8 @@ class Disk:
         for edit in edits:
             _put(edit.folder.names, edit)
             edit.folder.pending += 1
-        self.pending.append(Change(what, edits, frozenset((edit.folder, edit.name) for edit in edits)))
+            edit.folder.listed = None
+        self.pending.append(Change(what, edits))
 
 
 def contents(file: File) -> list[bytes]:

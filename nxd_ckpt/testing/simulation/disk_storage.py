@@ -66,7 +66,7 @@ class DiskStorage:
             return []
         if isinstance(node, File):
             raise MalformedFile(f"{self._where(key)} is a file, expected a directory")
-        return [DirEntry(name, isinstance(found, Folder)) for name, found in sorted(node.names.items())]
+        return [DirEntry(*listed) for listed in node.listing()]
 
     def write(self, key: str, data: bytes) -> None:
         aside = self._write_aside(key, data)

@@ -86,27 +86,26 @@ class ObjectStore:
 
     def head_object(self, *, Key: str, **given: Any) -> Reply:
         found = self._object(Key, "404")
-        modified = datetime.fromtimestamp(found.time, timezone.utc)
         return {
             "ETag": found.etag,
             "ContentLength": len(found.data),
             "Metadata": dict(found.metadata),
-            "LastModified": modified,
+            "LastModified": datetime.fromtimestamp(found.time, timezone.utc),
         }
 
     def list_objects_v2(
         self, *, Prefix: str, Delimiter: str = "", MaxKeys: int = 1000, ContinuationToken: str = "", **given: Any
     ) -> Reply:
         limit, names = min(MaxKeys, self._page), list[str]()
-        for name in _names(sorted(key for key in self.objects if key.startswith(Prefix)), Prefix, Delimiter):
+        for name in _names(sorted([key for key in self.objects if key.startswith(Prefix)]), Prefix, Delimiter):
             if name > ContinuationToken:
                 names.append(name)
             if len(names) > limit:
                 break
         shown = names[:limit]
         more = {"IsTruncated": True, "NextContinuationToken": shown[-1]} if len(names) > limit else {}
-        folders = [{"Prefix": name} for name in shown if Delimiter and name.endswith(Delimiter)]
-        files = [name for name in shown if not (Delimiter and name.endswith(Delimiter))]
+        folders = [{"Prefix": name} for name in shown if name.endswith(Delimiter)] if Delimiter else []
+        files = [name for name in shown if not name.endswith(Delimiter)] if Delimiter else shown
         found = [{"Key": name, "ETag": self.objects[name].etag} for name in files]
         return {"Contents": found, "CommonPrefixes": folders, **more}
 

@@ -52,7 +52,8 @@ class StoreClient:
         self._store, self._network, self._retries = store, network, retries
 
     def __getattr__(self, operation: str) -> Callable[..., Reply]:
-        return partial(self._request, operation)
+        request = self.__dict__[operation] = partial(self._request, operation)
+        return request
 
     def _request(self, operation: str, **parameters: Any) -> Reply:
         key = parameters.get("Key", parameters.get("Prefix", ""))

@@ -7,9 +7,9 @@ costs nothing. A process is what dies as one: its tasks never run again.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from heapq import heappop, heappush
 from math import log
 from random import Random
@@ -40,7 +40,7 @@ class Process:
 class Task:
     """One thread of a process. ``error`` is what it ended with."""
 
-    def __init__(self, number: int, name: str, process: Process, run: Callable[[], Any], hub: greenlet) -> None:
+    def __init__(self, number: int, name: str, process: Process, run: Callable[[], Any]) -> None:
         self.number, self.name, self.process = number, name, process
         self.ended = False
         self.error: BaseException | None = None
@@ -52,7 +52,8 @@ class Task:
         self.woken = False
         self.awaiting: list[Task] = []
         self._run = run
-        self.greenlet = greenlet(self._main, hub)
+        self.greenlet: greenlet | None = None
+        """What runs it, once its turn has come."""
 
     @property
     def over(self) -> bool:
@@ -61,11 +62,11 @@ class Task:
 
     def stack(self) -> str:
         """Where it waits."""
-        frame = self.greenlet.gr_frame
+        frame = self.greenlet.gr_frame if self.greenlet is not None else None
         lines = traceback.format_stack(frame)[-6:] if frame is not None else []
         return f"{self.name} of process {self.process.pid}:\n{''.join(lines)}"
 
-    def _main(self) -> None:
+    def run(self) -> None:
         try:
             self.result = self._run()
         except BaseException as error:
@@ -85,7 +86,8 @@ class World:
         self.tasks: list[Task] = []
         self.processes: list[Process] = []
         self.current: Task | None = None
-        self._hub = getcurrent()
+        self.hub = getcurrent()
+        """Who runs when no task does."""
         self._due: list[tuple[float, int, int, Task]] = []
         self._pushed = 0
 
@@ -96,20 +98,19 @@ class World:
 
     def spawn(self, process: Process, run: Callable[[], Any], name: str = "main") -> Task:
         """A task that begins as soon as its turn comes."""
-        task = Task(len(self.tasks) + 1, name, process, run, self._hub)
+        task = Task(len(self.tasks) + 1, name, process, run)
         self.tasks.append(task)
         self._push(task, self.now + self.duration(1e-4))
         return task
 
     def run(self, *tasks: Task) -> None:
         """Until these have ended, or their processes have died. Raises Stuck."""
-        while not all(task.over for task in tasks):
+        while any(not task.ended and task.process.alive for task in tasks):
             following = self._next()
             if following is None or self.now > self.lasts:
                 stacks = "\n".join(task.stack() for task in self.tasks if not task.over)
                 raise Stuck(f"after {self.now:.0f} simulated seconds tasks are still waiting:\n{stacks}")
-            self.current = following
-            following.greenlet.switch()
+            self._switch_to(following)
             self.current = None
 
     def duration(self, mean: float) -> float:
@@ -126,7 +127,8 @@ class World:
         if not process.alive:
             raise Killed
         if (due and due[0][0] <= ends) or process.stalled_until > ends or ends > self.lasts:
-            self._push(task, ends)
+            self._pushed += 1
+            heappush(due, (ends, self._pushed, task.turn, task))
             self._leave(task)
         else:  # it is the next itself
             self.now = ends
@@ -136,7 +138,8 @@ class World:
         task = self.current
         if task is None:
             raise Stuck("waiting outside of any task, for what no task will do")
-        self._must_live(task)
+        if not task.process.alive:
+            raise Killed
         task.woken = False
         if timeout is not None:
             self._push(task, self.now + max(timeout, 0.0))
@@ -156,15 +159,10 @@ class World:
         for process in self.processes:
             process.alive = False
         for task in self.tasks:
-            if not task.ended:
+            if not task.ended and task.greenlet is not None:
                 self.current = task
-                with suppress(Killed):  # of one that has not begun
-                    task.greenlet.throw(Killed)
+                task.greenlet.throw(Killed)
         self.current = None
-
-    def _must_live(self, task: Task) -> None:
-        if not task.process.alive:
-            raise Killed
 
     def _push(self, task: Task, when: float) -> None:
         self._pushed += 1
@@ -189,8 +187,37 @@ class World:
         """Run others until it is the turn of ``task`` again."""
         following = self._next() if self.now <= self.lasts else None
         if following is None:
-            self._hub.switch()
+            self.hub.switch()
         elif following is not task:
-            self.current = following
-            following.greenlet.switch()
-        self._must_live(task)
+            self._switch_to(following)
+        if not task.process.alive:
+            raise Killed
+
+    def _switch_to(self, task: Task) -> None:
+        self.current = task
+        if task.greenlet is None:
+            task.greenlet = _idle.greenlets.pop() if _idle.greenlets else greenlet(_run_tasks, self.hub)
+            task.greenlet.switch(self, task)
+        else:
+            task.greenlet.switch()
+
+
+class _Idle(threading.local):
+    """The greenlets of a thread that have no task. A new one, with a stack of its own, takes longer to make than most
+    tasks to run."""
+
+    def __init__(self) -> None:
+        self.greenlets: list[greenlet] = []
+
+
+_idle = _Idle()
+
+
+def _run_tasks(world: World, task: Task) -> None:
+    while True:
+        task.run()
+        task.greenlet = None
+        _idle.greenlets.append(getcurrent())
+        hub = world.hub
+        del world, task
+        world, task = hub.switch()
