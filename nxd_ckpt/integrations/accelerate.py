@@ -32,7 +32,7 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination.agreement import Alone, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
@@ -97,7 +97,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         self._settle()
         place = os.path.expanduser(input_dir) if input_dir is not None else self._latest()
-        if not is_sealed(place, STATE):
+        if not is_ours(place, STATE):
             super().load_state(place, load_kwargs, **options)
             return
         self._require_supported()

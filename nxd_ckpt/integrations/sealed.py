@@ -167,8 +167,13 @@ class SealedDirectory:
 
 
 def is_sealed(directory: str, tag: str) -> bool:
-    """Whether it holds that tag, and so is one of ours."""
+    """Whether it is one of ours, and complete."""
     return os.path.isfile(os.path.join(directory, tag, DONE))
+
+
+def is_ours(directory: str, tag: str) -> bool:
+    """Whether it holds that tag, even if that has lost files since, so that opening it raises."""
+    return os.path.isdir(os.path.join(directory, tag))
 
 
 @as_checkpoint_errors()

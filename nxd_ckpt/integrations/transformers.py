@@ -24,7 +24,7 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.just_in_time import last_complete, make_way, refuse_interrupted
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_sealed, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.save.pending import PendingSave
 
 STATE = "training_state"
@@ -138,7 +138,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         self._settle()
         best = self.state.best_model_checkpoint
-        if self.is_fsdp_enabled and is_sealed(best, STATE):
+        if self.is_fsdp_enabled and is_ours(best, STATE):
             load_checkpoint(best, STATE, self.model)
         else:
             super()._load_best_model()
@@ -151,7 +151,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Of ours nothing is loaded yet: there may be no optimizer so far, and it can be another than the saved one."""
-        if not is_sealed(resume_from_checkpoint, STATE):
+        if not is_ours(resume_from_checkpoint, STATE):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         tag = open_checkpoint(resume_from_checkpoint, STATE)
@@ -166,7 +166,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Of ours the model too, once nothing can be refused any more."""
-        if checkpoint is None or not is_sealed(checkpoint, STATE):
+        if checkpoint is None or not is_ours(checkpoint, STATE):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         tag = open_checkpoint(checkpoint, STATE)

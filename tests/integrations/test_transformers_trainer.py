@@ -17,7 +17,15 @@ import transformers
 
 from examples.train_transformers import main
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.errors import DigestMismatch, IncompatibleState, MalformedFile, OptimizerMismatch, PartLost, SaveFailed
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DigestMismatch,
+    IncompatibleState,
+    MalformedFile,
+    OptimizerMismatch,
+    PartLost,
+    SaveFailed,
+)
 from nxd_ckpt.integrations import sealed
 from nxd_ckpt.integrations.transformers import Trainer
 from nxd_ckpt.storage.local import LocalStorage
@@ -139,6 +147,16 @@ def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
     (saved / "digests.json").unlink()
     with pytest.raises(PartLost, match=r"digests\.json"):
         trained(tmp_path, resume=str(saved))
+
+
+@pytest.mark.parametrize("lost", ["done", "manifest.json"])
+def test_a_tag_that_was_copied_in_part_is_refused(lost: str, saved: Path, tmp_path: Path) -> None:
+    """The run does not begin with a new optimizer. Without the tag it does: then that was meant."""
+    (saved / "training_state" / lost).unlink()
+    with pytest.raises(CheckpointError, match=f"training_state.*{lost}"):
+        trained(tmp_path, resume=str(saved))
+    shutil.rmtree(saved / "training_state")
+    assert 4 in losses(trained(tmp_path, resume=str(saved)))
 
 
 @pytest.mark.parametrize("kind", [Trainer, Quick])
