@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from random import uniform
@@ -29,7 +28,6 @@ __all__ = [
     "Thread",
     "born",
     "current_thread",
-    "garbage_left",
     "get_ident",
     "in_forked_children",
     "local",
@@ -74,34 +72,6 @@ def in_forked_children(call: Callable[[], object]) -> None:
     """Have every child that is forked from now on call it first, where a system forks at all."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
-
-
-@contextlib.contextmanager
-def garbage_left() -> Iterator[None]:
-    """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
-    them garbage, takes longer than making them. A child that is forked meanwhile collects its own."""
-    if not gc.isenabled():
-        yield
-        return
-    _leaving.append(get_ident())
-    gc.disable()
-    try:
-        yield
-    finally:
-        _leaving.remove(get_ident())
-        gc.enable()
-
-
-_leaving: list[int] = []
-"""The threads that leave garbage lie, and enable its collection again; a forked child has none of them."""
-
-
-def _collect_in_child() -> None:
-    if _leaving:
-        gc.enable()
-
-
-in_forked_children(_collect_in_child)
 
 
 def processes() -> str:

@@ -28,7 +28,7 @@ LEVELS = (
     ("formats",),
     ("storage",),
     ("core",),
-    ("errors", "version", "host"),
+    ("errors", "version", "garbage", "host"),
 )
 # The same inside of runtime, whose own modules are below all of them.
 RUNTIME = ("load", "compare", "views", "tag", "save", "coordination")

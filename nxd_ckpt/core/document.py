@@ -14,6 +14,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.garbage import garbage_left
 
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """A string as JSON."""
@@ -43,10 +44,16 @@ def members(elements: Mapping[str, str]) -> str:
     return "{" + ",".join(f"{quoted(name)}:{text}" for name, text in elements.items()) + "}"
 
 
+def whole(data: bytes) -> Any:
+    """All of a document at once. Raises ValueError or RecursionError where it is none."""
+    with garbage_left():  # lists inside of lists are walked through again and again
+        return json.loads(data)
+
+
 def small(data: bytes, where: str) -> dict[str, Any]:
     """The JSON object of a few fields that a file holds. Raises MalformedFile, naming ``where``, for anything else."""
     try:
-        fields = json.loads(data)
+        fields = whole(data)
     except (ValueError, RecursionError) as error:
         raise MalformedFile(f"{where}: not valid JSON ({error})") from error
     if not isinstance(fields, dict):
@@ -68,8 +75,9 @@ def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any
         make = makers.get(name)
         return scanner.value() if make is None else scanner.container(make)
 
-    document = scanner.members(member)
-    scanner.end()
+    with garbage_left():
+        document = scanner.members(member)
+        scanner.end()
     return document
 
 

@@ -49,11 +49,13 @@ RECORDS = 300_000
 PICKLE_NBYTES = 2**31
 """Bytes of one pickle. Tensors are not in it; NumPy arrays and everything else of user content is."""
 
-PICKLE_OBJECTS = 30_000_000
-"""Containers and other objects that one pickle may make, numbers and text not counted; a tensor is about ten."""
+PICKLE_OBJECTS = 2**17
+"""Containers and other objects that any pickle may make; a set, and whatever is called, counts as three. Numbers and
+text are not counted."""
 
-DCP_OBJECTS = 300_000_000
-"""The same of the metadata of a torch DCP directory, which has about twenty for each chunk of a tensor."""
+PICKLE_OBJECT_NBYTES = 4
+"""Bytes of a pickle for each object that it may make beside these: picklers write more, five for an object of user
+content, seven for one of a tensor's fifteen. Only one that was made to cost time and memory has fewer."""
 
 TREE_DEPTH = 100
 """Containers inside each other."""

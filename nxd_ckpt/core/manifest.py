@@ -6,7 +6,6 @@ validated on reading. docs/format.md describes the JSON for other implementers.
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -307,7 +306,7 @@ def _read(data: bytes, kind: str, makers: Mapping[str, _Maker]) -> dict[str, Any
 
 def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return document.whole(data)
     except (ValueError, RecursionError) as error:
         raise MalformedFile(f"not valid JSON ({error}); the file was damaged or cut off") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nxd_ckpt.errors import CheckpointError, HostExhausted, MalformedFile
+from nxd_ckpt.garbage import garbage_left
 
 _LONGEST = 300
 
@@ -14,6 +15,7 @@ _LONGEST = 300
 def parsing(where: str, what: str) -> Iterator[None]:
     """Around everything that reads ``where``, which should be ``what`` ("a torch file").
 
+    Garbage is left where it is until the end: what parsers make is kept, and there may be much of it.
     Our own errors pass, and so do those of the storage (OSError, EOFError): they are not about what the bytes say.
 
     Raises:
@@ -21,7 +23,8 @@ def parsing(where: str, what: str) -> Iterator[None]:
         HostExhausted: there was no memory left.
     """
     try:
-        yield
+        with garbage_left():
+            yield
     except (CheckpointError, OSError, EOFError):
         raise
     except MemoryError as error:

@@ -22,15 +22,14 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
-from nxd_ckpt import host
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.safe_globals import Keys, made, set_state
 from nxd_ckpt.formats.sealed import Call
-from nxd_ckpt.formats.tensors import CONTAINERS
+from nxd_ckpt.formats.tensors import CONTAINERS, TensorStub
 
 _REUSE = 4
 """A pickle may hand each of its bytes to calls this often: short texts, such as an encoding's name, are shared."""
@@ -44,21 +43,35 @@ _Load = Callable[[Any], None]
 class Machine(_Machine):  # type: ignore[misc]
     """Runs ``data``. Subclasses say what ``find_class`` gives, and ``persistent_load``.
 
-    ``objects`` bounds how many containers and other objects are made.
+    ``objects`` bounds how many containers and other objects are made, beside one for every
+    :data:`~nxd_ckpt.core.limits.PICKLE_OBJECT_NBYTES` of ``data``.
     """
-
-    dispatch: ClassVar[dict[int, _Load]] = dict(_Machine.dispatch)
 
     def __init__(self, data: bytes, objects: int = limits.PICKLE_OBJECTS) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._objects = self._objects_left = objects
+        self._objects = objects + len(data) // limits.PICKLE_OBJECT_NBYTES
         self._work_left = _REUSE * len(data) + _SPARE
         self._keys: dict[int, tuple[Any, Keys]] = {}
 
     def load(self) -> Any:
         """What the pickle describes. Raises whatever its bytes provoke."""
-        with host.garbage_left():
-            return super().load()
+        # Frames are no more than hints how much to read at once: all of it is in memory, and is read from there.
+        self.read, self.readline = read, _ = self._file_read, self._file_readline
+        self.metastack, self.stack = list[Any](), list[Any]()
+        self.append = self.stack.append
+        left = self._objects
+        try:
+            while True:
+                load, objects = _OPCODES[read(1)]
+                left -= objects
+                if left < 0:
+                    raise UnsafePickle(
+                        f"its pickle makes more than {self._objects} objects, which is the most that is read of one as "
+                        "long as this"
+                    )
+                load(self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
@@ -163,14 +176,12 @@ _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _SCALARS = (type(None), bool, float)  # the most frequent of what has no length: found at once
 
 
-def _counted(load: _Load) -> _Load:
-    def counted(self: Any) -> None:  # for each opcode that makes something: a call less is worth it
-        self._objects_left -= 1
-        if self._objects_left < 0:
-            raise UnsafePickle(f"its pickle makes more than {self._objects} objects, which is the most that is read")
-        load(self)
+def _skip_frame(self: Any) -> None:
+    self.read(8)
 
-    return counted
+
+def _end(self: Any) -> None:
+    raise EOFError
 
 
 def _unknown(opcode: str) -> _Load:
@@ -180,24 +191,39 @@ def _unknown(opcode: str) -> _Load:
     return refuse
 
 
-_MAKING = "MARK EMPTY_LIST EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 BINPERSID"
 _REPLACED = {
-    "REDUCE": _counted(Machine.load_reduce),
-    "NEWOBJ": _counted(Machine.load_reduce),
-    "NEWOBJ_EX": _counted(Machine.load_newobj_ex),
+    "FRAME": _skip_frame,
+    "REDUCE": Machine.load_reduce,
+    "NEWOBJ": Machine.load_reduce,
+    "NEWOBJ_EX": Machine.load_newobj_ex,
     "BUILD": Machine.load_build,
     "APPEND": Machine.load_append,
     "APPENDS": Machine.load_appends,
     "SETITEM": Machine.load_setitem,
     "SETITEMS": Machine.load_setitems,
-    "DICT": _counted(Machine.load_dict),
+    "DICT": Machine.load_dict,
     "ADDITEMS": Machine.load_additems,
-    "FROZENSET": _counted(Machine.load_frozenset),
+    "FROZENSET": Machine.load_frozenset,
     "BYTEARRAY8": Machine.load_bytearray8,
-    **{name: _counted(Machine.dispatch[getattr(pickle, name)[0]]) for name in _MAKING.split()},
     **{name: _unknown(name) for name in ("INST", "OBJ", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER")},
 }
-Machine.dispatch.update({getattr(pickle, name)[0]: load for name, load in _REPLACED.items()})
+_ONE = ("MARK", "EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPERSID")
+_OBJECTS = {
+    **dict.fromkeys(_ONE, 1),
+    **dict.fromkeys(("EMPTY_SET", "FROZENSET", "REDUCE", "NEWOBJ", "NEWOBJ_EX"), 3),
+}
+"""As how many objects an opcode counts: by the time that it takes, and the memory."""
+
+
+def _opcodes() -> dict[bytes, tuple[_Load, int]]:
+    """Each opcode: what it does, and as how many objects it counts. No opcode at all is where the pickle ends."""
+    loads = {**_Machine.dispatch, **{getattr(pickle, name)[0]: load for name, load in _REPLACED.items()}}
+    objects = {getattr(pickle, name): count for name, count in _OBJECTS.items()}
+    known = {bytes([code]): load for code, load in loads.items()}
+    return {b"": (_end, 0), **{code: (load, objects.get(code, 0)) for code, load in known.items()}}
+
+
+_OPCODES = _opcodes()
 
 
 def check_walk(tree: Any) -> None:
@@ -212,7 +238,7 @@ def check_walk(tree: Any) -> None:
     stack: list[tuple[int, Iterator[Any]]] = [(0, iter(_containers((tree,))))]
     while stack:
         for node in stack[-1][1]:
-            below = _values_of(node)
+            below = node if type(node) in _SEQUENCES else _values_of(node)
             if not below or id(node) in above:
                 continue
             count = len(below) + _CONTAINER
@@ -224,7 +250,8 @@ def check_walk(tree: Any) -> None:
                 most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * held)
                 if values > most:
                     check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
-            check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
+            if len(stack) > limits.TREE_DEPTH:
+                check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
             containers = _containers(below)
             if containers:
                 above[id(node)] = None
@@ -237,12 +264,17 @@ def check_walk(tree: Any) -> None:
 _CONTAINER = 10
 """What going into a container costs, in values."""
 
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorStub})
+"""Most of what is no container: told at once."""
+
+_SEQUENCES = (list, tuple)
+
 
 def _containers(values: Collection[Any]) -> list[Any]:
-    return [value for value in values if isinstance(value, CONTAINERS)]
+    return [value for value in values if type(value) not in _LEAVES and isinstance(value, CONTAINERS)]
 
 
 def _values_of(node: Any) -> Collection[Any]:
-    if isinstance(node, (list, tuple)):
+    if isinstance(node, _SEQUENCES):
         return node
     return node.values() if isinstance(node, dict) else vars(node).values()

@@ -189,8 +189,12 @@ def _check_nesting(key: Any) -> int:
         values += len(node)
         if values > limits.KEY_VALUES:
             raise MalformedFile(f"a key, or an item of a set, of more than {limits.KEY_VALUES} values")
-        nodes.extend(item for item in node if isinstance(item, (tuple, frozenset)))
+        if not _NESTED.isdisjoint(map(type, node)):
+            nodes.extend(item for item in node if isinstance(item, (tuple, frozenset)))
     return values or 1
+
+
+_NESTED = frozenset({tuple, frozenset, torch.Size})
 
 
 def made(kind: object, args: tuple[Any, ...], spend: Callable[[int], None]) -> Any:
@@ -249,9 +253,6 @@ def _none_of(kind: type[KindT]) -> Callable[[], KindT]:
     """An object whose state follows."""
     return lambda: kind.__new__(kind)
 
-
-REFERENCE = Call(_none_of(TensorReference))
-"""What torch-xla's class of that name is to a pickle."""
 
 GLOBALS: dict[tuple[str, str], Any] = {
     **{("builtins", kind.__name__): kind for kind in BUILTIN_TYPES},

@@ -22,7 +22,7 @@ from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
-from nxd_ckpt.formats.safe_globals import GLOBALS, REFERENCE
+from nxd_ckpt.formats.safe_globals import GLOBALS
 from nxd_ckpt.formats.sealed import Call, Sealed, StandIn
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
@@ -30,7 +30,6 @@ from nxd_ckpt.formats.tensors import (
     TensorStub,
     dtype_name,
     itemsize,
-    iter_tensors,
     map_tensors,
 )
 
@@ -90,7 +89,7 @@ def unpickle(
 def _load(machine: _Safe) -> Any:
     tree = machine.load()
     check_walk(tree)
-    if machine.has_references and any(not hasattr(found, "tid") for _, found in iter_tensors(tree, TensorReference)):
+    if not all(hasattr(made, "tid") for made in machine.references):
         raise MalformedFile("a tensor reference without a `tid`")
     return map_tensors(tree, lambda stand_in: stand_in.real(), StandIn) if machine.has_stand_ins else tree
 
@@ -121,15 +120,15 @@ class _Safe(Machine):
     def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(data)
         self._parts = parts
-        self.has_stand_ins = self.has_references = False
+        self.has_stand_ins = False
+        self.references: list[TensorReference] = []
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._parts.find(module, name)
         if found is not None:
             return found
         if _is_reference(module, name):
-            self.has_references = True
-            return REFERENCE
+            return Call(self._reference)
         key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
         if key not in GLOBALS:
             raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
@@ -138,6 +137,12 @@ class _Safe(Machine):
 
     def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)
+
+    def _reference(self) -> TensorReference:
+        """What torch-xla's class of that name makes; its state follows."""
+        made = TensorReference.__new__(TensorReference)
+        self.references.append(made)
+        return made
 
 
 class _Trusting(pickle.Unpickler):

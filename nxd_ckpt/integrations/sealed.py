@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nxd_ckpt.convert.transfer import sync
+from nxd_ckpt.core import document
+from nxd_ckpt.core.keys import checked_key
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, as_checkpoint_errors
 from nxd_ckpt.layout.names import DONE
@@ -201,11 +203,13 @@ def _digests(storage: LocalStorage) -> dict[str, Any]:
     """What :data:`DIGESTS` says."""
     where = os.path.join(storage.url, DIGESTS)
     try:
-        found = json.loads(storage.read(DIGESTS))
+        found = document.whole(storage.read(DIGESTS))
+        for name in found if isinstance(found, dict) else ():
+            checked_key(name)
     except FileNotFoundError as error:
         raise PartLost(f"{where} was saved, and is gone: {_ELSEWHERE}") from error
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{where} is not JSON: {error}: {_ELSEWHERE}") from error
+        raise MalformedFile(f"{where} is no list of files: {error}: {_ELSEWHERE}") from error
     if not isinstance(found, dict):
         raise MalformedFile(f"{where}: expected an object, found {type(found).__name__}: {_ELSEWHERE}")
     return found

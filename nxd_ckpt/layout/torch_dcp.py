@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.limits import DCP_METADATA, DCP_OBJECTS, TREE_DEPTH, check_form, check_sizes, shown
+from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.machine import Machine
@@ -115,7 +115,7 @@ def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadat
     data = files.storage.read(key, DCP_METADATA)
     try:
         with parsing(where, "the metadata of torch DCP"):
-            return _metadata(_Machine(data, DCP_OBJECTS).load(), places, files)
+            return _metadata(_Machine(data).load(), places, files)
     except UnsafePickle as error:
         raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
     except EOFError as error:

@@ -53,6 +53,9 @@ REFUSED = {
         called(named("torch._tensor", "_rebuild_from_type_v2"), named("collections", "OrderedDict"), b"N)}"),
         "is rebuilt by",
     ),
+    "a persistent id that is none": (b"NQ", "its pickle refers to None"),
+    "a persistent id of four": (b"(NNNNtQ", "its pickle refers to "),
+    "a persistent id that is a list": (b"](NNNNNeQ", "its pickle refers to "),
     "a dtype that is text": (V3 + EMPTY_STORAGE + ONE + b"\x89N" + text("float32") + b"tR", "a tensor of dtype"),
     "a shape that is text": (V2 + EMPTY_STORAGE + b"K\x00" + text("1") + b"K\x01\x85\x89NtR", "a tensor of offset 0"),
     "bytes in UTF-8": (called(named("_codecs", "encode"), text("x"), text("utf-8")), "written as latin1"),
@@ -233,26 +236,57 @@ def test_arrays_are_as_many_as_their_bytes_allow() -> None:
 
 def test_as_many_objects_as_allowed_are_made() -> None:
     """And not one more."""
-    assert [[]] * 8 == Machine(b"\x80\x04](" + b"]" * 8 + b"e.", objects=10).load()
+    lists, more = (b"\x80\x04](" + b"]" * count + b"e." for count in (8, 9))
+    assert (14, 15) == (len(lists), len(more))  # each allows 3 objects, by its length
+    assert [[]] * 8 == Machine(lists, objects=7).load()
     with pytest.raises(UnsafePickle, match="more than 10 objects"):
-        Machine(b"\x80\x04](" + b"]" * 9 + b"e.", objects=10).load()
+        Machine(more, objects=7).load()
+
+
+EXPENSIVE = {
+    "a set": b"\x8f",
+    "a frozenset": b"(\x91",
+    "a function called": named("builtins", "set") + b")R",
+    "an object by NEWOBJ": named("builtins", "set") + b")\x81",
+    "an object by NEWOBJ_EX": named("builtins", "set") + b")}\x92",
+}
+
+
+@pytest.mark.parametrize("pickled", EXPENSIVE.values(), ids=EXPENSIVE.keys())
+def test_what_takes_long_counts_as_several_objects(pickled: bytes) -> None:
+    """A set, and whatever is called, as three."""
+    count = 3 + pickled.count(b"(") + pickled.count(b"}") - len(pickled + b"...") // limits.PICKLE_OBJECT_NBYTES
+    whole = b"\x80\x04" + pickled + b"."
+    assert set() == Machine(whole, objects=count).load()
+    with pytest.raises(UnsafePickle, match="objects, which is the most"):
+        Machine(whole, objects=count - 1).load()
+
+
+def test_a_pickle_of_tensors_has_fewer_objects_than_it_may() -> None:
+    """However many they are: each has fifteen, in a hundred bytes. The same of calls and of small pairs."""
+    for tree in (
+        {str(index): torch.zeros(()) for index in range(20_000)},
+        {str(index): torch.nn.Parameter(torch.zeros(1, 1)) for index in range(15_000)},
+        [np.float32(index) for index in range(60_000)],
+        [(index, 0) for index in range(200_000)],
+    ):
+        assert len(tree) == len(loaded(saved(tree)))
 
 
 def test_no_garbage_is_collected_while_a_pickle_runs() -> None:
     """It is walked through again and again, though all is kept. Afterwards it goes on, if it did before."""
     seen = list[bool]()
+    tensor = V2 + EMPTY_STORAGE + ONE + b"\x89NtR"
 
-    class Watching(Machine):
-        def find_class(self, module: str, name: str) -> Any:
-            seen.append(gc.isenabled())
-            return super().find_class(module, name)
+    def watched(pickled: bytes) -> None:
+        unpickle(b"\x80\x04" + pickled + b".", "file.pt", {"0": SPAN}, leaf=lambda _: seen.append(gc.isenabled()))
 
     for wanted in (True, False):
         (gc.enable if wanted else gc.disable)()
         try:
-            Watching(b"\x80\x04" + named("builtins", "list") + b".").load()
+            watched(tensor)
             with pytest.raises(UnsafePickle):
-                Watching(b"\x80\x04" + named("builtins", "list") + b"\x82\x01.").load()
+                watched(tensor + b"\x82\x01")
             assert wanted == gc.isenabled()
         finally:
             gc.enable()

@@ -301,11 +301,15 @@ def test_parameters_and_marked_tensors_are_tensors() -> None:
         (lambda: {"a": np.array([object()])}, r"user_content\['a'\]", "ndarray"),
         (lambda: {"a": np.array([(1,)], dtype=[("x", "f4")])}, r"user_content\['a'\]", "ndarray"),
         (lambda: {"a": np.datetime64("2024-01-01")}, r"user_content\['a'\]", "datetime64"),
+        (lambda: {"a": np.ma.array([1.0])}, r"user_content\['a'\]", "MaskedArray"),
         (lambda: {"r": np.random.default_rng(0)}, r"user_content\['r'\]", "Generator"),
         (lambda: {"c": Config}, r"user_content\['c'\]", "Config"),
         (lambda: {frozenset({Config}): 1}, "key", "Config"),
     ],
-    ids=["object", "builtin", "lambda", "module", "factory", "objects", "records", "date", "rng", "class", "key"],
+    ids=[
+        *("object", "builtin", "lambda", "module", "factory", "objects"),
+        *("records", "date", "mask", "rng", "class", "key"),
+    ],
 )
 def test_what_load_refuses_is_said_when_saving(make: Callable[[], Any], where: str, what: str) -> None:
     """The check names class and place of exactly what reading would refuse."""

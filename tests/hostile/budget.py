@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0
-"""Of CPU, for each MiB of a file that is begun."""
+"""Of CPU, for each part of a file that is begun."""
 MEMORY = 256 * 2**20
-"""Bytes beside the file's own, for each MiB of it that is begun."""
+"""Bytes beside the file's own, for each part of it that is begun."""
+PART = 4 * 2**20
+"""Bytes of a part of a file."""
+PICKLE_PART = 2**20
+"""Bytes of a part of a file that is a pickle, or holds one."""
 
 
 class OverBudget(BaseException):
@@ -21,13 +25,13 @@ class OverBudget(BaseException):
 
 
 @contextmanager
-def within_budget(nbytes: int) -> Iterator[None]:
-    """Around the reading of a file of ``nbytes`` bytes, in the main thread. Memory beyond the budget is refused:
-    MemoryError.
+def within_budget(nbytes: int, part: int = PICKLE_PART) -> Iterator[None]:
+    """Around the reading of a file of ``nbytes`` bytes, in parts of ``part`` bytes, in the main thread. Memory beyond
+    the budget is refused: MemoryError.
 
     Raises OverBudget: of CPU.
     """
-    parts = max(1, -(-nbytes // 2**20))
+    parts = max(1, -(-nbytes // part))
     seconds, began = parts * SECONDS, time.process_time()
 
     def stop(*_: Any) -> None:

@@ -9,6 +9,7 @@ import random
 import struct
 import zipfile
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice, pairwise
 from tarfile import BLOCKSIZE
 from typing import Any
@@ -98,7 +99,7 @@ def damaged_safetensors(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 def damaged_pickle(rng: random.Random, data: bytes, other: bytes) -> bytes:
     """A pickle some of whose opcodes are left out, repeated, moved or those of another one."""
-    mine, theirs = _opcodes(data), _opcodes(other) or [bytes([opcode]) for opcode in OPCODES]
+    mine, theirs = [*_opcodes(data)], _opcodes(other) or [bytes([opcode]) for opcode in OPCODES]
     if len(mine) < 3:
         return damaged(rng, data, other)
     for _ in range(rng.randint(1, 3)):
@@ -121,13 +122,14 @@ def damaged_pickle(rng: random.Random, data: bytes, other: bytes) -> bytes:
     return b"".join(mine)
 
 
-def _opcodes(data: bytes) -> list[bytes]:
+@lru_cache(maxsize=256)
+def _opcodes(data: bytes) -> tuple[bytes, ...]:
     """A pickle, opcode by opcode with its arguments, as far as it is one."""
     places: list[int] = []
     with suppress(Exception):
         for _, _, at in islice(pickletools.genops(data), 1000):
             places.append(at or 0)
-    return [data[begin:end] for begin, end in pairwise([*places, len(data)])]
+    return tuple(data[begin:end] for begin, end in pairwise([*places, len(data)]))
 
 
 def damaged_inside(rng: random.Random, data: bytes, other: bytes) -> bytes:

@@ -16,7 +16,7 @@ from tests.hostile.targets import TARGETS, Target
 def trouble(target: Target, data: bytes) -> str | None:
     """What is wrong with how a file was read: an error that is none of ours, or more than the budget. Else None."""
     try:
-        with within_budget(len(data)):
+        with within_budget(len(data), target.part):
             target.read(data)
     except HostExhausted:
         return f"more memory than the budget\n{traceback.format_exc()}"

@@ -23,12 +23,9 @@ import atheris
 with redirect_stderr(io.StringIO()), atheris.instrument_imports(include=["nxd_ckpt"]):  # it names each module
     from tests.hostile.findings import keep
     from tests.hostile.fuzzing import in_silence, trouble
-    from tests.hostile.targets import TARGETS
+    from tests.hostile.targets import LARGEST, TARGETS
 
 from tests.reliability import date_and_commit, put, table
-
-LARGEST = 2**16
-"""Bytes of an input."""
 
 
 class Ways(NamedTuple):

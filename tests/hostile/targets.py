@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
 from tests.hostile import findings, valid
+from tests.hostile.budget import PART, PICKLE_PART
 from tests.hostile.damage import (
     damaged,
     damaged_inside,
@@ -46,12 +48,17 @@ from tests.hostile.damage import (
 
 Damage = Callable[[random.Random, bytes, bytes], bytes]
 
+LARGEST = 2**16
+"""Bytes of a finding that is changed further. Larger ones are tried as they are: each would take as long as a hundred
+others."""
+
 
 @dataclass(frozen=True)
 class Target:
     """A reader, files that it reads, and those that once were too much for it.
 
-    ``damage`` changes a file in its own terms; every second input is changed byte by byte instead.
+    ``damage`` changes a file in its own terms; every second input is changed byte by byte instead. ``part`` is of
+    how many bytes each may take the budget.
     """
 
     name: str
@@ -59,13 +66,18 @@ class Target:
     valid: Sequence[bytes]
     damage: Damage = damaged
     findings: Sequence[bytes] = ()
+    part: int = PART
 
     def input(self, seed: int) -> bytes:
         """The damaged file of that number."""
         rng = random.Random(seed)
-        files = [*self.valid, *self.findings]
+        files = self._files
         data, other = rng.choice(files if rng.random() < 0.2 else self.valid), rng.choice(files)
         return rng.choice([damaged, self.damage])(rng, data, other)
+
+    @cached_property
+    def _files(self) -> Sequence[bytes]:
+        return [*self.valid, *(finding for finding in self.findings if len(finding) <= LARGEST)]
 
 
 def _index(data: bytes) -> None:
@@ -130,15 +142,18 @@ def _torch(data: bytes) -> None:
     read_tree(pread_of(data), len(data), "file.pt")
 
 
-_XSER = {"x.pt": rendered(image_of(valid.REFERENCES)), info_file("x.pt"): saved(valid.INFO)} | {
+_INFO = info_file("x.pt")
+_XSER = {"x.pt": rendered(image_of(valid.REFERENCES)), _INFO: saved(valid.INFO)} | {
     tensor_file("x.pt", tid): saved(torch.ones(2)) for tid in (0, 1)
 }
 
 
 def _references(name: str, data: bytes) -> None:
-    files = TagFiles(_holding({**_XSER, name: data}), "")
-    files.joined("x.pt")
-    files.marked_experts("x.pt")
+    TagFiles(_holding({**_XSER, name: data}), "").joined("x.pt")
+
+
+def _experts(data: bytes) -> None:
+    TagFiles(_holding({**_XSER, "x.pt": data}), "").marked_experts("x.pt")
 
 
 def _safetensors(data: bytes) -> None:
@@ -154,10 +169,13 @@ def _hugging_face(name: str, data: bytes) -> None:
     mapping.required(mapping.sizes(held.config, 1, "trn1"))
 
 
-def _mapping(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        Path(file.name).write_bytes(data)
-        mapping = find_mapping(file.name, {})
+_SCRATCH = tempfile.TemporaryDirectory()
+
+
+def _mapping(suffix: str, data: bytes) -> None:
+    file = Path(_SCRATCH.name, f"{os.getpid()}{suffix}")
+    file.write_bytes(data)
+    mapping = find_mapping(file, {})
     mapping.required(mapping.sizes({"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4}, 1, "trn1"))
     mapping.split(["model.layers.0.mlp.down_proj.weight"])
 
@@ -201,21 +219,20 @@ _TARGETS = [
     Target("intent", _intent, valid.INTENTS, damaged_json),
     Target("done", partial(_marker, f"step_3/{DONE}"), valid.DONES),
     Target("newest", partial(_marker, NEWEST), valid.NEWESTS),
-    Target("torch file", _torch, valid.TORCH_FILES, damaged_inside),
-    Target("pickle", _pickle, _pickles_of(valid.TORCH_FILES), damaged_pickle, _HOSTILE),
-    Target("xser references", partial(_references, "x.pt"), [_XSER["x.pt"]], damaged_inside),
-    Target("xser info", partial(_references, info_file("x.pt")), [_XSER[info_file("x.pt")]], damaged_inside),
+    Target("torch file", _torch, valid.TORCH_FILES, damaged_inside, part=PICKLE_PART),
+    Target("pickle", _pickle, _pickles_of(valid.TORCH_FILES), damaged_pickle, _HOSTILE, part=PICKLE_PART),
+    Target("xser references", partial(_references, "x.pt"), [_XSER["x.pt"]], damaged_inside, part=PICKLE_PART),
+    Target("xser experts", _experts, [_XSER["x.pt"]], damaged_inside, part=PICKLE_PART),
+    Target("xser info", partial(_references, _INFO), [_XSER[_INFO]], damaged_inside, part=PICKLE_PART),
     Target("safetensors", _safetensors, valid.SAFETENSORS, damaged_safetensors, [*findings.SAFETENSORS.values()]),
     Target("config.json", partial(_hugging_face, CONFIG), valid.CONFIGS, damaged_json),
     Target("weight map", partial(_hugging_face, INDEX), valid.WEIGHT_MAPS, damaged_json),
-    Target("mapping", _mapping, valid.MAPPINGS, damaged_json),
+    Target("mapping", partial(_mapping, ".json"), valid.MAPPINGS, damaged_json),
+    Target("mapping in YAML", partial(_mapping, ".yaml"), valid.YAML_MAPPINGS, damaged_json),
     Target("archive", _archive, valid.ARCHIVES, damaged_tar, [*findings.ARCHIVES.values()]),
-    Target("DCP metadata", _metadata, valid.METADATA, damaged_pickle),
+    Target("DCP metadata", _metadata, valid.METADATA, damaged_pickle, part=PICKLE_PART),
 ]
 TARGETS: dict[str, Target] = {
-    target.name: Target(
-        *(target.name, target.read, target.valid, target.damage),
-        findings=[*target.findings, *findings.found(target.name)],
-    )
+    target.name: replace(target, findings=[*target.findings, *findings.found(target.name)])
     for target in _TARGETS
 }

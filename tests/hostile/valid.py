@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 import torch
+import yaml
 
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.manifest import RankLine, dump_index, dump_manifest
@@ -57,6 +58,8 @@ CONFIGS = [
 MAPPINGS = [
     (resources.files("nxd_ckpt") / "mappings" / f"{name}.json").read_bytes() for name in ("llama", "mixtral")
 ]
+_SHORT = {**json.loads(MAPPINGS[0]), "rules": json.loads(MAPPINGS[0])["rules"][:4]}
+YAML_MAPPINGS = [yaml.safe_dump(_SHORT).encode(), json.dumps(_SHORT).encode()]  # JSON is YAML
 
 
 def _safetensors(*names: str) -> bytes:

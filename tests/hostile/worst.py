@@ -10,10 +10,11 @@ import zipfile
 from collections.abc import Callable
 from itertools import count
 
+from nxd_ckpt.core import limits
 from tests.core.documents import sealed
 from tests.formats.pickles import EMPTY_STORAGE, named, text
 from tests.hostile import valid
-from tests.hostile.findings import REBUILD, number
+from tests.hostile.findings import REBUILD, array, number
 
 _Maker = Callable[[int], bytes]
 """Makes a file of so many bytes, or of fewer where that is enough."""
@@ -121,6 +122,20 @@ def _zipped_references(nbytes: int) -> bytes:
     return _zipped(lambda nbytes: {"data.pkl": pickled(nbytes - 300), "version": b"3\n"})(nbytes)
 
 
+def _beside_an_array(unit: bytes) -> _Maker:
+    """A tree that is copied, since what stands for the array in it has to be replaced."""
+    return lambda nbytes: _pickle(unit)(nbytes - 200)[:-2] + array(b"K\x01\x85", bytes(8)) + b"e."
+
+
+def _at_most(limit: int, made: _Maker) -> _Maker:
+    """A file of the size up to which it is read at all."""
+    return lambda nbytes: made(min(nbytes, limit))
+
+
+def _lines(nbytes: int) -> bytes:
+    return b"- 1\n" * (nbytes // 4)
+
+
 def _records(nbytes: int) -> dict[str, bytes]:
     return {"data.pkl": b"\x80\x04].", **{f"data/{index}": b"" for index in range((nbytes - 300) // 130)}}
 
@@ -140,6 +155,7 @@ def _safetensors(nbytes: int) -> bytes:
 
 
 _TEXT = text("1" * 4000)
+_LIMITS = {"mapping": limits.MAPPING, "mapping in YAML": limits.MAPPING_YAML}
 _DEEP_JSON = '{"format_version":1,"kind":"%s","files":'
 
 WORST: dict[str, tuple[str, _Maker]] = {
@@ -173,6 +189,16 @@ WORST: dict[str, tuple[str, _Maker]] = {
     },
     "a pickle of dicts of one key": ("pickle", _pickle(b"}h\x05Ns", b"(" + b"N" * 60 + b"tq\x050")),
     "a pickle of sets of one item": ("pickle", _pickle(b"(h\x05\x91", b"(" + b"N" * 60 + b"tq\x050")),
+    **{  # as many as a pickle may make, so that more is done with them
+        f"a pickle of {what}, and an array": ("pickle", _beside_an_array(unit))
+        for what, unit in {
+            "lists, and others": b"]NNN",
+            "lists of one, and others": b"]Na2",
+            "tuples, and others": b"N\x85NN",
+            "dicts of one, and others": b"}NNs",
+            "sets, and others": b"\x8f" + b"N" * 11,
+        }.items()
+    },
     "a pickle of Namespaces": ("pickle", _objects("argparse", "Namespace")),
     "a pickle of UUIDs": ("pickle", _objects("uuid", "UUID")),
     "a pickle of Decimals": ("pickle", _calls("decimal", "Decimal", _TEXT)),
@@ -197,10 +223,10 @@ WORST: dict[str, tuple[str, _Maker]] = {
     ),
     "a dict of pairs of one hash": ("pickle", _keys(_pair)),
     **{
-        f"{reader}: {what}": (reader, made)
+        f"{reader}: {what}": (reader, _at_most(_LIMITS.get(reader, limits.DOCUMENT), made))
         for reader in (
             *("index", "manifest", "vote", "verdict", "lease", "journal", "intent"),
-            *("config.json", "weight map", "mapping"),
+            *("config.json", "weight map", "mapping", "mapping in YAML"),
         )
         for what, made in {
             "lists": _json("[", "[]", "]"),
@@ -225,7 +251,8 @@ WORST: dict[str, tuple[str, _Maker]] = {
         "archive",
         lambda nbytes: _archive_of(tarfile.TarInfo("x/" * (nbytes // 2 - tarfile.BLOCKSIZE) + "x")),
     ),
-    "mapping: a long pattern": ("mapping", _long_pattern),
+    "mapping: a long pattern": ("mapping", _at_most(limits.MAPPING - 20_000, _long_pattern)),
+    "mapping in YAML: lines": ("mapping in YAML", _at_most(limits.MAPPING_YAML, _lines)),
     "torch file: records": ("torch file", _zipped(_records)),
     "xser references: records": ("xser references", _zipped(_records)),
     "DCP metadata: lists": ("DCP metadata", _pickle(b"]")),

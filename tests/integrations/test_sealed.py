@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.storage.local import LocalStorage
 from tests.integrations.killed import in_a_process
@@ -71,3 +73,12 @@ def test_a_replacement_that_fails_leaves_the_old(tmp_path: Path, monkeypatch: py
     assert b"old" == content(tmp_path)
     save(tmp_path, b"new")
     assert b"new" == content(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ".", "a//b", ""])
+def test_a_list_of_files_that_leads_elsewhere_is_malformed(tmp_path: Path, name: str) -> None:
+    """Nothing beside the directory is read."""
+    save(tmp_path, b"old")
+    (tmp_path / NAME / "digests.json").write_text(json.dumps({name: [1, 2]}))
+    with pytest.raises(MalformedFile, match=r"digests\.json is no list of files"):
+        verify_files(str(tmp_path / NAME), "model")

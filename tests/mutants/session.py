@@ -73,6 +73,7 @@ def _baseline(session: pytest.Session, file: str) -> list[Ran]:
     ran, shared = list[Ran](), dict[Path, set[int]]()
     for item, nextitem in _in_order(session.items):
         failed, began, lines = session.testsfailed, time.monotonic(), set[int]()
+        item.add_marker(pytest.mark.timeout(0))
         tracer = _tracer(file, lines)
         threading.settrace(tracer)
         sys.settrace(tracer)

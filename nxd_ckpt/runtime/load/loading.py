@@ -22,6 +22,7 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     TagReplaced,
 )
+from nxd_ckpt.garbage import garbage_left
 from nxd_ckpt.layout.hugging_face import is_hugging_face
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.load.downloading import open_cache
@@ -114,7 +115,7 @@ def _load(
         cache = None
         if options.pre_download:
             cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
-        with host.garbage_left():
+        with garbage_left():
             opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
             _must_be_of(opened, source.attempt)
             with opened.kept():

@@ -17,6 +17,7 @@ from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import allocated, iter_leaves
+from nxd_ckpt.garbage import garbage_left
 from nxd_ckpt.runtime.compare.plain_values import ABSENT
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.load.delivery import Delivery
@@ -184,7 +185,7 @@ class PreparedLoad:
         mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
         total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
         try:
-            with self._watched("verify", total), host.garbage_left():
+            with self._watched("verify", total), garbage_left():
                 for name, leaf in mine:
                     self.reader.verify(leaf, name, self._takes(leaf))
                 self.reader.finish()
@@ -279,11 +280,11 @@ class PreparedLoad:
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
-            with host.garbage_left():
+            with garbage_left():
                 fill_model(model, self._trees.names, self._trees.model_tree, self._delivery)
             self._delivery.finish()
         if optimizer is not None:
-            with host.garbage_left():
+            with garbage_left():
                 if self._trees.optimizer_tree:
                     optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
                 else:

@@ -1,4 +1,4 @@
-"""What the system gives a job."""
+"""Python's collection of garbage, while much is made that is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nxd_ckpt import host
+from nxd_ckpt.garbage import garbage_left
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -25,7 +25,7 @@ def test_a_child_forked_beside_a_reader_collects_its_garbage() -> None:
     inside, done = threading.Event(), threading.Event()
 
     def read() -> None:
-        with host.garbage_left():
+        with garbage_left():
             inside.set()
             done.wait()
 
@@ -39,7 +39,7 @@ def test_a_child_forked_beside_a_reader_collects_its_garbage() -> None:
     assert gc.isenabled()
     gc.disable()
     try:
-        with host.garbage_left():
+        with garbage_left():
             assert not collects_in_child()
         assert not gc.isenabled()
     finally:
