@@ -11,13 +11,16 @@ from nxd_ckpt.convert.host_copies import HostCopies
 from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.convert.transfer import Progress, copy, digest, link, must_be, sync
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.errors import DigestMismatch, PartNotFound
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag.opened import OpenTag
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.runtime.tag.union import changed_everywhere
+from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.verify import DigestsInside, files_of
+
+_MEMORY = 8 * 2**20
 
 
 class Brought(Enum):
@@ -120,7 +123,13 @@ class Bringing:
             _must_be(file, digest(self._target, key, self._progress, self._readers), f"{source.url}/{source_key}")
             return Brought.LINKED
         with self._own_turn:
-            self._copy(file, source, source_key, key)
+            try:
+                self._copy(file, source, source_key, key)
+            except (DigestMismatch, MalformedFile):
+                if not self._has_good_copy(file, source, source_key):
+                    raise
+                self._target.remove(key)
+                self._copy(file, source, source_key, key)
         return Brought.COPIED
 
     def _is_right(self, file: TagFile, source: Storage, source_key: str, key: str) -> bool:
@@ -129,6 +138,12 @@ class Bringing:
             return False
         found = digest(self._target, key, self._progress, self._readers)
         return found == (file.entry or digest(source, source_key, self._progress, self._readers))
+
+    def _has_good_copy(self, file: TagFile, source: Storage, source_key: str) -> bool:
+        """Whether the source has several copies of the file, one of them good, which is read from now on."""
+        if file.entry is None or not isinstance(source, Replicated):
+            return False
+        return changed_everywhere(source, source_key, file.entry, memoryview(bytearray(_MEMORY))) is None
 
     def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
         where = f"{source.url}/{source_key}"

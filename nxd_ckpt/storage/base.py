@@ -189,6 +189,21 @@ def may_lack_files(storage: Storage) -> bool:
     return isinstance(storage, Scattered) and storage.may_lack_files
 
 
+@runtime_checkable
+class Replicated(Protocol):
+    """What a storage may also be."""
+
+    is_replicated: bool
+    """Whether it was told to keep each file in several places."""
+
+    distrusted: set[tuple[str, int]]
+    """Keys, and the number of a place whose copy of it is read only where there is no other."""
+
+    def copies(self, key: str) -> dict[int, Storage]:
+        """The places that have a file, each as a storage of its own, which is only read. A number means the same place
+        in every process of the job."""
+
+
 def checked_length(nbytes: int, limit: int, where: str) -> int:
     """``nbytes``, if it is at most ``limit``. Raises MalformedFile, naming the file ``where``."""
     if nbytes > limit:

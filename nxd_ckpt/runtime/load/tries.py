@@ -11,8 +11,19 @@ from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0,
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import PARTLY
 from nxd_ckpt.runtime.tag.nearest import Copy, Source, say_taken, taken_from
-from nxd_ckpt.runtime.tag.union import SameSave, Taken, changed, manifest_of, same_save, survey
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.runtime.tag.union import (
+    SameSave,
+    Taken,
+    changed_everywhere,
+    distrust_manifests,
+    manifest_of,
+    same_save,
+    survey,
+)
+from nxd_ckpt.storage.base import Replicated, Storage
+
+Doubts = Sequence[tuple[str, int]]
+"""What is ``distrusted``, see :class:`~nxd_ckpt.storage.base.Replicated`."""
 
 
 class Tries:
@@ -48,7 +59,8 @@ class Tries:
         """Return if there is something left to try; all ranks call it. Raises ``error`` if not."""
         if isinstance(error, TagReplaced):
             self._mended.clear()  # another save has the name
-        if isinstance(error, (TagReplaced, PeerTimeout)) or not (self._falls_back or len(self._storages) > 1):
+        has_others = len(self._storages) > 1 or _is_replicated(self._storages[0])
+        if isinstance(error, (TagReplaced, PeerTimeout)) or not (self._falls_back or has_others):
             raise error
         found = _found(self._agreement, error, self._options.pre_download)
         copy = source.copy
@@ -65,34 +77,61 @@ class Tries:
 
     def _mend(self, source: Source) -> Source | None:
         """Each file from the nearest place that has it as it was saved, which every rank finds out for a share of all.
+        Where a place has copies of a file, none is read any more that is not good.
 
         None where the save is in no other place, or none has what is wrong in the nearest.
         """
         (place, tag), agreement = source.copy, self._agreement
-        decided = decided_by_rank0(agreement, lambda: same_save(self._storages, place, tag))
-        if decided is None or len(decided[0]) == 1:
+        nearest = self._storages[place]
+        before = _distrusted(nearest)
+
+        def find() -> tuple[SameSave | None, Doubts]:
+            distrust_manifests(nearest, tag)
+            return same_save(self._storages, place, tag), sorted(_distrusted(nearest))
+
+        decided, of_manifests = decided_by_rank0(agreement, find)
+        if decided is None or (len(decided[0]) == 1 and not _is_replicated(nearest)):
             return None
+        _distrust(nearest, of_manifests)
         held = SameSave(*decided)
         places, known_by = [self._storages[number] for number in held.places], self._storages[held.manifest]
 
-        def own_share() -> dict[str, Taken]:
+        def own_share() -> tuple[dict[str, Taken], Doubts]:
             manifest = manifest_of(known_by, tag)
             ranks = range(agreement.rank, len(manifest.ranks), agreement.world_size)
             without = () if self._with_optimizer else (f"{names.OPTIMIZER_DIR}/",)
-            return survey(places, tag, manifest, ranks, changed, without)
+            found = survey(places, tag, manifest, ranks, changed_everywhere, without)
+            return found, sorted(_distrusted(nearest))
 
         words = agreement.gather(on_all(agreement, own_share))
 
-        def of_all() -> Source | None:
-            found = {key: Taken(*taken) for word in words or () for key, taken in word.items()}
+        def of_all() -> tuple[Source, Doubts] | None:
+            found = {key: Taken(*taken) for word, _ in words or () for key, taken in word.items()}
+            distrusted = sorted({(key, number) for _, doubts in words or () for key, number in doubts})
             whole = taken_from(held, tag, manifest_of(known_by, tag).attempt, found)
-            if whole.elsewhere == source.elsewhere:
+            if whole.elsewhere == source.elsewhere and {*distrusted} == before:
                 return None
             say_taken(places, whole, found)
-            return whole
+            return whole, distrusted
 
         mended = decided_by_rank0(agreement, of_all)
-        return None if mended is None else Source(*mended)
+        if mended is None:
+            return None
+        _distrust(nearest, mended[1])
+        return Source(*mended[0])
+
+
+def _is_replicated(storage: Storage) -> bool:
+    return isinstance(storage, Replicated) and storage.is_replicated
+
+
+def _distrusted(storage: Storage) -> set[tuple[str, int]]:
+    return {*storage.distrusted} if isinstance(storage, Replicated) else set()
+
+
+def _distrust(storage: Storage, doubts: Doubts) -> None:
+    if isinstance(storage, Replicated):
+        storage.distrusted.update((key, number) for key, number in doubts)
 
 
 class _Found(NamedTuple):

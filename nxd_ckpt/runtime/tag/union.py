@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +15,9 @@ from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.tag.choosing import choose
 from nxd_ckpt.runtime.tag.read_pool import ReadPool
 from nxd_ckpt.runtime.tag.verification import verify_file
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Replicated, Storage
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 class Taken(NamedTuple):
@@ -78,9 +81,10 @@ def survey(
     Files that begin with one of ``without`` are left out; so are those that no index that is left lists.
     """
     found: dict[str, Taken] = {}
+    of_index = changed if isinstance(wrong, Listed) else wrong
     with ReadPool(max(place.concurrency for place in places)) as pool:
         for rank in ranks:
-            for key, entry in _files(places, tag, manifest, rank, found):
+            for key, entry in _files(places, tag, manifest, rank, found, of_index):
                 if not key.startswith(tuple(f"{tag}/{part}" for part in without)):
                     pool.submit(partial(_find, found, places, key, entry, wrong))
         pool.wait_for(pool.submitted)
@@ -93,6 +97,31 @@ def changed(storage: Storage, key: str, entry: FileEntry, memory: memoryview) ->
         verify_file(storage, key, entry, memory, Counter())
     except (CheckpointError, OSError, EOFError) as error:
         return f"{error}"
+    return None
+
+
+def changed_everywhere(storage: Storage, key: str, entry: FileEntry, memory: memoryview) -> str | None:
+    """The same, of all copies of the file that the storage has: nothing is wrong if one is good, and those that are not
+    are distrusted from now on."""
+    return _good_copy(storage, key, lambda copy: changed(copy, key, entry, memory))
+
+
+def distrust_manifests(storage: Storage, tag: str) -> None:
+    """The same for the copies of a manifest."""
+    key = f"{tag}/{names.MANIFEST}"
+    _good_copy(storage, key, lambda copy: "it is damaged" if _manifest(copy, tag) is None else None)
+
+
+def _good_copy(storage: Storage, key: str, wrong: Callable[[Storage], str | None]) -> str | None:
+    if not isinstance(storage, Replicated):
+        return wrong(storage)
+    found = {number: wrong(copy) for number, copy in storage.copies(key).items()}
+    if None not in found.values():
+        return next(iter(found.values()), f"{storage.url}/{key} is missing")
+    for number, why in found.items():
+        if why is not None:
+            logger.warning("%s/%s is read from another copy than that of host %d: %s", storage.url, key, number, why)
+            storage.distrusted.add((key, number))
     return None
 
 
@@ -129,13 +158,13 @@ def _manifest(storage: Storage, tag: str) -> bytes | None:
 
 
 def _files(
-    places: Sequence[Storage], tag: str, manifest: Manifest, rank: int, found: dict[str, Taken]
+    places: Sequence[Storage], tag: str, manifest: Manifest, rank: int, found: dict[str, Taken], wrong: Wrong
 ) -> Iterator[tuple[str, FileEntry]]:
     """What this rank saved, by its index; nothing where no place has that. What is to be said of the index is
     ``found``."""
     line = manifest.ranks[rank]
     key = f"{tag}/{names.index_file(manifest.topology.coordinates_of(rank))}"
-    _find(found, places, key, FileEntry(line.nbytes, line.crc32), changed, memoryview(bytearray(line.nbytes)))
+    _find(found, places, key, FileEntry(line.nbytes, line.crc32), wrong, memoryview(bytearray(line.nbytes)))
     place = found[key].place if key in found else 0
     if place is not None:
         files = load_index(places[place].read(key), f"{places[place].url}/{key}").files

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
 from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
 from nxd_ckpt.storage.hosts.keys import Names, top_of
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
@@ -53,6 +53,7 @@ class HostsStorage:
         self._hosts: Hosts | None = None
         self._members: dict[str, Sequence[Directory]] = {}
         self._received = 0
+        self.distrusted: set[tuple[str, int]] = set()
 
     @property
     def hosts(self) -> Hosts:
@@ -67,6 +68,10 @@ class HostsStorage:
     @property
     def is_joined(self) -> bool:
         return self._hosts is not None
+
+    @property
+    def is_replicated(self) -> bool:
+        return bool(self.hosts.replicas)
 
     @property
     def received(self) -> int:
@@ -85,6 +90,7 @@ class HostsStorage:
             self._leave()
         self._hosts = None
         self._members.clear()
+        self.distrusted.clear()
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         return self._from_first(key, lambda directory: directory.read(key, limit))
@@ -194,14 +200,21 @@ class HostsStorage:
 
     def holders(self, keys: Iterable[str]) -> dict[str, set[int]]:
         """The numbers of the hosts that have each of these files of a tag, as far as they can be reached."""
-        numbers = {id(directory): number for number, directory in enumerate(self.hosts.directories)}
         found: dict[str, set[int]] = {key: set() for key in keys}
         for folder in {key.rpartition("/")[0] for key in found}:
             for directory in self._order(folder):
                 with suppress(ConnectionError, TimeoutError):
                     for entry in directory.list(folder):
-                        found.get(f"{folder}/{entry.name}", set()).add(numbers[id(directory)])
+                        found.get(f"{folder}/{entry.name}", set()).add(self._number(directory))
         return found
+
+    def copies(self, key: str) -> dict[int, Storage]:
+        there = dict[int, Storage]()
+        for directory in self._order(key):
+            with suppress(ConnectionError, TimeoutError):
+                if directory.is_file(key):
+                    there[self._number(directory)] = self._only(directory)
+        return there
 
     def copy_out(
         self, number: int, key: str, place: int, folder: str, name: str, expected: FileEntry
@@ -216,6 +229,16 @@ class HostsStorage:
         if not isinstance(directory, RemoteDirectory):
             raise OSError(f"host {number} is this one")
         return directory.copy_out(key, place, folder, name, expected)
+
+    def _only(self, directory: Directory) -> HostsStorage:
+        """What one of the hosts holds."""
+        alone = HostsStorage(self.own, self._names)
+        alone.url = f"{self.url} on host {self._number(directory)} ({directory.url})"
+        alone.join(Hosts([directory], 0))
+        return alone
+
+    def _number(self, directory: Directory) -> int:
+        return next(number for number, one in enumerate(self.hosts.directories) if one is directory)
 
     @property
     def _home(self) -> Directory:
@@ -282,6 +305,8 @@ class HostsStorage:
     def _first(self, key: str, directories: Sequence[Directory], get: Callable[[Directory], T]) -> T:
         """Raises what one that is away raised, where no other has the file."""
         away: Exception | None = None
+        if self.distrusted:
+            directories = sorted(directories, key=lambda one: (key, self._number(one)) in self.distrusted)
         for directory in directories:
             try:
                 return get(directory)
