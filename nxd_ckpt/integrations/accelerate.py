@@ -44,6 +44,12 @@ STATE = "training_state"
 
 _NUMBERED = r"checkpoint_(\d+)"
 
+_ACCELERATES = (
+    *("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler*.bin", "sampler*.bin", "dl_state_dict*"),
+    *("random_states_*.pkl", "scaler.pt", "custom_checkpoint_*.pkl"),
+)
+"""What accelerate itself calls a checkpoint's files."""
+
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Takes the place of ``accelerate.Accelerator``: on one process or with data parallelism (DDP), or FSDP2,
@@ -168,12 +174,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 setattr(self, name, value)
 
     def _directory(self, output_dir: str | None) -> SealedDirectory:
-        """The checkpoint to be made. Raises InvalidArgument where the project's next one is there already."""
+        """The checkpoint to be made. Raises InvalidArgument where the project's next one is there already, or
+        ``output_dir`` is no checkpoint."""
         durable = self.checkpoint_options.get("durable", True)
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
                 raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
-            return SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))), durable)
+            directory = SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))), durable)
+            directory.refuse_to_replace(_ACCELERATES)
+            return directory
         # Out of the folder of the checkpoints: accelerate takes all that is in there for one.
         name = f"checkpoints/checkpoint_{self.save_iteration}"
         directory = SealedDirectory(self.project_dir, name, durable)

@@ -15,13 +15,21 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.convert.transfer import sync
 from nxd_ckpt.core import document
 from nxd_ckpt.core.keys import checked_key
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, as_checkpoint_errors
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DigestMismatch,
+    InvalidArgument,
+    MalformedFile,
+    PartLost,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.layout.names import DONE
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.coordination.replacement import Replacement
@@ -60,6 +68,22 @@ class SealedDirectory:
         """Where the library writes its files."""
         self.tags = os.path.join(self._storage.url, _INCOMPLETE, "tags")
         """The directory that tags are saved to, before they become part of this one."""
+
+    def refuse_to_replace(self, patterns: Sequence[str]) -> None:
+        """Raise InvalidArgument where a file has its name, or a directory that is no checkpoint: what it holds was
+        neither sealed nor is it called as in ``patterns``. Any rank may call this; nothing is changed."""
+        if os.path.isfile(self.path):
+            raise InvalidArgument(f"{self.path} is a file, expected a checkpoint or nothing; choose another name")
+        names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS}
+        with suppress(CheckpointError):  # of another's, or damaged: then the patterns tell
+            sealed |= {name.partition("/")[0] for name in _digests(LocalStorage(self.path))}
+        others = [name for name in names if name not in sealed and not is_sealed(self.path, name)]
+        foreign = [name for name in others if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if foreign:
+            raise InvalidArgument(
+                f"{self.path} holds {', '.join(foreign[:5])}, which no checkpoint has, and would replace all of it: "
+                "save to a directory of its own"
+            )
 
     def begin(self) -> None:
         """Finish what a killed run was about to replace, remove what else it left, and make room."""

@@ -134,6 +134,23 @@ def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
         job.resume()
 
 
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    """A checkpoint is, also one of accelerate's; a directory that holds anything else is left as it is."""
+    job = Job(tmp_path)
+    job.accelerator.project_configuration.automatic_checkpoint_naming = False
+    place = tmp_path / "outputs"
+    accelerate.Accelerator.save_state(job.accelerator, str(place))
+    for _ in range(2):
+        job.accelerator.save_state(str(place))
+    job.accelerator.end_training()
+    (place / "log.txt").write_text("mine")
+    with pytest.raises(InvalidArgument, match=r"outputs holds log\.txt, which no checkpoint has"):
+        job.accelerator.save_state(str(place))
+    with pytest.raises(InvalidArgument, match=r"log\.txt is a file"):
+        job.accelerator.save_state(str(place / "log.txt"))
+    assert "mine" == (place / "log.txt").read_text()
+
+
 def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """examples/train_accelerate.py, twice."""
     for steps in ("2", "3"):
