@@ -27,6 +27,7 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
+    IncompatibleState,
     InvalidArgument,
     OptimizerMismatch,
     UnsupportedState,
@@ -99,7 +100,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load from ``input_dir``, or the latest checkpoint of the project.
 
         Raises:
-            CheckpointError: it is damaged, or of another world size, precision or optimizer; nothing was changed.
+            CheckpointError: it is damaged, or of another world size, precision, optimizer or number of models; nothing
+                was changed. Nor where tensors have other names or shapes, except that of several models those before
+                such a one are loaded by then.
         """
         self._settle()
         place = os.path.expanduser(input_dir) if input_dir is not None else self._latest()
@@ -133,6 +136,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _load_models(self, place: str) -> None:
         """Load all models, or none: before the first one changes, the tags of the others are verified, too."""
         parts = self._parts()
+        if is_ours(place, _tag(len(parts))):
+            raise IncompatibleState(
+                f"{place} was saved with more models than the {len(parts)} that were prepared: prepare all of them"
+            )
         agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state") or Alone()
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
         on_all(agreement, partial(_verify, place, own))
@@ -148,7 +155,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "with the model at its place. Prepare a model for each, or use accelerate.Accelerator"
             )
         optimizers += [None] * (len(self._models) - len(optimizers))
-        tags = [STATE if index == 0 else f"{STATE}_{index}" for index in range(len(self._models))]
+        tags = map(_tag, range(len(self._models)))
         return list(zip(tags, map(self.unwrap_model, self._models), optimizers, strict=True))
 
     @contextmanager
@@ -231,6 +238,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _classes(self) -> dict[str, Any]:
         return {"optimizers": [type(optimizer.optimizer).__qualname__ for optimizer in self._optimizers]}
+
+
+def _tag(index: int) -> str:
+    """That of the model at this place."""
+    return f"{STATE}_{index}" if index else STATE
 
 
 def _verify(place: str, tags: Sequence[str]) -> None:

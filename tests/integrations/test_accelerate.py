@@ -70,12 +70,14 @@ def test_hooks_are_called(tmp_path: Path) -> None:
 
 
 def test_several_models_are_several_tags(tmp_path: Path) -> None:
-    """Each with its optimizer."""
+    """Each with its optimizer. All of them are loaded, or the job is refused that prepared fewer."""
     job = Job(tmp_path)
     job.accelerator.prepare(torch.nn.Linear(2, 2))
     place = job.accelerator.save_state()
     job.accelerator.load_state()
     assert {"model/weight", "model/bias"} == open_checkpoint(place, "training_state_1").metadata.keys()
+    with pytest.raises(IncompatibleState, match="more models than the 1 that were prepared"):
+        Job(tmp_path).accelerator.load_state(place)
 
 
 def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
