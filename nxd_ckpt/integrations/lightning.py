@@ -34,7 +34,13 @@ from nxd_ckpt.api import (
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.convert.locations import Location, location_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, IncompatibleState, InvalidArgument, OptimizerMismatch
+from nxd_ckpt.errors import (
+    CheckpointError,
+    IncompatibleState,
+    InvalidArgument,
+    OptimizerMismatch,
+    UnsupportedState,
+)
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
 from nxd_ckpt.runtime.coordination.meeting import meet
@@ -144,6 +150,11 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         """
         place = self.place(path)
         if is_lightnings(place):
+            if place.open().is_dir(place.name):
+                raise UnsupportedState(
+                    f"{place.path} has {_META}, as Lightning's sharded checkpoints have: resume it with a strategy of "
+                    f"nxd_ckpt.integrations.lightning_sharded. If nxd_ckpt wrote the directory, remove {_META} from it"
+                )
             found: dict[str, Any] = _plugins.TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             if self.before_load is not None:
                 self.before_load(found)

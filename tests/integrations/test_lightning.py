@@ -14,7 +14,14 @@ import torch
 
 from examples.train_lightning import main
 from nxd_ckpt import finalize_checkpoint, has_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, InvalidArgument, OptimizerMismatch, SaveFailed
+from nxd_ckpt.errors import (
+    CheckpointNotFound,
+    IncompatibleState,
+    InvalidArgument,
+    OptimizerMismatch,
+    SaveFailed,
+    UnsupportedState,
+)
 from nxd_ckpt.integrations.lightning import CheckpointIO
 from nxd_ckpt.retention import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
@@ -225,7 +232,8 @@ def test_another_world_size_is_refused(own: bool, saved: Path, tmp_path: Path) -
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
-    """A store's options for one save alone, a directory that is no checkpoint, and a tag of another script's."""
+    """A store's options for one save alone, a directory that is no checkpoint, a tag of another script's, and one that
+    is two layouts at once."""
     io = CheckpointIO()
     with pytest.raises(InvalidArgument, match="CheckpointIO"):
         io.save_checkpoint({}, tmp_path / "t", storage_options={"key": "k"})
@@ -234,6 +242,9 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         io.load_checkpoint(tmp_path / "other")
     save_checkpoint(tmp_path, "t", {"w": torch.ones(1)}, durable=False)
     with pytest.raises(IncompatibleState, match="its user content is NoneType: Lightning did not save it"):
+        io.load_checkpoint(tmp_path / "t")
+    (tmp_path / "t" / "meta.pt").touch()
+    with pytest.raises(UnsupportedState, match=r"t has meta\.pt, as Lightning's sharded checkpoints have"):
         io.load_checkpoint(tmp_path / "t")
 
 
