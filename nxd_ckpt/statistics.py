@@ -11,19 +11,21 @@ from types import MappingProxyType
 import torch
 
 from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide, Window
 from nxd_ckpt.runtime.compare.statistics_cache import keeps_statistics, read_statistics, write_statistics
 from nxd_ckpt.runtime.progress import Counter, watched
-from nxd_ckpt.runtime.summary import CHUNK, Summary, TensorStatistics
+from nxd_ckpt.runtime.summary import PART, Summary, TensorStatistics
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
 _THREADS = min(4, os.cpu_count() or 1)
 """More of them would wait for each other: between two chunks, Python runs on one."""
-_PART = 16 * CHUNK
-"""Elements that a thread counts at once."""
+_BLOCKS = 2, 8
+"""Blocks of a window, at least and at most; between them one for each thread that reads. In a small one, what was read
+is in the processor's cache still when it is counted, and little is left to count when the last one was read."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,12 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
         tensors += [Matched(summaries[name], name, ((0, leaf),)) for leaf in leaves]
     total = sum(one.itemsize * leaf.numel for one in tensors for _, leaf in one.leaves)
     done = Counter()
+    blocks = min(max(_BLOCKS[0], whole.opened.storage.concurrency), _BLOCKS[1])
     with (
         watched("statistics", total, lambda: done.nbytes, progress),
         ThreadPoolExecutor(_THREADS, "nxd_ckpt-counter") as threads,
     ):
-        for window in SideBySide(whole.opened).windows(tensors):
+        for window in SideBySide(whole.opened, memory=blocks * CRC_BLOCK).windows(tensors):
             _add(window, threads)
             done.add(sum(values.nbytes for _, (values,) in window))
     found = {name: summary.statistics for name, summary in summaries.items()}
@@ -99,19 +102,10 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
 
 
 def _add(window: Window[Summary], threads: ThreadPoolExecutor) -> None:
-    """Chunk by chunk in their order, whichever is counted first: as the ranks count at the save, to the last digit."""
-    parts = [(summary, part) for summary, (values,) in window for part in torch.split(values, _PART)]
-    for (summary, _), chunks in zip(parts, threads.map(_chunks, (part for _, part in parts)), strict=True):
-        for chunk in chunks:
-            summary.add_all(chunk)
-
-
-def _chunks(part: torch.Tensor) -> list[Summary]:
-    found = []
-    for chunk in torch.split(part, CHUNK):
-        found.append(Summary())
-        found[-1].add(chunk)
-    return found
+    """Part by part in their order, whichever is counted first: as the ranks count at the save, to the last digit."""
+    parts = [(summary, part) for summary, (values,) in window for part in torch.split(values, PART)]
+    for (summary, _), part in zip(parts, threads.map(Summary.of, (part for _, part in parts)), strict=True):
+        summary.add_all(part)
 
 
 def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:

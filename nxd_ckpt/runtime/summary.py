@@ -1,16 +1,27 @@
-"""Numbers that tell whether a tensor is healthy, counted window by window: four passes over what lies in the cache."""
+"""Numbers that tell whether a tensor is healthy, counted in chunks that stay in the processor's cache.
+
+Floating-point numbers are kept as a sign and a magnitude that grows with its bits. So the largest one, NaN, infinities
+and zeros show in the bits, as integers, which is quicker, above all for 16 bits. Only sums need float32.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from math import hypot, inf, isfinite, nan, sqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 CHUNK = 2**16
 """Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
+PART = 2**20
+"""Elements that are counted by one call: a millisecond's work. Who counts the same parts gets the same last digits."""
+_AT_ONCE = 2**18
+"""Elements that are counted at once: few enough to stay in the processor's cache, also while they become float32."""
+_ROW = 2**10
+"""Squares that are summed in float32; sums of rows are summed in float64. A norm has an error below 1e-6 of itself."""
 _SAFE = 2.0**-80
 """From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
 _COUNTS, _MEASURES = 4, 3
@@ -58,6 +69,32 @@ class TensorStatistics:
         return self.norm / sqrt(self.finite) if self.finite else 0.0
 
 
+class _Form(NamedTuple):
+    """How numbers of a dtype lie in their bits: integers of the same size, the sign, and infinity, above which is NaN.
+
+    Moved to the left by ``shift``, the bits are those of float32 (``single``) or of a float of their own.
+    """
+
+    signed: torch.dtype
+    unsigned: Any
+    sign: int
+    infinity: int
+    single: Any = np.float32
+    shift: int = 0
+
+    def value(self, magnitude: int) -> float:
+        """The number of these bits."""
+        held = np.uint32 if self.single is np.float32 else self.unsigned
+        return float(held(magnitude << self.shift).view(self.single))
+
+
+_BITS = {
+    torch.float32: _Form(torch.int32, np.uint32, 1 << 31, 0x7F800000),
+    torch.bfloat16: _Form(torch.int16, np.uint16, 1 << 15, 0x7F80, shift=16),
+    torch.float16: _Form(torch.int16, np.uint16, 1 << 15, 0x7C00, single=np.float16),
+}
+
+
 class Summary:
     """What is known of a tensor so far."""
 
@@ -67,8 +104,25 @@ class Summary:
 
     def add(self, values: torch.Tensor) -> None:
         """The next elements: contiguous, of one dimension."""
-        for chunk in torch.split(values, CHUNK):
-            self._add(chunk)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for chunk in torch.split(values, _AT_ONCE):
+                if not (chunk.dtype in _BITS and chunk.numel() and self._add_finite(chunk, _BITS[chunk.dtype])):
+                    self._add(chunk)
+
+    def _add_finite(self, chunk: torch.Tensor, form: _Form) -> bool:
+        """Add numbers by their bits. False, and nothing is added, if one of them is not finite."""
+        bits = chunk.view(form.signed)
+        numbers, (least, most) = bits.numpy(), map(int, torch.aminmax(bits))
+        lowest = int(numbers.view(form.unsigned).max())
+        magnitude = max(most, lowest - form.sign)  # of the positive numbers, and of the negative ones
+        if magnitude >= form.infinity:
+            return False
+        self._numel += len(numbers)
+        self._nonzero += int(np.count_nonzero(numbers))
+        if least == -form.sign:
+            self._nonzero -= int(np.count_nonzero(numbers == least))  # -0.0
+        self._add_measures(chunk.to(torch.float32), form.value(magnitude))
+        return True
 
     def _add(self, chunk: torch.Tensor) -> None:
         x = chunk.to(torch.float32) if fits_single(chunk.dtype) else exact(chunk)
@@ -83,11 +137,15 @@ class Summary:
             if not x.numel():
                 return
             low, high = (float(end) for end in torch.aminmax(x))
-        self._absmax = max(self._absmax, -low, high)
         self._nonzero += int(np.count_nonzero(x.numpy() != 0))  # torch counts in four times that time
+        self._add_measures(x, max(-low, high))
+
+    def _add_measures(self, x: torch.Tensor, absmax: float) -> None:
+        """Of finite numbers."""
+        self._absmax = max(self._absmax, absmax)
         total = float(x.sum())
         self._sum += total * _SMALLER if isfinite(total) else float((exact(x) * _SMALLER).sum())
-        self._norm = hypot(self._norm, _norm(x, max(-low, high)))
+        self._norm = hypot(self._norm, _norm(x, absmax))
 
     def add_all(self, other: Summary) -> None:
         """The elements of ``other``, too."""
@@ -115,6 +173,13 @@ class Summary:
                 found._sum, found._norm, found._absmax = total, norm, absmax
                 return found
         raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Summary:
+        """Of a part of a tensor, on any thread, for :meth:`add_all`."""
+        found = Summary()
+        found.add(values)
+        return found
 
     @property
     def numel(self) -> int:
@@ -157,9 +222,21 @@ def fits_single(dtype: torch.dtype) -> bool:
 def square(x: torch.Tensor) -> float:
     """The sum of squares, of floating-point or complex numbers: infinite or NaN where one of them is."""
     if fits_single(x.dtype):
-        found = float(x.to(torch.float32).square().sum())  # in pairs: torch.dot in float32 loses two more digits
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = _square_by_rows(x.to(torch.float32).numpy().reshape(-1))
         if _SAFE < found < inf:
             return found
     x = exact(x)
     x = torch.view_as_real(x).flatten() if x.is_complex() else x
     return float(torch.dot(x, x))
+
+
+def _square_by_rows(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> float:
+    """The dot product of each row with itself: one in float32 over all of them would lose two more digits."""
+    whole = len(numbers) // _ROW * _ROW
+    squares = np.matmul(numbers[:whole].reshape(-1, 1, _ROW), numbers[:whole].reshape(-1, _ROW, 1))
+    found = float(squares.sum(dtype=np.float64))
+    if whole < len(numbers):
+        rest = numbers[whole:].astype(np.float64)
+        found += float(np.dot(rest, rest))
+    return found

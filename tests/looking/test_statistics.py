@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -14,9 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Partition, checkpoint_statistics, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Checkpointer,
+    Partition,
+    checkpoint_statistics,
+    open_checkpoint,
+    save_checkpoint,
+    statistics,
+)
 from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.compare import side_by_side
 from nxd_ckpt.runtime.paths import SUMMARIES
 from nxd_ckpt.runtime.summary import Summary
 from nxd_ckpt.statistics import Statistics
@@ -31,7 +38,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 def test_numbers_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors that are cut into windows, with NaN and infinities, and of whole numbers."""
-    monkeypatch.setattr(side_by_side, "_MEMORY", 4096)
+    monkeypatch.setattr(statistics, "CRC_BLOCK", 512)
     drawn = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     bad = drawn.clone()
     bad[:5], bad[5:8], bad[8:20] = float("nan"), -float("inf"), 0.0
@@ -47,6 +54,52 @@ def test_numbers_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert ((values == 0).sum(), np.abs(finite).max(initial=0)) == (told.zeros, told.absmax)
         assert told.norm == pytest.approx(np.linalg.norm(finite))
         assert math.isnan(told.mean) if not finite.size else told.mean == pytest.approx(finite.mean(), abs=1e-7)
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+SIZES = (0, 1, 2, 1023, 1025, 5000)
+
+
+def _drawn(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of a dtype: of every bit pattern that it has, or of many, with and without those that are not finite;
+    one-sided, all alike, of both zeros, the smallest and the largest numbers."""
+    numbers = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (4096 * dtype.itemsize,), generator=numbers, dtype=torch.uint8).view(dtype)
+    finite = raw[raw.double().isfinite()]
+    limits, tiny = torch.finfo(dtype), torch.finfo(dtype).smallest_normal / 2
+    drawn = {f"drawn {size}": torch.randn(size, generator=numbers).to(dtype) for size in SIZES}
+    drawn |= {"raw": raw, "finite": finite, "positive": finite.double().abs().to(dtype), "one": raw[:1].view(())}
+    drawn |= {"negative": (-finite.double().abs()).to(dtype), "alike": torch.full((70_000,), 0.1).to(dtype)}
+    drawn |= {"zeros": torch.tensor([0.0, -0.0] * 700).to(dtype), "bad": torch.full((3,), -math.nan).to(dtype)}
+    drawn |= {"most": torch.tensor([limits.max, limits.min] * 9, dtype=torch.float64).to(dtype)}
+    return drawn | {"tiny": torch.tensor([tiny, -tiny, 0.0] * 500, dtype=torch.float64).to(dtype)}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 50))])
+def test_numbers_of_every_form_are_counted(tmp_path: Path, seed: int) -> None:
+    """As float64 has them: counts and the largest one exactly, the norm and the mean to six digits."""
+    numbers = torch.Generator().manual_seed(seed)
+    whole = {str(kind): torch.randint(-9, 9, (1025,), generator=numbers).to(kind) for kind in (torch.int64, torch.int8)}
+    model = {f"{dtype} {name}": one for dtype in FLOATS for name, one in _drawn(dtype, seed).items()}
+    model |= {**whole, "bool": torch.rand(1025, generator=numbers) > 0.5, "large": torch.randn(2**18 + 1)}
+    model |= {"complex": torch.randn(1025, dtype=torch.complex64, generator=numbers)}
+    save_checkpoint(tmp_path, "t", model)
+
+    found = checkpoint_statistics(open_checkpoint(tmp_path)).tensors
+
+    for name, tensor in model.items():
+        exact = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        values, told = exact.double().numpy(), found[f"model/{name}"]
+        finite = values[np.isfinite(values)]
+        assert (values.size, np.isnan(values).sum(), np.isinf(values).sum()) == (told.numel, told.nans, told.infs), name
+        largest = np.abs(finite).max(initial=0)
+        assert ((values == 0).sum(), largest) == (told.zeros, told.absmax), name
+        scaled = finite / (largest or 1)
+        norm = min(float(np.linalg.norm(scaled)) * float(largest), sys.float_info.max)
+        assert told.norm == pytest.approx(norm, rel=1e-6), name
+        error = 1e-6 * np.abs(scaled).mean() * largest if finite.size else 0
+        assert (not finite.size) == math.isnan(told.mean), name
+        assert not finite.size or abs(told.mean - scaled.mean() * largest) <= error, name
 
 
 def test_they_are_kept_for_one_save(tmp_path: Path) -> None:

@@ -23,13 +23,10 @@ from nxd_ckpt.runtime.paths import SUMMARIES, summaries_dir, summaries_file
 from nxd_ckpt.runtime.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.runtime.save.summaries import Boxes, Summaries, dump_summaries
 from nxd_ckpt.runtime.save.waves import Span, Wave
-from nxd_ckpt.runtime.summary import CHUNK, Summary
+from nxd_ckpt.runtime.summary import PART, Summary
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
-
-_AT_ONCE = 16 * CHUNK
-"""Elements between two looks whether to stop: a few milliseconds."""
 
 
 class Counting:
@@ -91,7 +88,7 @@ class Counting:
                 for summary, values in self._values(self._files[span.file], span, view):
                     if self._stopped:
                         return False
-                    summary.add(values)
+                    summary.add_all(Summary.of(values))
             return True
         finally:
             views.clear()  # the arena may only grow once nobody holds a view of it
@@ -121,7 +118,7 @@ class Counting:
                 continue  # another copy of it
             if piece.local == whole:
                 summary = boxes.setdefault(piece.box, Summary())
-                yield from ((summary, part) for part in torch.split(values, _AT_ONCE))
+                yield from ((summary, part) for part in torch.split(values, PART))
             elif values.numel() == whole.numel:  # else it came in parts: who asks will read it
                 summary, held = boxes.setdefault(piece.box, Summary()), values.view(tensor.shape)
-                yield from ((summary, box_of(held, part).reshape(-1)) for part in cut_box(piece.local, _AT_ONCE))
+                yield from ((summary, box_of(held, part).reshape(-1)) for part in cut_box(piece.local, PART))
