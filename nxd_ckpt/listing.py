@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
+from math import inf
 from typing import Any
 
 from nxd_ckpt.core.html_table import html_table
@@ -34,7 +35,7 @@ from nxd_ckpt.layout.directory import (
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
 from nxd_ckpt.runtime.save.retention import pinned
-from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.runtime.tag.choosing import choose, settled_tags
 from nxd_ckpt.runtime.tag.identity import Identity, of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
@@ -201,6 +202,8 @@ def _listing(
             where = without_password(directory)
             raise CheckpointNotFound(f"{storage.url} is itself a tag: list {where}, or inspect this one")
     newest = latest(tags)
+    if only is not None and all(info.tag != only for info in tags):
+        tags = [replace(choose(storage, only), order_time=inf)]  # without markers: no time tells its place
     try:
         pins = pinned(storage)
     except (OSError, CheckpointError):  # what cannot be read there is no reason to show no tags

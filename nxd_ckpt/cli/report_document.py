@@ -16,7 +16,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.doctor import examine_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
-from nxd_ckpt.layout.directory import holds_tags
+from nxd_ckpt.layout.directory import describe_incomplete, holds_tags, require_directory
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.listing import locate, opened_document
 from nxd_ckpt.runtime.compare.statistics_cache import read_statistics
@@ -68,7 +68,8 @@ def report_document(
         if tag["tag"] in held and not tag["problems"]
     }
     if not opened:
-        raise CheckpointNotFound(f"{listing['directory']}: no complete checkpoint to report on")
+        held_there = describe_incomplete(open_storage(directory, storage_options=options))
+        raise CheckpointNotFound(f"{listing['directory']}: no complete checkpoint to report on; {held_there}")
     statistics = _statistics(opened, count, document["problems"], progress)
     newest = next(reversed(opened.values()))
     for tag in tags:
@@ -99,6 +100,7 @@ def report_document(
 def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Of a directory of Hugging Face's: which tensors it holds. None for anything else, tags above all."""
     storage = open_storage(path, storage_options=options)
+    require_directory(storage)
     if not any(entry.name.endswith(".safetensors") for entry in storage.list()):
         return None
     if holds_tags(storage) or locate(path, None, options)[1] is not None:
@@ -127,11 +129,10 @@ def _statistics(
     found: dict[str, Statistics] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
     for tag, checkpoint in opened.items():
-        kept = read_statistics(checkpoint.opened)
-        if kept is None and tag in latest:
+        if tag in latest:
             with _telling_damage(tag, problems):
-                kept = dict(checkpoint_statistics(checkpoint, progress=progress).tensors)
-        if kept is not None:
+                found[tag] = checkpoint_statistics(checkpoint, progress=progress).tensors
+        elif (kept := read_statistics(checkpoint.opened)) is not None:
             found[tag] = kept
     return found
 

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from nxd_ckpt.layout.directory import require_directory
     from nxd_ckpt.listing import watched_document
     from nxd_ckpt.runtime.save.in_flight import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
@@ -67,6 +68,7 @@ def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict
     storage = open_storage(directory, storage_options=options)
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
         return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
+    require_directory(storage)
     saves = [asdict(one) for one in saves_in_flight(storage)]
     listed = watched_document(directory, options, told)
     complete = (tag for tag in listed["tags"] if tag["complete"])

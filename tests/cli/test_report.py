@@ -290,6 +290,38 @@ def test_a_tag_with_a_file_of_hugging_faces_is_a_tag(
     assert ("tags", ["t"]) == (document["kind"], [tag["tag"] for tag in document["tags"]])
 
 
+def test_what_a_converter_wrote_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without markers, where it is named itself. What is kept and of no use is warned of once."""
+    save_checkpoint(tmp_path, "t", STATE)
+    (tmp_path / "u").mkdir()
+    (tmp_path / "t" / "model").rename(tmp_path / "u" / "model")
+    assert 0 == main(["report", str(tmp_path / "u"), "--json"])
+    (tag,) = json.loads(capsys.readouterr().out)["tags"]
+    assert ("u", None, False, []) == (tag["tag"], tag["order_time"], tag["latest"], tag["problems"])
+
+    save_checkpoint(tmp_path, "v", STATE)
+    kept = tmp_path / ".nxd_ckpt" / "statistics" / "v.json"
+    kept.mkdir(parents=True)
+    caplog.clear()
+    assert 0 == main(["report", str(tmp_path / "v"), "--json"])
+    assert 1 == sum("its tensors are read" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("command", [["report", "--json"], ["watch", "--once"], ["doctor"], ["list"], ["verify"]])
+def test_what_is_no_directory_of_checkpoints_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """A file, and by those that need a tag a directory that has none, with what it holds instead."""
+    (tmp_path / "notes").write_text("1")
+    assert 1 == main([*command, str(tmp_path / "notes")])
+    assert f"{tmp_path / 'notes'} is a file, expected a directory" in capsys.readouterr().err
+    if command[0] not in ("watch", "list"):
+        assert 1 == main([*command, str(tmp_path)])
+        assert "it holds 'notes' (not a checkpoint)" in capsys.readouterr().err
+
+
 def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:
     """As far as its files tell: bytes by module. Beside tags, such a file hides none of them."""
     from safetensors.torch import save_file
