@@ -53,9 +53,10 @@ PICKLE_OBJECTS = 2**17
 """Containers and other objects that any pickle may make; a set, and whatever is called, counts as three. Numbers and
 text are not counted."""
 
-PICKLE_OBJECT_NBYTES = 4
-"""Bytes of a pickle for each object that it may make beside these: picklers write more, five for an object of user
-content, seven for one of a tensor's fifteen. Only one that was made to cost time and memory has fewer."""
+PICKLE_OBJECT_NBYTES = 3
+"""Bytes of a pickle for each object that it may make beside these: picklers write more, eight for each of the thirteen
+objects of a tensor, and four for those of torch DCP's metadata, which is the least. Only a pickle that was made to cost
+time and memory has fewer."""
 
 TREE_DEPTH = 100
 """Containers inside each other."""

@@ -193,10 +193,10 @@ WORST: dict[str, tuple[str, _Maker]] = {
         f"a pickle of {what}, and an array": ("pickle", _beside_an_array(unit))
         for what, unit in {
             "lists, and others": b"]NNN",
-            "lists of one, and others": b"]Na2",
+            "lists of one, and others": b"]Na",
             "tuples, and others": b"N\x85NN",
             "dicts of one, and others": b"}NNs",
-            "sets, and others": b"\x8f" + b"N" * 11,
+            "sets, and others": b"\x8f" + b"N" * 8,
         }.items()
     },
     "a pickle of Namespaces": ("pickle", _objects("argparse", "Namespace")),
