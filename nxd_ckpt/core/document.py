@@ -24,9 +24,8 @@ _BLANKS = " \t\n\r"
 _blanks_at: Callable[[str, int], re.Match[str]] = re.compile(rf"[{_BLANKS}]*").match  # type: ignore[assignment]
 
 
-def plain(value: Any) -> str:
-    """Any plain value as JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+plain: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+"""Any plain value as JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
 
 
 def integers(values: Iterable[int]) -> str:

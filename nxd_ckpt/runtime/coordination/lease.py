@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from nxd_ckpt import host
 from nxd_ckpt.core import document
@@ -217,9 +217,7 @@ def _found(storage: Storage) -> tuple[bytes | None, Lease] | None:
 
 
 def _encode(lease: Lease) -> bytes:
-    fields = asdict(lease)
-    del fields["known"]
-    return json.dumps(fields).encode()
+    return json.dumps({name: value for name, value in vars(lease).items() if name != "known"}).encode()
 
 
 def _decode(data: bytes) -> Lease:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -126,7 +126,7 @@ class SavePlan:
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
         """What all ranks must agree on for this save: a vote's ``plan``. What only one rank writes is not in it."""
         everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
-        parts = {name: value for name, value in asdict(self.parts).items() if name in everywhere}
+        parts = {name: getattr(self.parts, name) for name in everywhere}
         chosen: dict[str, Any] = {"ignore_keys": list(self.left_out)} if self.left_out else {}
         chosen |= {} if self.groups is None else {"mesh": True}
         return {"tag": tag, "topology": topology.describe(), **parts, **chosen}

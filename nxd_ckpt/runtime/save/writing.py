@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import Executor, Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 from nxd_ckpt import host
@@ -176,10 +175,10 @@ class FileWriter:
             with _naming(f"{folder}/"):
                 self._storage.make_dir(f"{self._folder}/{folder}")
         # Parents too: the first to write below a directory created it, and its own name must last as well.
-        folders = {str(parent) for planned in self._files for parent in PurePosixPath(planned.key).parents}
+        folders = {"", *(parent for planned in self._files for parent in _parents(planned.key))}
         for folder in sorted(folders, reverse=True):
-            with _naming(f"{folder}/"):
-                self._storage.sync_dir(self._folder if folder == "." else f"{self._folder}/{folder}")
+            with _naming(f"{folder or '.'}/"):
+                self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
 
     def abort(self) -> None:
         for handle in self._open.values():
@@ -254,6 +253,12 @@ class FileWriter:
 
 
 _Stretches = Generator[Blocks, None, None]
+
+
+def _parents(key: str) -> Iterator[str]:
+    """The folders that a file lies in, from the inside out."""
+    while key := key.rpartition("/")[0]:
+        yield key
 
 
 def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Sequence[StorageRecord]]:

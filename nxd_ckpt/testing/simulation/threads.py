@@ -229,9 +229,6 @@ def inhabited(world: World) -> Iterator[None]:
 
 
 def _host_of(world: World) -> dict[str, Any]:
-    def made(kind: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: kind(world, *args, **kwargs)
-
     def process() -> Process | None:
         return world.current.process if world.current is not None else None
 
@@ -243,8 +240,8 @@ def _host_of(world: World) -> dict[str, Any]:
 
     classes = (Thread, Lock, Condition, Semaphore, Event, SimpleQueue)
     return {
-        **{kind.__name__: made(kind) for kind in classes},
-        "local": made(Local),
+        **{kind.__name__: partial(kind, world) for kind in classes},
+        "local": partial(Local, world),
         "monotonic": lambda: world.now,
         "monotonic_ns": lambda: int(world.now * 1e9),
         "time": time,
