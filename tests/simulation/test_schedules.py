@@ -15,7 +15,7 @@ from tests.simulation.store_schedule import StoreSchedule
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-SLICE = {"disk": 200, "store": 50}
+SLICE = {"disk": 240, "store": 55}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
@@ -101,6 +101,15 @@ FOUND = [
     # A request that was given up put its file into the tag just after the next launch had emptied it, which refused to
     # write over that. The launch after it saves.
     StoreSchedule(6, (Save("a", 1, overwrite=True),), "late", rank=1, at=2, has_group=True, times=3),
+    # No reply came to the requests that began an upload, and the file was written in another way: the uploads stayed.
+    StoreSchedule(
+        200077, (Save("a", 1, overwrite=True, dedup=True), Save("b", 2, overwrite=True, dedup=True)), "lost", rank=1,
+        at=13, machines=("one", "one", "one"), times=8, page=2,
+    ),
+    StoreSchedule(
+        200124, (Save("a", 1, True, 1, True, dedup=True), Save("b", 2, True, 1, True, dedup=True)), "lost", rank=1,
+        at=17, has_group=True, machines=("one", "one", "one"), times=3, page=2,
+    ),
 ]
 
 

@@ -213,15 +213,24 @@ class S3Writer:
 
     def _begin(self) -> str:
         metadata = {TOKEN: self._token}
-        reply = self._bucket.call(
-            "create_multipart_upload", self._key, Key=self._full, Metadata=metadata, ChecksumAlgorithm="CRC32"
-        )
+        try:
+            reply = self._bucket.call(
+                "create_multipart_upload", self._key, Key=self._full, Metadata=metadata, ChecksumAlgorithm="CRC32"
+            )
+        except ConnectionError:
+            with contextlib.suppress(OSError):  # why it could not be begun says more
+                self._discard_others(None)
+            raise
         upload_id = str(reply["UploadId"])
-        if reply["ResponseMetadata"].get("RetryAttempts"):  # a lost reply leaves an upload that nobody knows
-            for name, other in self._bucket.uploads(self._key, self._full):
-                if name == self._full and other != upload_id:
-                    self._bucket.discard_upload(self._key, name, other)
+        if reply["ResponseMetadata"].get("RetryAttempts"):
+            self._discard_others(upload_id)
         return upload_id
+
+    def _discard_others(self, known: str | None) -> None:
+        """Abort the uploads of this key but the ``known`` one: lost replies leave some that nobody knows."""
+        for name, other in self._bucket.uploads(self._key, self._full):
+            if name == self._full and other != known:
+                self._bucket.discard_upload(self._key, name, other)
 
     def _upload(self, number: int, views: Sequence[memoryview]) -> None:
         try:
