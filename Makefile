@@ -32,7 +32,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-statistics demo
+.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo
 
 # Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
 test:
@@ -89,6 +89,9 @@ bench-scale: $(PLAIN_READY)
 
 bench-hosts: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.hosts $(BENCH_ARGS)
+
+bench-tiers: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m tools.bench.tiers $(BENCH_ARGS)
 
 bench-statistics: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m tools.bench.statistics $(BENCH_ARGS)

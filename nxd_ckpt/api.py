@@ -176,16 +176,14 @@ def load_checkpoint(
     if writing is not None and tiers is not None and tuple(tiers) != writing.tiers:
         raise InvalidArgument(f"{directory} is saved to with tiers={list(writing.tiers)}: pass the same ones to load")
     checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
-    return checkpointer.load(
-        tag,
-        model,
-        optimizer,
-        scheduler,
-        num_workers=num_workers,
-        strict=strict,
-        use_zero1_dcp=use_zero1_dcp,
-        **{"progress": True, **own},
-    )
+    chosen: dict[str, object] = {
+        "progress": True,
+        **own,
+        "num_workers": num_workers,
+        "strict": strict,
+        "use_zero1_dcp": use_zero1_dcp,
+    }
+    return checkpointer.load_given(tag, (model, optimizer, scheduler), chosen, lasting=writing is not None)
 
 
 @as_checkpoint_errors()

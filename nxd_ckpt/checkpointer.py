@@ -186,14 +186,21 @@ class Checkpointer:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
+        return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True)
+
+    def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Any:
+        """As :meth:`load`, ``given`` its three; nothing goes on afterwards unless it is ``lasting``."""
         require_own(self._pid, self.storage.url)
         with self._turns.taken("load"):
             self._in_flight.settle()
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
-            given, timeout = (model, optimizer, scheduler), self._options.timeout
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
-                return load(self._places.storages, self.topology, agreement, tag, given, chosen, timeout)
+                timeout, storages = self._options.timeout, self._places.storages
+                found = load(storages, self.topology, agreement, tag, given, chosen, timeout)
+                if lasting:
+                    self._places.replenish(agreement)
+            return found
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], Saving]) -> Saving | None:
         """What ``begin`` gives; None where a first save failed, on all ranks, and that need not be raised."""
@@ -218,6 +225,7 @@ class Checkpointer:
     ) -> Saving:
         """Stage what is ``captured`` and hand it over to the writer thread, which does the rest."""
         tag = pending.tag
+        self._places.settle()
         planned = self._open(captured, tag) if self._session is None else None
         error: BaseException | None = None
         if planned is None:
@@ -276,6 +284,7 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         with self._turns.taken("removal"):
             self._in_flight.settle()
+            self._places.settle()
             session = self._session or self._claim(self._meet("removal"))
             return self.topology.rank == 0 and retire(session, validate_tag(tag))
 
@@ -387,3 +396,5 @@ class Checkpointer:
             self._session = None
             forget(self)
             self._places.leave(lambda: self._meet("close") if grace is None else None)
+        else:
+            self._places.leave(None)

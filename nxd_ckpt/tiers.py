@@ -10,6 +10,7 @@ from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.hosts import Replicas, join
@@ -22,6 +23,7 @@ from nxd_ckpt.storage.urls import StrPath
 
 if TYPE_CHECKING:
     from nxd_ckpt.convert.drain import Drains
+    from nxd_ckpt.convert.replenishing import Replenishing
 
 _NEWS = 10.0
 """Seconds after which ranks that wait for a tier hear of rank 0 again."""
@@ -38,6 +40,8 @@ class Tiers:
         opened = (tier.open(options.durable, options.storage_options) for tier in self.tiers[first is not None :])
         self.storages = [*([] if first is None else [first]), *opened]
         self.drains: Drains | None = None
+        self._replenishes = False
+        self._replenishing: Replenishing | None = None
         self._timeout = options.timeout
 
     def __len__(self) -> int:
@@ -77,31 +81,32 @@ class Tiers:
         from nxd_ckpt.convert.transfer import copy_by_pieces
 
         first = self.first
-        if not isinstance(first, HostsStorage) or place not in range(1, len(self.storages)):
-            raise OSError(f"there is no tier {place} below one that is each host's own")
-        target = self.storages[place]
+        if not isinstance(first, HostsStorage) or place not in range(len(self.storages)):
+            raise OSError(f"there is no tier {place}")
+        source, target = (first.own, self.storages[place]) if place else (first, first.own)
         if not target.is_dir(folder):
             raise OSError(
                 f"{target.url}/{folder}, which rank 0 made, is not there: all ranks must see all tiers, and pass the "
                 "same ones"
             )
-        return copy_by_pieces(first.own, key, target, f"{folder}/{name}", expected)
+        return copy_by_pieces(source, key, target, f"{folder}/{name}", expected)
 
     @contextmanager
     def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:
-        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer."""
+        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer. So it
+        is where replicas are brought back."""
         try:
             self.join(agreement)
             yield
         finally:
-            if not lasting:
+            if not (lasting or self._replenishes):
                 self._leave()
 
-    def leave(self, meet: Callable[[], Agreement | None]) -> None:
-        """After the last save: serve this host's disk no more once all ranks ``meet``, which means that they have left
+    def leave(self, meet: Callable[[], Agreement | None] | None) -> None:
+        """Serve this host's disk no more; after the last save once all ranks ``meet``, which means that they have left
         too. Rank 0 may still clean up there, others read its verdict. Where they do not, until the process ends."""
         with suppress(CheckpointError):
-            if self.per_host and meet() is not None:
+            if self.per_host and (meet is None or meet() is not None):
                 self._leave()
 
     def have_checkpoint(self, agreement: Agreement | None) -> bool:
@@ -127,6 +132,7 @@ class Tiers:
         return isinstance(self.first, HostsStorage)
 
     def _leave(self) -> None:
+        self._replenishes = False
         if isinstance(self.first, HostsStorage):
             self.first.leave()
 
@@ -163,6 +169,34 @@ class Tiers:
             with suppress(OSError):  # the first save meets it too
                 self.drains.resume()
 
+    def replenish(self, agreement: Agreement | None) -> None:
+        """Begin to bring back what the newest tags lack on hosts that were replaced, in the background of rank 0, until
+        :meth:`settle`; all ranks call it, and serve their directories for it."""
+        first = self.first
+        if not isinstance(first, HostsStorage) or agreement is None or self.tiers[0].replicas == 1:
+            return
+
+        def look() -> bool:
+            try:
+                there = [info for info in list_tags(first) if info.complete and info.ours]
+                newest = max(there, key=lambda info: info.order_time, default=None)
+                if newest is None or not first.lacking(newest.tag):
+                    return False
+            except (CheckpointError, OSError):  # who needs what is away now meets it
+                return False
+            from nxd_ckpt.convert.replenishing import Replenishing  # it brings all tools along
+
+            self._replenishing = self._replenishing or Replenishing(first)
+            self._replenishing.start()
+            return True
+
+        self._replenishes |= decided_by_rank0(agreement, look)
+
+    def settle(self) -> None:
+        """Before tags of the first tier are made or removed: nothing else changes that tier from now on."""
+        if self._replenishing is not None:
+            self._replenishing.stop()
+
     def require(self, tier: object) -> None:
         """Raise InvalidArgument unless there is a tier of that number."""
         if not isinstance(tier, int) or tier not in range(len(self.tiers)):
@@ -186,6 +220,9 @@ class Tiers:
     def close(self, grace: float | None) -> None:
         """Give back all tiers but the first, once they have what they are to have; with a ``grace``, without it and
         within so many seconds."""
+        replenishing, self._replenishing = self._replenishing, None
+        if replenishing is not None:
+            replenishing.close()
         drains, self.drains = self.drains, None
         if drains is not None:
             drains.close(grace)

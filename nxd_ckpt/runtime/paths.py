@@ -16,6 +16,7 @@ RUNS = f"{HIDDEN}/runs"
 PROBES = f"{HIDDEN}/probes"
 COPIES = f"{HIDDEN}/copies"
 PINS = f"{HIDDEN}/pins"
+FETCHED = f"{HIDDEN}/fetched"
 STATISTICS = f"{HIDDEN}/statistics"
 SUMMARIES = f"{HIDDEN}/summaries"
 

@@ -1,16 +1,19 @@
 """``python -m tests.hosts``: kill a job's hosts, and write the counts into docs/reliability.md.
 
-An error names the seed of its campaign, whose directory stays.
+An error names the seed of its campaign, whose directory stays. SIGINT or SIGTERM ends it after the launches that are
+under way, and what was counted until then is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from random import Random
 from shutil import rmtree
@@ -29,19 +32,28 @@ class Counts(NamedTuple):
 
 
 def campaign(seed: int, kills: int, directory: str | None) -> Counts:
-    """Until so many processes were killed."""
+    """Until so many processes were killed, or it is to end."""
     logging.disable()
     path = Path(tempfile.mkdtemp(prefix=f"kills_{seed}_", dir=directory))
     found = Campaign(path, Random(seed))
     try:
         found.rehearse()
-        while found.fallen.total() < kills:
+        while found.fallen.total() < kills and not _ending.is_set():
             found.kill()
             print(f"seed {seed}: {found.fallen.total()} kills in {found.launches} launches", flush=True)
     except BaseException as error:
         raise RuntimeError(f"seed {seed}, launch {found.launches}, kept in {path}: {error}") from error
     rmtree(path)
     return Counts(found.launches, found.lost, found.fallen)
+
+
+_ending: Event = get_context("fork").Event()
+
+
+def _leave_signals() -> None:
+    """They are for the process that all campaigns belong to."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
@@ -55,7 +67,9 @@ def main() -> None:
     origin = date_and_commit()  # the checkout may move on while it runs
     seeds = range(given.first, given.first + given.processes)
     each = -(-given.kills // given.processes)
-    with ProcessPoolExecutor(given.processes, get_context("fork")) as pool:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: _ending.set())
+    with ProcessPoolExecutor(given.processes, get_context("fork"), _leave_signals) as pool:
         done = list(pool.map(campaign, seeds, [each] * len(seeds), [given.directory] * len(seeds)))
     fallen = sum((one.fallen for one in done), Counter[tuple[int, str]]())
     by_phase = {name: sum(fallen[one] for one in PHASES if one[1] == name) for name in sorted({p for _, p in PHASES})}

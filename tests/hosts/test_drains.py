@@ -168,7 +168,7 @@ def ask(rank: int, path: Path) -> list[str]:
         right = FileEntry(hosts.size(key), digest(hosts, key, lambda _: None).crc32)
         (path / "far" / "folder").mkdir()
         for where, file, entry in [
-            ((0, "step_1", "x"), key, right),
+            ((-1, "folder", "x"), key, right),
             ((2, "folder", "x"), key, right),
             ((1, "elsewhere", "x"), key, right),
             ((1, "folder", "../../x"), key, right),
@@ -190,7 +190,7 @@ def test_what_a_host_refuses_to_copy(tmp_path: Path) -> None:
     refused = Job(RANKS, ask, tmp_path, group=True).values()[0]
     for expected, found in zip(
         [
-            "there is no tier 0",
+            "there is no tier -1",
             "there is no tier 2",
             "elsewhere, which rank 0 made, is not there",
             "leaves the directory",

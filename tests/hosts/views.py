@@ -8,7 +8,7 @@ from pathlib import Path
 from nxd_ckpt.runtime.paths import ON_HOSTS
 from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
-from nxd_ckpt.storage.hosts.server import HostServer
+from nxd_ckpt.storage.hosts.server import HostServer, copy_nothing
 from nxd_ckpt.storage.hosts.storage import Hosts, HostsStorage
 
 SECRET = b"s" * 32
@@ -22,7 +22,8 @@ class World:
         self.paths = [path / str(number) for number in range(hosts)]
         self.own = [OwnDirectory(path) for path in self.paths]
         self.servers = [
-            HostServer(own, number, SECRET, f"127.0.0.{number + 2}", timeout) for number, own in enumerate(self.own)
+            HostServer(own, number, SECRET, f"127.0.0.{number + 2}", timeout, copy_nothing)
+            for number, own in enumerate(self.own)
         ]
         self.timeout = timeout
         self.remotes: list[RemoteDirectory] = []

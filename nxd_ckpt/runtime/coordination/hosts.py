@@ -78,7 +78,7 @@ def join(
         raise
     there: dict[int, Directory] = {remote.host: remote for remote in remotes}
     directories = [there.get(other, storage.own) for other in range(number)]
-    storage.join(Hosts(directories, host, targets[agreement.rank]), leave)
+    storage.join(Hosts(directories, host, targets[agreement.rank]), leave, copy_out)
 
 
 def _lowest_that_shares(own: Storage, agreement: Agreement) -> int:

@@ -52,6 +52,9 @@ class Directory(Protocol):
 
     def sync_dir(self, key: str) -> None: ...
 
+    def rename(self, source: str, target: str) -> None:
+        """Durably; the target must not exist."""
+
     def remove(self, key: str) -> None: ...
 
 
@@ -81,6 +84,11 @@ class OwnDirectory(LocalStorage):
                 return False
             self.write(key, data)
             return True
+
+    def rename(self, source: str, target: str) -> None:
+        self._make_room(target)
+        super().rename(source, target)
+        self.sync_dir(_folder(target))
 
     def remove(self, key: str) -> None:
         try:

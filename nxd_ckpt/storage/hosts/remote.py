@@ -137,6 +137,9 @@ class RemoteDirectory:
     def sync_dir(self, key: str) -> None:
         self._ask("sync_dir", key)
 
+    def rename(self, source: str, target: str) -> None:
+        self._ask("rename", source, target=target)
+
     def remove(self, key: str) -> None:
         self._ask("remove", key)
 

@@ -41,6 +41,12 @@ Answer = tuple[Fields, bytes]
 CopyOut = Callable[[str, int, str, str, FileEntry], Generator[int, None, None]]
 """Copies a file of this host to a lower tier, see :meth:`HostsStorage.copy_out`: key, place, folder, name, expected."""
 
+
+def copy_nothing(key: str, place: int, folder: str, name: str, expected: FileEntry) -> Generator[int, None, None]:
+    """Where there is no tier to copy to."""
+    raise OSError("this host copies nothing")
+
+
 _ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
 """Errors that the caller is told, who may ask for something else then. RuntimeError: an exiting process starts no
 threads."""
@@ -60,7 +66,7 @@ class HostServer:
     """Serves ``directory`` as host number ``host`` of a job, on the given address of this host, until it is closed.
 
     Raises OSError where that address cannot be listened to. ``timeout``: seconds that a message may take. ``copy_out``
-    is how files are copied to lower tiers; without it that is refused.
+    is how files are copied to lower tiers.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class HostServer:
         secret: bytes,
         address: str,
         timeout: float,
-        copy_out: CopyOut | None = None,
+        copy_out: CopyOut,
     ) -> None:
         self._directory, self._host, self._secret, self._timeout = directory, host, secret, timeout
         self._copy_out = copy_out
@@ -144,7 +150,7 @@ class HostServer:
 class _Conversation:
     """What one connection asks for, one request after the other."""
 
-    def __init__(self, directory: OwnDirectory, channel: Channel, copy_out: CopyOut | None) -> None:
+    def __init__(self, directory: OwnDirectory, channel: Channel, copy_out: CopyOut) -> None:
         self._directory, self._channel, self._copy_out = directory, channel, copy_out
         self._writer: Writer | None = None
         self._copied: Generator[int, None, None] = (number for number in range(0))
@@ -234,6 +240,10 @@ class _Conversation:
         self._directory.sync_dir(_key(fields))
         return {}, b""
 
+    def _do_rename(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._directory.rename(_key(fields), _text(fields["target"]))
+        return {}, b""
+
     def _do_remove(self, fields: Fields, blobs: list[bytes]) -> Answer:
         key = _key(fields)
         if not key:
@@ -243,8 +253,6 @@ class _Conversation:
 
     def _do_copy_out(self, fields: Fields, blobs: list[bytes]) -> Answer:
         """The first piece of the copy. Its caller has this connection, and so this thread, for the copy alone."""
-        if self._copy_out is None:
-            raise OSError("this host copies nothing")
         yield_disk_to_others()
         yield_processor_to_others()
         where = int(fields["place"]), _text(fields["folder"]), _text(fields["name"])

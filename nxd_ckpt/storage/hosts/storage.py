@@ -23,6 +23,7 @@ from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
 from nxd_ckpt.storage.hosts.keys import Names, top_of
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
 from nxd_ckpt.storage.hosts.replicas import ReplicatedWriter
+from nxd_ckpt.storage.hosts.server import CopyOut, copy_nothing
 
 T = TypeVar("T")
 
@@ -79,9 +80,12 @@ class HostsStorage:
         directories = () if self._hosts is None else self._hosts.directories
         return self._received + sum(one.received for one in directories if isinstance(one, RemoteDirectory))
 
-    def join(self, hosts: Hosts, leave: Callable[[], None] = lambda: None) -> None:
-        """From now on it is all of these; ``leave`` gives up what that takes."""
+    def join(
+        self, hosts: Hosts, leave: Callable[[], None] = lambda: None, copy_own: CopyOut | None = None
+    ) -> None:
+        """From now on it is all of these; ``leave`` gives up what that takes, ``copy_own`` is :meth:`copy_out` here."""
         self._hosts, self._leave = hosts, leave
+        self._copy_own = copy_own or copy_nothing
 
     def leave(self) -> None:
         """From now on it is nothing, until it is joined anew. Safe to call again."""
@@ -208,6 +212,21 @@ class HostsStorage:
                         found.get(f"{folder}/{entry.name}", set()).add(self._number(directory))
         return found
 
+    def lacking(self, top: str) -> set[int]:
+        """The numbers of the hosts that answer, and do not have what says which complete save the directory ``top``
+        holds."""
+        marks = self._marks(top)
+        newest = max(marks.values(), key=lambda mark: _order_of(mark[1]), default=None)
+        return {number for number, mark in marks.items() if mark != newest}
+
+    def is_member(self, number: int, top: str) -> bool:
+        """Whether that host's files in the directory ``top`` are of its newest complete save, or it does not answer."""
+        return self.hosts.directories[number] in self._members_of(top)
+
+    def reachable(self) -> set[int]:
+        """The numbers of the hosts that answer."""
+        return {*self._marks("")}
+
     def copies(self, key: str) -> dict[int, Storage]:
         there = dict[int, Storage]()
         for directory in self._order(key):
@@ -222,13 +241,15 @@ class HostsStorage:
         """Have another host copy a file of its own to ``folder/name`` of a lower tier, by the number ``place``: a piece
         each time that the next is asked for, of which the bytes are yielded. It is complete once there is no next one.
 
-        Given up before, or if anything is raised, it is not there. Raises MalformedFile, EOFError, OSError: the host
-        is away, refuses, or the file is not the ``expected`` one.
+        At place 0 it is the other way round: the host fetches the file to its own directory.
+
+        Given up before, or if anything is raised, it is not there. Raises CorruptCheckpoint, EOFError, OSError: the
+        host is away, refuses, or the file is not the ``expected`` one.
         """
         directory = self.hosts.directories[number]
-        if not isinstance(directory, RemoteDirectory):
-            raise OSError(f"host {number} is this one")
-        return directory.copy_out(key, place, folder, name, expected)
+        if isinstance(directory, RemoteDirectory):
+            return directory.copy_out(key, place, folder, name, expected)
+        return self._copy_own(key, place, folder, name, expected)
 
     def _only(self, directory: Directory) -> HostsStorage:
         """What one of the hosts holds."""
@@ -268,17 +289,22 @@ class HostsStorage:
 
         Those that are away are among them: who does not find a file elsewhere meets their error.
         """
-        keys = [f"{top}/{self._names.marker}", f"{top}/{self._names.done}"]
-        away, marks = list[Directory](), list[tuple[Directory, bytes | None, bytes | None]]()
-        for directory in self._all():
-            try:
-                marker, done = directory.peek(keys)
-                marks.append((directory, marker, done))
-            except (ConnectionError, TimeoutError):
-                away.append(directory)
-        marked = [(_order_of(done), marker) for _, marker, done in marks if marker is not None]
+        marks = self._marks(top)
+        marked = [(_order_of(done), marker) for marker, done in marks.values() if marker is not None]
         newest = max(marked, key=lambda one: one[0])[1] if marked else None
-        return [*(directory for directory, marker, _ in marks if marker == newest), *away]
+        directories = self.hosts.directories
+        away = [directory for number, directory in enumerate(directories) if number not in marks]
+        return [*(directories[number] for number, (marker, _) in marks.items() if marker == newest), *away]
+
+    def _marks(self, top: str) -> dict[int, tuple[bytes | None, bytes | None]]:
+        """By host, marker and ``done`` of the directory ``top``; without hosts that are away."""
+        keys = [f"{top}/{name}".lstrip("/") for name in (self._names.marker, self._names.done)]
+        marks = dict[int, tuple[bytes | None, bytes | None]]()
+        for directory in self._all():
+            with suppress(ConnectionError, TimeoutError):
+                marker, done = directory.peek(keys)
+                marks[self._number(directory)] = marker, done
+        return marks
 
     def _listed(self, key: str) -> Sequence[Directory]:
         """The directories that are listed for ``key``."""

@@ -1,0 +1,104 @@
+"""After a load that found a host replaced: what it had is copied to it anew, before anything is saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.convert.replenishing import Fetch, missing_copies
+from nxd_ckpt.convert.tag_file import TagFile
+from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.runtime.paths import FETCHED
+from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, save, state, tier
+from tests.protocol.job import Job, until
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+TAGS = ("step_1", "step_2")
+
+
+def copies(path: Path, tag: str) -> Counter[str]:
+    """On how many hosts each file of a tag is."""
+    folders = [host_of(path, rank) / tag for rank in range(RANKS)]
+    return Counter(str(file.relative_to(folder)) for folder in folders for file in folder.rglob("*") if file.is_file())
+
+
+def are_whole(path: Path) -> bool:
+    """Whether each file of both tags is on two hosts, and what says that they are complete on all."""
+    for tag in TAGS:
+        found = copies(path, tag)
+        if {found.pop(name) for name in (MARKER, MANIFEST, DONE)} != {RANKS} or {*found.values()} != {2}:
+            return False
+    return True
+
+
+def load_and_wait(rank: int, path: Path) -> int:
+    """The step that is loaded, bit-exact; the replicas are there again then, though nothing is saved."""
+    model: dict[str, Any] = {}
+    with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as launch:
+        step = int(launch.load(model=model)["step"])
+        assert all(value.equal(model[name]) for name, value in state(step, rank).items())
+        until(lambda: are_whole(path))
+        until(lambda: not any((host_of(path, number) / FETCHED).exists() for number in range(RANKS)))
+        (path / f"seen_{rank}").touch()
+        until(lambda: all((path / f"seen_{number}").exists() for number in range(RANKS)))
+    return step
+
+
+def test_what_a_lost_host_had_is_copied_to_the_newcomer(tmp_path: Path) -> None:
+    """So another host may be lost before the next save. A kill in the middle of a commit had left one host alone with
+    what says that the tag is complete."""
+    Job(RANKS, saved, tmp_path, group=True).values()
+    assert are_whole(tmp_path)
+    for rank in (1, 3):
+        (host_of(tmp_path, rank) / "step_2" / DONE).unlink()
+    for lost in (2, 0):
+        shutil.rmtree(host_of(tmp_path, lost))
+        assert RANKS * [2] == Job(RANKS, load_and_wait, tmp_path, group=True).values()
+        for seen in tmp_path.glob("seen_*"):
+            seen.unlink()
+
+
+def saved(rank: int, path: Path) -> None:
+    save(rank, path, [1, 2], replicas=2)
+
+
+def load_and_save(rank: int, path: Path) -> int:
+    """A save that follows at once, under a name that is being brought back."""
+    with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as launch:
+        step = int(launch.load(model={})["step"])
+        launch.save("step_2", state(9, rank), user_content={"step": 9}, overwrite=True)
+    return step
+
+
+def load(rank: int, path: Path) -> int:
+    with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as launch:
+        model: dict[str, Any] = {}
+        step = int(launch.load(model=model)["step"])
+        assert all(value.equal(model[name]) for name, value in state(step, rank).items())
+    return step
+
+
+def test_a_save_ends_it(tmp_path: Path) -> None:
+    """Two saves of a name are not mixed."""
+    Job(RANKS, saved, tmp_path, group=True).values()
+    shutil.rmtree(host_of(tmp_path, 1))
+    assert RANKS * [2] == Job(RANKS, load_and_save, tmp_path, group=True).values()
+    found = copies(tmp_path, "step_2")
+    assert {RANKS} == {found.pop(name) for name in (MARKER, MANIFEST, DONE)}
+    assert {2} == {*found.values()}
+    assert RANKS * [9] == Job(RANKS, load, tmp_path, group=True).values()
+
+
+def test_who_fetches_what() -> None:
+    """Newcomers before others, the one with less to fetch, nobody what it has; nobody what none has."""
+    a, b, c, lost = (TagFile(name, nbytes) for name, nbytes in (("a", 5), ("b", 3), ("c", 1), ("lost", 9)))
+    holders = {"a": {0}, "b": {1}, "c": {0, 1}, "lost": set[int]()}
+    assert [Fetch(2, a), Fetch(3, b)] == missing_copies([a, b, c, lost], holders, {0, 1, 2, 3}, {2, 3}, 2)
+    assert [Fetch(2, a), Fetch(2, b)] == missing_copies([a, b], holders, {0, 1, 2, 3}, {2}, 2)
+    assert [Fetch(1, a), Fetch(0, b)] == missing_copies([a, b], holders, {0, 1}, set(), 2)
