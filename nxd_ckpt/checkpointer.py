@@ -387,6 +387,8 @@ class Checkpointer:
     def _tear_down(self, grace: float | None) -> None:
         """Nothing is in flight: give everything back, once the other tiers have it; with a ``grace``, without them."""
         self._pipeline.stop(at_once=grace is not None)
+        if grace is None and self._session is not None:
+            self._places.finish(lambda: self._meet("close"))
         self._places.close(grace)
         if self._session is not None:
             if self.topology.rank == 0:

@@ -212,9 +212,24 @@ class Tiers:
                 f"wait(tier={tier}) needs torch.distributed to be initialised: rank 0 copies to that tier, and tells "
                 "the others through the process group"
             )
-        # Rank 0 speaks from time to time: it is alive, however long the copy takes.
+        self._await(agreement, lambda drains, within: drains.finished(tier, within))
+
+    def finish(self, meet: Callable[[], Agreement | None]) -> None:
+        """Before :meth:`close`, where each host copies its own files: stay on all ranks until they are copied, however
+        long that takes. All ranks ``meet`` for it; without who is gone rank 0 does what it can."""
+        if not self.per_host or len(self.tiers) == 1:
+            return
+        if self.drains is not None:
+            self.drains.announce()
+        with suppress(CheckpointError):
+            agreement = meet()
+            if agreement is not None:
+                self._await(agreement, lambda drains, within: drains.idle(within))
+
+    def _await(self, agreement: Agreement, is_over: Callable[[Drains, float], bool]) -> None:
+        """On all ranks. Rank 0, which looks, speaks from time to time: it is alive."""
         within = min(self._timeout / 4, _NEWS)
-        while not decided_by_rank0(agreement, lambda: self.drains is None or self.drains.finished(tier, within)):
+        while not decided_by_rank0(agreement, lambda: self.drains is None or is_over(self.drains, within)):
             pass
 
     def close(self, grace: float | None) -> None:

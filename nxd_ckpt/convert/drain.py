@@ -109,10 +109,20 @@ class Drain:
 
     def finished(self, within: float) -> bool:
         """Whether nothing is left to copy, after at most so many seconds. Raises what failed last."""
-        idle = self._idle(within)
+        idle = self.idle(within)
         if idle and self._error is not None:
             raise self._error
         return idle
+
+    def idle(self, within: float | None) -> bool:
+        """Whether nothing is being copied, nor waits for it, after at most so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._running is None and self._waiting is None, within)
+
+    def announce(self) -> None:
+        """Say in the log what is waited for."""
+        if self.held:
+            logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.held)))
 
     def close(self, grace: float | None) -> None:
         """Give the tier back, once all is copied. With a ``grace`` copying stops, and the next launch goes on; if that
@@ -120,19 +130,15 @@ class Drain:
         if grace is not None:
             self._stopping.set()
             self._pace.stop.set()
-        elif self.held:
-            logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.held)))
-        if not self._idle(grace):
+        else:
+            self.announce()
+        if not self.idle(grace):
             return
         self._worker.stop()
         self._copiers.shutdown()
         self._readers.shutdown()
         if self._session is not None:
             self._session.close()
-
-    def _idle(self, within: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._running is None and self._waiting is None, within)
 
     def _next(self) -> None:
         with self._changed:
@@ -272,6 +278,15 @@ class Drains:
     def finished(self, tier: int, within: float) -> bool:
         """Whether that tier has all that it is to have, after at most so many seconds. Raises what failed last."""
         return self._drains[tier - 1].finished(within)
+
+    def idle(self, within: float) -> bool:
+        """Whether no tier is being copied to any more, after at most so many seconds."""
+        return all(drain.idle(within / len(self._drains)) for drain in self._drains)
+
+    def announce(self) -> None:
+        """Say in the log what is waited for."""
+        for drain in self._drains:
+            drain.announce()
 
     def close(self, grace: float | None) -> None:
         """Give the tiers back, once all is copied. With a ``grace`` copying stops within so many seconds."""

@@ -36,12 +36,17 @@ def saved(rank: int, path: Path) -> None:
 
 
 def drainer(
-    rank: int, path: Path, hook: Hook, limit: str | None = None, store: dict[str, Any] | None = None
+    rank: int,
+    path: Path,
+    hook: Hook,
+    limit: str | None = None,
+    store: dict[str, Any] | None = None,
+    timeout: float = TIMEOUT,
 ) -> Checkpointer:
     """The next launch, whose lower tier tells what this process does there. It copies the newest tag at once."""
     place = LocalStorage(path / "far") if store is None else open_storage("s3://bucket/far", True, store)
     far = Tier("far", storage=HookedStorage(place, hook), max_bytes_per_second=limit)
-    launch = Checkpointer(tiers=[tier(path, rank, replicas=2), far], topology=of(rank), timeout=TIMEOUT)
+    launch = Checkpointer(tiers=[tier(path, rank, replicas=2), far], topology=of(rank), timeout=timeout)
     launch.remove("of no name")
     return launch
 
@@ -141,10 +146,10 @@ def drain_and_stop(rank: int, path: Path) -> None:
         if operation.name == "write_at" and "/model/" in operation.key:
             (path / f"begun_{rank}").touch()
 
-    launch = drainer(rank, path, wait_or_note, "1MB")
+    launch = drainer(rank, path, wait_or_note, "100kB")
     until(lambda: all((path / f"begun_{number}").exists() for number in range(1, RANKS)))
     launch.abandon()
-    until(lambda: not any((path / "far").rglob("*.pt")))
+    until(lambda: not any((path / "far").rglob("model/*.pt")))
 
 
 def test_a_copy_that_is_stopped_is_given_up_by_all_hosts(tmp_path: Path) -> None:
@@ -153,6 +158,26 @@ def test_a_copy_that_is_stopped_is_given_up_by_all_hosts(tmp_path: Path) -> None
     Job(RANKS, drain_and_stop, tmp_path, group=True).values()
     assert not (tmp_path / "far" / "step_1").exists()
     assert RANKS == sum(len(written) for written, _ in Job(RANKS, drain, tmp_path, group=True).values())
+    assert () == verify_checkpoint(tmp_path / "far", "step_1").problems
+
+
+def drain_slowly(rank: int, path: Path) -> list[str]:
+    """Close at once, which takes longer than the timeout."""
+    written: list[str] = []
+
+    def note(operation: Operation) -> None:
+        if operation.name == "create" and "/model/" in operation.key:
+            written.append(operation.key)
+
+    drainer(rank, path, note, "1MB", timeout=20.0).close()
+    return written
+
+
+@pytest.mark.soak
+def test_hosts_copy_what_they_hold_until_the_last_is_done(tmp_path: Path) -> None:
+    """However long it takes: the disk of a host may be gone with its job."""
+    Job(RANKS, saved, tmp_path, group=True).values()
+    assert RANKS * [1] == [len(written) for written in Job(RANKS, drain_slowly, tmp_path, group=True).values()]
     assert () == verify_checkpoint(tmp_path / "far", "step_1").problems
 
 

@@ -94,6 +94,7 @@ class Broadcast(Closing):
         try:
             gloo: Any = getattr(dist, "ProcessGroupGloo")  # noqa: B009 (torch does not declare what it exports)
             self._gloo = gloo(store, self._place, len(self._ranks), timedelta(seconds=timeout))
+            self._gloo.barrier().wait()  # who leaves before another has connected to it would make that one fail
         except Exception as error:
             raise CheckpointError(
                 f"rank {agreement.rank} could not join the replicas {self._ranks[:8]} to share the reading: "
