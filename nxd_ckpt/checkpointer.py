@@ -387,8 +387,8 @@ class Checkpointer:
     def _tear_down(self, grace: float | None) -> None:
         """Nothing is in flight: give everything back, once the other tiers have it; with a ``grace``, without them."""
         self._pipeline.stop(at_once=grace is not None)
-        if grace is None and self._session is not None:
-            self._places.finish(lambda: self._meet("close"))
+        meet = None if self._session is None else lambda: self._meet("close") if grace is None else None
+        self._places.finish(meet)
         self._places.close(grace)
         if self._session is not None:
             if self.topology.rank == 0:
@@ -397,6 +397,4 @@ class Checkpointer:
             self._session.close()
             self._session = None
             forget(self)
-            self._places.leave(lambda: self._meet("close") if grace is None else None)
-        else:
-            self._places.leave(None)
+        self._places.leave(meet)

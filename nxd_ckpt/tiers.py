@@ -214,17 +214,18 @@ class Tiers:
             )
         self._await(agreement, lambda drains, within: drains.finished(tier, within))
 
-    def finish(self, meet: Callable[[], Agreement | None]) -> None:
+    def finish(self, meet: Callable[[], Agreement | None] | None) -> None:
         """Before :meth:`close`, where each host copies its own files: stay on all ranks until they are copied, however
-        long that takes. All ranks ``meet`` for it; without who is gone rank 0 does what it can."""
-        if not self.per_host or len(self.tiers) == 1:
+        long that takes. All ranks ``meet`` for it, if they do; without who is gone rank 0 does what it can."""
+        if meet is None or not self.per_host or len(self.tiers) == 1:
             return
-        if self.drains is not None:
-            self.drains.announce()
         with suppress(CheckpointError):
             agreement = meet()
-            if agreement is not None:
-                self._await(agreement, lambda drains, within: drains.idle(within))
+            if agreement is None:
+                return
+            if self.drains is not None:
+                self.drains.announce()
+            self._await(agreement, lambda drains, within: drains.idle(within))
 
     def _await(self, agreement: Agreement, is_over: Callable[[Drains, float], bool]) -> None:
         """On all ranks. Rank 0, which looks, speaks from time to time: it is alive."""
