@@ -18,10 +18,9 @@ import pytest
 
 from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint, worker_pool
 from nxd_ckpt.convert.locations import location_of, settle
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.testing.simulation import DiskStorage
 from tests.simulation.crashes import Recording
-from tests.simulation.job import TIMEOUT, Job, Outcome, Save, run_to_end
+from tests.simulation.job import TIMEOUT, Job, Save, run_to_end
 from tests.simulation.stage import DiskStage
 
 OUTPUT = "out"
@@ -80,18 +79,9 @@ class Conversion:
         stage.jobs.append(job)
         save = Save(OUTPUT, source.value)
 
-        def run() -> None:
-            began, problem = stage.world.now, None
-            job.begun.append((0, save))
-            try:
-                self.convert(_url(source.tag), _url(OUTPUT))
-            except CheckpointError as error:
-                problem = error
-            word = "failed" if problem else "saved"
-            job.outcomes.append(Outcome(0, save, word, began, stage.world.now, problem))
-
+        convert = partial(self.convert, _url(source.tag), _url(OUTPUT))
         with _tools_on(stage):
-            run_to_end(stage.world, [stage.world.spawn(process, run)])
+            run_to_end(stage.world, [stage.world.spawn(process, partial(job.do, save, convert))])
 
 
 CONVERSIONS = (

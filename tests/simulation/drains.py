@@ -11,12 +11,11 @@ from functools import cache, partial
 import pytest
 
 from nxd_ckpt.convert.drain import Drains
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.runtime.tier import Tier
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, World, inhabited
 from tests.simulation.crashes import Recording
-from tests.simulation.job import TIMEOUT, Job, Outcome, Save, among, run_to_end
+from tests.simulation.job import TIMEOUT, Job, Save, among, run_to_end
 from tests.simulation.stage import DiskStage
 
 _NEWS = 1.0
@@ -58,25 +57,20 @@ class Draining:
             stage.jobs.append(job)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("nxd_ckpt.convert.cp_files.sync", DiskStorage.sync_file)
-                drain = partial(_drained, job, save, stage.storage(process))
+                drain = partial(job.do, save, partial(_drain, save, stage.storage(process)))
                 run_to_end(stage.world, [stage.world.spawn(process, drain)])
 
 
-def _drained(job: Job, save: Save, lower: Storage) -> None:
-    """Copy the save to the ``lower`` tier; what came of it counts as that of a save there."""
-    began, problem = job.world.now, None
-    job.begun.append((0, save))
+def _drain(save: Save, lower: Storage) -> None:
+    """Copy the save to the ``lower`` tier."""
     tiers = Tier("first"), Tier("lower", keep=save.num_kept)
     drains = Drains(tiers, (DiskStorage(_first_tier(save)), lower), TIMEOUT)
     try:
         drains.saved(save.tag, 0, save.overwrite)
         while not drains.finished(1, _NEWS):
             pass
-    except CheckpointError as error:
-        problem = error
-    drains.close(None)
-    word = "failed" if problem else "saved"
-    job.outcomes.append(Outcome(0, save, word, began, job.world.now, problem))
+    finally:
+        drains.close(None)
 
 
 @cache

@@ -84,6 +84,17 @@ class Job:
     """The ranks whose Checkpointer was closed, and raised nothing."""
     store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
 
+    def do(self, save: Save, call: Callable[[], object]) -> None:
+        """What comes of ``call``, which its only process makes, counts as what came of the ``save``."""
+        began, problem = self.world.now, None
+        self.begun.append((0, save))
+        try:
+            call()
+        except CheckpointError as error:
+            problem = error
+        word = "failed" if problem else "saved"
+        self.outcomes.append(Outcome(0, save, word, began, self.world.now, problem))
+
     def agreement(self, rank: int, timeout: float, call: str) -> Agreement | None:
         if not self.has_group:
             return None
