@@ -8,13 +8,14 @@ import gc
 import logging
 import multiprocessing
 import platform
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tests.reliability import date_and_commit, put, table
+from tests.reliability import date_and_commit, put, rows_of, table
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
@@ -66,18 +67,28 @@ def counted(place: str, seeds: range, dedup: bool = False) -> Count:
 
 
 def run_all(place: str, first: int, count: int, processes: int, dedup: bool = False) -> Count:
-    """Run ``count`` schedules from seed ``first`` on, and print how far it is."""
+    """Run ``count`` schedules from seed ``first`` on, and print how far it is. SIGINT ends it early: what is counted are
+    the first so many of them."""
     chunks = [range(begin, min(begin + CHUNK, first + count)) for begin in range(first, first + count, CHUNK)]
     total = Count(Counter(), [], 0.0)
-    with multiprocessing.get_context("fork").Pool(processes, gc.disable, maxtasksperchild=1) as pool:
-        for number, part in enumerate(pool.imap_unordered(partial(counted, place, dedup=dedup), chunks), start=1):
-            cpu_seconds = total.cpu_seconds + part.cpu_seconds
-            total = Count(total.faults + part.faults, total.failures + part.failures, cpu_seconds)
-            for failure in part.failures:
-                print(failure, flush=True)
-            if number % 10 == 0 or number == len(chunks):
-                print(f"{total.schedules} schedules, {total.rate:.0f} a second and core", flush=True)
+    with multiprocessing.get_context("fork").Pool(processes, _for_itself, maxtasksperchild=1) as pool:
+        try:
+            for number, part in enumerate(pool.imap(partial(counted, place, dedup=dedup), chunks), start=1):
+                cpu_seconds = total.cpu_seconds + part.cpu_seconds
+                total = Count(total.faults + part.faults, total.failures + part.failures, cpu_seconds)
+                for failure in part.failures:
+                    print(failure, flush=True)
+                if number % 10 == 0 or number == len(chunks):
+                    print(f"{total.schedules} schedules, {total.rate:.0f} a second and core", flush=True)
+        except KeyboardInterrupt:
+            print("ended early", flush=True)
     return total
+
+
+def _for_itself() -> None:
+    """A process that runs schedules, and is ended by the one that counts them."""
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def look_at_all(interleavings: int, processes: int) -> list[CrashCount]:
@@ -98,15 +109,30 @@ def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
 
 
 def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -> None:
-    """Put the counts where docs/reliability.md has them."""
-    rows = [
-        *origin,
-        ("schedules", f"{total.schedules:,} (seeds {first:,} to {first + total.schedules - 1:,})"),
-        ("schedules a second and core", f"{total.rate:.0f}, Python {platform.python_version()}"),
-        ("broken promises", f"{len(total.failures):,}"),
-        *((f'schedules with the fault "{name}"', f"{number:,}") for name, number in sorted(total.faults.items())),
-    ]
-    put(f"counts on a {place}", table(rows))
+    """Add a run to those that docs/reliability.md has."""
+    runs = [row for row in rows_of("runs of schedules") if row[0] != "all"]
+    seeds = f"{first:,} to {first + total.schedules - 1:,}"
+    counts = [f"{total.schedules:,}", f"{len(total.failures):,}", f"{total.rate:.0f}"]
+    runs.append([*(value for _, value in origin), platform.python_version(), place, seeds, *counts])
+    sums = [f"{sum(_number(row[column]) for row in runs):,}" for column in (5, 6)]
+    header = ["date", "commit", "Python", "place", "seeds", "schedules", "broken promises", "a second and core"]
+    put("runs of schedules", table([*runs, ["all", "", "", "", "", *sums, ""]], header))
+    write_faults(place, total.faults)
+
+
+def write_faults(place: str, faults: Counter[str]) -> None:
+    """Add them to the sums that docs/reliability.md has."""
+    places = [*PLACES, *(f"{name} with dedup" for name in PLACES)]
+    found = {name: dict(zip(places, map(_number, numbers), strict=True)) for name, *numbers in rows_of("faults")}
+    for name, count in faults.items():
+        of_place = found.setdefault(name, dict.fromkeys(places, 0))
+        of_place[place] += count
+    rows = [[name, *(f"{found[name][place]:,}" for place in places)] for name in sorted(found)]
+    put("faults", table(rows, ["fault", *places]))
+
+
+def _number(cell: str) -> int:
+    return int(cell.replace(",", ""))
 
 
 def write_crashes(counts: Sequence[CrashCount], interleavings: int, origin: list[tuple[str, str]]) -> None:
