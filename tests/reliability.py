@@ -28,6 +28,11 @@ def rows_of(place: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def number(cell: str) -> int:
+    """What a cell with a count says."""
+    return int(cell.replace(",", ""))
+
+
 def table(rows: Iterable[Iterable[object]], header: Iterable[str] = ("", "")) -> str:
     """Rows as a table of the page."""
     head = list(header)

@@ -1,23 +1,26 @@
-"""``python -m tests.hostile``: read damaged files, count them, and write the counts into docs/reliability.md.
+"""``python -m tests.hostile``: read damaged files, count them, and add the counts to those of docs/reliability.md.
 
-What is trouble is kept below ``tests/hostile/corpus``, where later runs and the tests begin from.
+SIGINT ends a run early. What is trouble is kept below ``tests/hostile/corpus``, where later runs and the tests begin
+from.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import NamedTuple
 
 from tests.hostile.findings import keep
 from tests.hostile.fuzzing import troubles
 from tests.hostile.targets import TARGETS
-from tests.reliability import date_and_commit, put, table
+from tests.reliability import date_and_commit, number, put, rows_of, table
 
 CHUNK = 2_000
 
@@ -41,9 +44,29 @@ def parts(names: list[str], first: int, count: int, processes: int) -> Iterator[
     """Try ``count`` inputs, as many of each reader, in whatever order they are done."""
     each = -(-count // len(names))
     chunks = [range(at, min(at + CHUNK, first + each)) for at in range(first, first + each, CHUNK)]
-    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+    with ProcessPoolExecutor(processes, get_context("fork"), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         futures = [pool.submit(tried, name, seeds) for seeds in chunks for name in names]
-        yield from (done.result() for done in as_completed(futures))
+        try:
+            yield from (done.result() for done in as_completed(futures))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def write(
+    inputs: Counter[str], found: Counter[str], seconds: Mapping[str, float], first: int, origin: list[tuple[str, str]]
+) -> None:
+    """Add a run to those that the page has, and its counts to the sums over them."""
+    runs = [row for row in rows_of("runs of hostile files") if row[0] != "all"]
+    counts = [inputs.total(), found.total(), round(inputs.total() / sum(seconds.values()))]
+    runs.append([*(value for _, value in origin), f"{first:,}", *(f"{count:,}" for count in counts)])
+    header = ["date", "commit", "from number", "inputs", "troubles", "inputs a second and core"]
+    sums = [f"{sum(number(row[column]) for row in runs):,}" for column in (3, 4)]
+    put("runs of hostile files", table([*runs, ["all", "", "", *sums, ""]], header))
+    for name, *before in rows_of("hostile files"):
+        inputs[name] += number(before[0])
+        found[name] += number(before[1])
+    rows = [[name, f"{inputs[name]:,}", f"{found[name]:,}"] for name in sorted(inputs)]
+    put("hostile files", table(rows, ["reader", "inputs", "troubles"]))
 
 
 def main() -> None:
@@ -54,22 +77,21 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
     given = parser.parse_args()
+    origin = date_and_commit()  # the checkout may move on while it runs
     inputs, found = Counter[str](), Counter[str]()
     seconds: defaultdict[str, float] = defaultdict(float)
-    for part in parts(given.readers or [*TARGETS], given.first, given.count, given.processes):
-        inputs[part.name] += part.inputs
-        seconds[part.name] += part.cpu_seconds
-        for seed, what in part.troubles:
-            data = TARGETS[part.name].input(seed)
-            path = keep(part.name, hashlib.sha256(data).hexdigest()[:12], data)
-            found[part.name] += 1
-            print(f"{part.name}, input {seed}, kept as {path}\n{what}", flush=True)
-    rows = [[name, f"{inputs[name]:,}", found[name], f"{inputs[name] / seconds[name]:,.0f}"] for name in inputs]
-    total = ["all", f"{inputs.total():,}", found.total(), f"{inputs.total() / sum(seconds.values()):,.0f}"]
-    text = table([*sorted(rows), total], ["reader", "inputs", "troubles", "inputs a second and core"])
-    print(text)
+    with suppress(KeyboardInterrupt):
+        for part in parts(given.readers or [*TARGETS], given.first, given.count, given.processes):
+            inputs[part.name] += part.inputs
+            seconds[part.name] += part.cpu_seconds
+            for seed, what in part.troubles:
+                data = TARGETS[part.name].input(seed)
+                path = keep(part.name, hashlib.sha256(data).hexdigest()[:12], data)
+                found[part.name] += 1
+                print(f"{part.name}, input {seed}, kept as {path}\n{what}", flush=True)
+    print(f"{inputs.total():,} inputs, {found.total():,} troubles")
     if given.write:
-        put("hostile files", f"{table(date_and_commit())}\n\n{text}")
+        write(inputs, found, seconds, given.first, origin)
     raise SystemExit(1 if found else 0)
 
 

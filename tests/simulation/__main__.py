@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tests.reliability import date_and_commit, put, rows_of, table
+from tests.reliability import date_and_commit, number, put, rows_of, table
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
@@ -67,18 +67,18 @@ def counted(place: str, seeds: range, dedup: bool = False) -> Count:
 
 
 def run_all(place: str, first: int, count: int, processes: int, dedup: bool = False) -> Count:
-    """Run ``count`` schedules from seed ``first`` on, and print how far it is. SIGINT ends it early: what is counted are
-    the first so many of them."""
+    """Run ``count`` schedules from seed ``first`` on, and print how far it is. SIGINT ends it early, and counts those
+    that are done."""
     chunks = [range(begin, min(begin + CHUNK, first + count)) for begin in range(first, first + count, CHUNK)]
     total = Count(Counter(), [], 0.0)
     with multiprocessing.get_context("fork").Pool(processes, _for_itself, maxtasksperchild=1) as pool:
         try:
-            for number, part in enumerate(pool.imap(partial(counted, place, dedup=dedup), chunks), start=1):
+            for done, part in enumerate(pool.imap(partial(counted, place, dedup=dedup), chunks), start=1):
                 cpu_seconds = total.cpu_seconds + part.cpu_seconds
                 total = Count(total.faults + part.faults, total.failures + part.failures, cpu_seconds)
                 for failure in part.failures:
                     print(failure, flush=True)
-                if number % 10 == 0 or number == len(chunks):
+                if done % 10 == 0 or done == len(chunks):
                     print(f"{total.schedules} schedules, {total.rate:.0f} a second and core", flush=True)
         except KeyboardInterrupt:
             print("ended early", flush=True)
@@ -114,7 +114,7 @@ def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -
     seeds = f"{first:,} to {first + total.schedules - 1:,}"
     counts = [f"{total.schedules:,}", f"{len(total.failures):,}", f"{total.rate:.0f}"]
     runs.append([*(value for _, value in origin), platform.python_version(), place, seeds, *counts])
-    sums = [f"{sum(_number(row[column]) for row in runs):,}" for column in (5, 6)]
+    sums = [f"{sum(number(row[column]) for row in runs):,}" for column in (5, 6)]
     header = ["date", "commit", "Python", "place", "seeds", "schedules", "broken promises", "a second and core"]
     put("runs of schedules", table([*runs, ["all", "", "", "", "", *sums, ""]], header))
     write_faults(place, total.faults)
@@ -123,7 +123,7 @@ def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -
 def write_faults(place: str, faults: Counter[str]) -> None:
     """Add them to the sums that docs/reliability.md has."""
     places = [*PLACES, *(f"{name} with dedup" for name in PLACES)]
-    found = {name: dict(zip(places, map(_number, numbers), strict=True)) for name, *numbers in rows_of("faults")}
+    found = {name: dict(zip(places, map(number, numbers), strict=True)) for name, *numbers in rows_of("faults")}
     for name, count in faults.items():
         of_place = found.setdefault(name, dict.fromkeys(places, 0))
         of_place[place] += count
@@ -131,15 +131,11 @@ def write_faults(place: str, faults: Counter[str]) -> None:
     put("faults", table(rows, ["fault", *places]))
 
 
-def _number(cell: str) -> int:
-    return int(cell.replace(",", ""))
-
-
 def write_crashes(counts: Sequence[CrashCount], interleavings: int, origin: list[tuple[str, str]]) -> None:
     """The same for :func:`look_at_all`."""
     found = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
     found["all"] = list(map(sum, zip(*found.values(), strict=True)))
-    rows = [[name, *(f"{number:,}" for number in numbers)] for name, numbers in found.items()]
+    rows = [[name, *(f"{one:,}" for one in numbers)] for name, numbers in found.items()]
     each = "one interleaving" if interleavings == 1 else f"{interleavings} interleavings"
     said = f"On {origin[0][1]}, commit {origin[1][1]}, {each} of each:"
     header = ["power is lost while", "at moments", "states", "that differ", "broken promises"]
