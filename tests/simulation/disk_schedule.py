@@ -20,6 +20,9 @@ EFFECTS = (75, 24)
 
 FAULTS = ("nothing", "kill", "kill", "power", "power", "error", "full", "sync", "stall", "clock", "damage")
 
+RENAMES = (10, 3)
+"""So many of them are renames."""
+
 _CHECKPOINTS = {"staging", "trash"}
 """What lies below these is no message."""
 
@@ -33,12 +36,17 @@ class DiskSchedule(Schedule):
     swaps: bool = True
     rots: bool = False
     """Whether at the end a byte of a tag changes."""
+    at_rename: bool = False
+    """Whether ``at`` counts renames only: what a disk shows changes with them."""
 
     @staticmethod
     def of(seed: int) -> DiskSchedule:
         random = Random(f"schedule {seed}")
         fields = drawn(random, FAULTS, EFFECTS)
-        return DiskSchedule(seed, **fields, swaps=random.random() < 0.6, rots=random.random() < 0.1)
+        fields |= {"swaps": random.random() < 0.6, "rots": random.random() < 0.1}
+        if fields["fault"] not in ("full", "sync") and random.random() < 0.25:
+            fields |= {"at_rename": True, "at": random.randrange(RENAMES[fields["rank"]] * len(fields["saves"]))}
+        return DiskSchedule(seed, **fields)
 
     def start(self) -> DiskRun:
         return DiskRun(self)
@@ -71,7 +79,7 @@ class DiskRun(Run):
             run_to_end(self.world, [self.world.spawn(reader.process, partial(_read, reader, save))])
 
     def _before(self, process: Process, call: str, path: str) -> None:
-        if not self.is_victim(process):
+        if not self.is_victim(process) or (self.schedule.at_rename and call != "rename"):
             return
         self._effects += 1
         count, fault, at = self._effects, self.schedule.fault, self.schedule.at

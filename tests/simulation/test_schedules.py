@@ -6,7 +6,9 @@ import os
 
 import pytest
 
+from tests.reliability import REPOSITORY
 from tests.simulation.__main__ import PLACES, counted, run_all
+from tests.simulation.broken import BREAKS
 from tests.simulation.disk_schedule import EFFECTS, DiskSchedule
 from tests.simulation.job import Save
 from tests.simulation.schedule import Schedule, run
@@ -117,3 +119,11 @@ FOUND = [
 def test_what_was_found_stays_mended(schedule: Schedule) -> None:
     """Schedules that broke a promise once."""
     run(schedule)
+
+
+@pytest.mark.parametrize("number", range(len(BREAKS)))
+def test_what_is_broken_on_purpose_is_still_there(number: int) -> None:
+    """``python -m tests.simulation.broken`` takes hours; that it breaks the code as it is today is seen here."""
+    for name, (old, new) in BREAKS[number].edits.items():
+        assert 1 == (REPOSITORY / name).read_text().count(old)
+        assert old != new
