@@ -261,6 +261,15 @@ def test_a_holder_is_watched_for_the_whole_patience(storage: LocalStorage, monke
         assert naps == slept
 
 
+def test_a_lease_that_is_given_back_while_it_is_watched_is_taken(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder ended well: that is no sign of life."""
+    write(storage, abroad())
+    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: storage.remove(LEASE))
+    assert lease.acquire(storage, "new", 60.0) == lease.read(storage)
+
+
 def test_who_watches_a_holder_shows_that_it_goes_on(storage: LocalStorage) -> None:
     """Each time that it looks: other ranks wait for it meanwhile."""
     write(storage, abroad())
@@ -313,6 +322,25 @@ def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage, monkeypat
     assert [1.0] == slept
     monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: store.write(LEASE, data))
     lease.require(store, held)
+
+
+def test_on_a_store_a_lease_that_is_exchanged_is_not_given_back(
+    store: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some mounts show none for a moment, and then the next beat."""
+    beats = [None, *(json.dumps(abroad(beat).__dict__).encode() for beat in (1, 2))]
+
+    def pass_time(seconds: float) -> None:
+        beat = beats.pop(0)
+        store.remove(LEASE)
+        if beat is not None:
+            store.write(LEASE, beat)
+
+    store.write(LEASE, json.dumps(abroad().__dict__).encode())
+    monkeypatch.setattr("nxd_ckpt.host.sleep", pass_time)
+    with pytest.raises(DirectoryInUse, match="another live job, run abroad"):
+        lease.acquire(store, "new", 60.0)
+    assert [json.dumps(abroad(2).__dict__).encode()] == beats
 
 
 class AtOnce:

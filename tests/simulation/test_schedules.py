@@ -112,6 +112,11 @@ FOUND = [
         200124, (Save("a", 1, True, 1, True, dedup=True), Save("b", 2, True, 1, True, dedup=True)), "lost", rank=1,
         at=17, has_group=True, machines=("one", "one", "one"), times=3, page=2,
     ),
+    # A dead job's late request gave its lease back while the next launch watched it, which took that for a beat.
+    StoreSchedule(
+        1018414, (Save("a", 1, True, 2, True), Save("b", 2, False, 2, True)), "late", rank=0, at=40,
+        machines=("one", "two", "three"), times=3, page=2,
+    ),
 ]
 
 

@@ -127,16 +127,13 @@ def require(storage: Storage, mine: Lease) -> None:
     tags are written in place nothing would show it, so a lease that is gone counts as lost. A damaged lease counts as
     gone until the next heartbeat writes it again.
     """
-    holder = _known(storage)
+    holder = _looked_twice(_known, storage)
     if holder is None and not storage.renames:
-        host.sleep(_EXCHANGE_TAKES)
-        holder = _known(storage)
-        if holder is None:
-            raise DirectoryInUse(
-                f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of "
-                "life for too long, and has ended since, or somebody removed it. This job must not save there any "
-                "more; start it anew"
-            )
+        raise DirectoryInUse(
+            f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
+            "for too long, and has ended since, or somebody removed it. This job must not save there any more; start "
+            "it anew"
+        )
     if holder is not None and holder.run_id != mine.run_id:
         raise DirectoryInUse(
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
@@ -195,9 +192,19 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
     while host.monotonic() < deadline:
         host.sleep(min(patience / 20, 1.0))
         sign()
-        if read(storage) != holder:
-            return True
+        found = _looked_twice(read, storage)
+        if found != holder:
+            return found is not None  # else it was given back
     return False
+
+
+def _looked_twice(look: Callable[[Storage], Lease | None], storage: Storage) -> Lease | None:
+    """What ``look`` finds, for longer than a heartbeat may take where names are not replaced at once."""
+    found = look(storage)
+    if found is None and not storage.renames:
+        host.sleep(_EXCHANGE_TAKES)
+        found = look(storage)
+    return found
 
 
 def _known(storage: Storage) -> Lease | None:
