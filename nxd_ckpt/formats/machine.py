@@ -10,8 +10,9 @@ those of ``weights_only``, with these rules:
 - what is called is a :class:`~nxd_ckpt.formats.sealed.Call`, or one of few builtin types with arguments that they are
   written with; all calls together get little more to work on than the pickle has bytes, so that a long value that the
   pickle names again and again is not copied again and again;
-- state is set on those objects only that are written with one;
-- opcodes that no checkpoint has (``INST``, ``OBJ``, extension codes, buffers) are unknown.
+- state is set on those objects only that are written with one, and what stands for a numpy object is replaced by it
+  then, before anything else can hold it;
+- opcodes that no checkpoint has (``INST``, ``OBJ``, ``DUP``, extension codes, buffers) are unknown.
 
 The result is a tree that can be walked: not too deep, and not too large with shared parts counted each time.
 """
@@ -28,7 +29,7 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.safe_globals import Keys, made, set_state
-from nxd_ckpt.formats.sealed import Call
+from nxd_ckpt.formats.sealed import Call, StandIn
 from nxd_ckpt.formats.tensors import CONTAINERS, TensorStub
 
 _REUSE = 4
@@ -52,6 +53,7 @@ class Machine(_Machine):  # type: ignore[misc]
         self._objects = objects + len(data) // limits.PICKLE_OBJECT_NBYTES
         self._work_left = _REUSE * len(data) + _SPARE
         self._keys: dict[int, tuple[Any, Keys]] = {}
+        self._stand_ins = 0  # those whose state was not set yet
 
     def load(self) -> Any:
         """What the pickle describes. Raises whatever its bytes provoke."""
@@ -71,6 +73,8 @@ class Machine(_Machine):  # type: ignore[misc]
                     )
                 load(self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
+            if self._stand_ins:
+                raise MalformedFile("a numpy object without contents") from None
             return stop.value
 
     def load_reduce(self) -> None:
@@ -87,7 +91,11 @@ class Machine(_Machine):  # type: ignore[misc]
         state = self.stack.pop()
         self._work(state if isinstance(state, tuple) else (state,))
         self._work((state,))
-        set_state(self.stack[-1], state)
+        built = self.stack[-1]
+        set_state(built, state)
+        if isinstance(built, StandIn):
+            self.stack[-1] = built.real()
+            self._stand_ins -= 1
 
     def load_append(self) -> None:
         value = self.stack.pop()
@@ -154,7 +162,9 @@ class Machine(_Machine):  # type: ignore[misc]
             raise MalformedFile(f"its pickle calls with {shown(args)}")
         self._work_left -= len(args)  # a long one may be handed over again and again
         self._work(args)
-        return function(*args) if isinstance(function, Call) else made(function, args, self._spend)
+        found = function(*args) if isinstance(function, Call) else made(function, args, self._spend)
+        self._stand_ins += isinstance(found, StandIn)
+        return found
 
     def _work(self, values: Iterable[Any]) -> None:
         """Take the length of these values from what calls may work on."""
@@ -176,6 +186,17 @@ _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _SCALARS = (type(None), bool, float)  # the most frequent of what has no length: found at once
 
 
+def _without_stand_in(get: _Load) -> _Load:
+    """As ``get``, which takes something from the memo. It was put there when it was made, before its state was set."""
+
+    def load(self: Machine) -> None:
+        get(self)
+        if isinstance(self.stack[-1], StandIn):
+            self.stack[-1] = self.stack[-1].real()
+
+    return load
+
+
 def _skip_frame(self: Any) -> None:
     self.read(8)
 
@@ -191,6 +212,7 @@ def _unknown(opcode: str) -> _Load:
     return refuse
 
 
+_UNKNOWN = ("INST", "OBJ", "DUP", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER")
 _REPLACED = {
     "FRAME": _skip_frame,
     "REDUCE": Machine.load_reduce,
@@ -205,7 +227,10 @@ _REPLACED = {
     "ADDITEMS": Machine.load_additems,
     "FROZENSET": Machine.load_frozenset,
     "BYTEARRAY8": Machine.load_bytearray8,
-    **{name: _unknown(name) for name in ("INST", "OBJ", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER")},
+    "GET": _without_stand_in(_Machine.load_get),
+    "BINGET": _without_stand_in(_Machine.load_binget),
+    "LONG_BINGET": _without_stand_in(_Machine.load_long_binget),
+    **{name: _unknown(name) for name in _UNKNOWN},
 }
 _ONE = ("MARK", "EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPERSID")
 _OBJECTS = {

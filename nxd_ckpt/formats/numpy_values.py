@@ -48,13 +48,13 @@ class NumpyArray(StandIn):
     def __setstate__(self, state: object) -> None:
         """(version, shape, dtype, whether Fortran order, bytes)"""
         _, shape, dtype, fortran, raw = state if isinstance(state, tuple) else ()
-        if not isinstance(dtype, NumpyDtype) or not isinstance(raw, bytes):
+        numpy = _numpy()
+        if not isinstance(dtype, numpy.dtype) or not isinstance(raw, bytes):
             raise UnsafePickle("a numpy array of objects is refused")
-        kind = dtype.real()
-        sizes = check_form(shape, kind.itemsize, "a numpy array")
-        if len(raw) != prod(sizes) * kind.itemsize:
-            raise MalformedFile(f"a numpy array of shape {shown(sizes)} and {kind} cannot have {len(raw)} bytes")
-        view = _numpy().ndarray(sizes, kind, raw, order="F" if fortran else "C")
+        sizes = check_form(shape, dtype.itemsize, "a numpy array")
+        if len(raw) != prod(sizes) * dtype.itemsize:
+            raise MalformedFile(f"a numpy array of shape {shown(sizes)} and {dtype} cannot have {len(raw)} bytes")
+        view = numpy.ndarray(sizes, dtype, raw, order="F" if fortran else "C")
         self._array = view.copy(order="K")
 
     def real(self) -> np.ndarray[Any, Any]:
@@ -72,8 +72,9 @@ def _numpy() -> Any:
 
 
 def numpy_scalar(dtype: object, raw: object) -> Any:
-    if not isinstance(dtype, NumpyDtype) or not isinstance(raw, bytes):
+    numpy = _numpy()
+    if not isinstance(dtype, numpy.dtype) or not isinstance(raw, bytes):
         raise UnsafePickle("a numpy scalar that is not a plain number or text is refused")
-    if len(raw) != dtype.real().itemsize:
-        raise MalformedFile(f"a numpy {dtype.real()} cannot have {len(raw)} bytes")
-    return _numpy().frombuffer(raw, dtype.real())[0]
+    if len(raw) != dtype.itemsize:
+        raise MalformedFile(f"a numpy {dtype} cannot have {len(raw)} bytes")
+    return numpy.frombuffer(raw, dtype)[0]

@@ -36,7 +36,7 @@ class Marker(Sealed):
 
 
 class StandIn(Sealed):
-    """Takes the place of a numpy object until loading is done; ``real()`` is the object itself."""
+    """Takes the place of a numpy object until its state is set; ``real()`` is the object itself, then and always."""
 
     __slots__ = ()
 

@@ -23,14 +23,13 @@ from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, Unsuppor
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.safe_globals import GLOBALS
-from nxd_ckpt.formats.sealed import Call, Sealed, StandIn
+from nxd_ckpt.formats.sealed import Call, Sealed
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
     TensorReference,
     TensorStub,
     dtype_name,
     itemsize,
-    map_tensors,
 )
 
 __all__ = ["STORAGE_CLASSES", "Leaf", "check_picklable_as_data", "unpickle"]
@@ -91,7 +90,7 @@ def _load(machine: _Safe) -> Any:
     check_walk(tree)
     if not all(hasattr(made, "tid") for made in machine.references):
         raise MalformedFile("a tensor reference without a `tid`")
-    return map_tensors(tree, lambda stand_in: stand_in.real(), StandIn) if machine.has_stand_ins else tree
+    return tree
 
 
 _NAME = 100
@@ -120,7 +119,6 @@ class _Safe(Machine):
     def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(data)
         self._parts = parts
-        self.has_stand_ins = False
         self.references: list[TensorReference] = []
 
     def find_class(self, module: str, name: str) -> Any:
@@ -132,7 +130,6 @@ class _Safe(Machine):
         key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
         if key not in GLOBALS:
             raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
-        self.has_stand_ins |= module.startswith("numpy")
         return GLOBALS[key]
 
     def persistent_load(self, pid: Any) -> _SavedStorage:

@@ -33,6 +33,9 @@ SPAN = StorageSpan("data/0", 100, 4, None)
 REFERENCE = named("torch_xla.utils.serialization", "TensorReference")
 V1, V2, V3 = (named("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"))
 ONE = b"K\x00K\x01\x85K\x01\x85"  # offset, shape and stride of one element
+DTYPE = called(named("numpy", "dtype"), text("f8"), b"K\x00", b"K\x01")
+ORDER = b"(K\x03" + text("<") + b"NNNtb"  # a dtype's state
+ARRAY = called(named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b"K\x00\x85", text("b"))
 
 
 def read(pickled: bytes, **storages: StorageSpan) -> Any:
@@ -67,7 +70,15 @@ REFUSED = {
     "an object with keywords": (named("argparse", "Namespace") + b")}" + text("x") + b"Ns\x92", "with keywords"),
     "a list of a list": (called(named("builtins", "list"), b"]"), "makes a list of"),
     "an extension code": (b"\x82\x01", "the opcode EXT1"),
+    "a value twice on the stack": (b"]2", "the opcode DUP"),
     "keys and no value": (b"}(K\x01K\x02K\x03u", "not that of a torch file"),
+    "an array without its state": (ARRAY, "a numpy object without contents"),
+    "a dtype without its state": (b"]" + DTYPE + b"a", "a numpy object without contents"),
+    "an array that is called for before its state": (ARRAY + b"q\x070]h\x07a", "a numpy array without contents"),
+    "a dtype that a function gives back before its state": (
+        DTYPE + b"\x85q\x07" + (named("torch._utils", "_rebuild_parameter") + b"h\x07R" + ORDER) * 2 + b"\x87",
+        "a numpy object without contents",
+    ),
 }
 
 
@@ -206,9 +217,8 @@ COPIES = {
     ) * 2000 + b"e",
     "arrays": b"](" + LONG.replace(b"q\x07", b"") + b"0e0"
     + called(named("_codecs", "encode"), text("x" * 80_000), text("latin1")) + b"q\x070"
-    + called(named("numpy", "dtype"), text("f8"), b"K\x00", b"K\x01") + b"q\x080](" + (
-        called(named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b"K\x00\x85", text("b"))
-        + b"(K\x01" + number(10_000) + b"\x85h\x08\x89h\x07tb"
+    + DTYPE + ORDER + b"q\x080](" + (
+        ARRAY + b"(K\x01" + number(10_000) + b"\x85h\x08\x89h\x07tb"
     ) * 100 + b"e",
     "numbers": number(1 << 800_000) + b"q\x070](" + called(named("builtins", "slice"), b"h\x07") * 100 + b"e",
     "arguments": b"(" + text("") * 20_000 + b"tq\x070](" + (named("pathlib", "PurePosixPath") + b"h\x07R") * 200 + b"e",

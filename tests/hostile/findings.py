@@ -55,7 +55,7 @@ def array(shape: bytes, raw: bytes = b"") -> bytes:
     made = called(
         named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b"K\x00\x85", text("b")
     )
-    dtype = called(named("numpy", "dtype"), text("f8"), b"K\x00", b"K\x01")
+    dtype = called(named("numpy", "dtype"), text("f8"), b"K\x00", b"K\x01") + b"(K\x03" + text("<") + b"NNNtb"
     content = called(named("_codecs", "encode"), text(raw.decode("latin1")), text("latin1"))
     return made + b"(K\x01" + shape + dtype + b"\x89" + content + b"tb"
 

@@ -174,7 +174,6 @@ WORST: dict[str, tuple[str, _Maker]] = {
             "memos": b"]\x94",
             "lists in lists": b"]a",
             "persistent ids": b"NQ",
-            "copies": b"]2",
         }.items()
     },
     **{
