@@ -55,7 +55,7 @@ class WholeWriter:
         _check_length(self._storage, self._key, self._written, len(self._data))
         self._storage.throttle.take(len(self._data))
         if not self._storage.link_new(self._key, bytes(self._data)):
-            raise FileExistsError(f"{self._storage.url}/{self._key}: taken by another writer")
+            raise FileExistsError(f"{self._storage.url}/{self._key} was written by somebody else meanwhile")
 
     def abort(self) -> None:
         self._data = bytearray()

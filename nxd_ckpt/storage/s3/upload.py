@@ -139,7 +139,7 @@ class S3Writer:
             raise
         if not won:
             self.abort()
-            raise FileExistsError(f"{self._url}: taken by another writer meanwhile")
+            raise FileExistsError(f"{self._url} was written by somebody else meanwhile")
         self._upload_id = None
 
     def copy(self, source: str, etag: str) -> bool:
