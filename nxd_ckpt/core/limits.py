@@ -50,13 +50,19 @@ PICKLE_NBYTES = 2**31
 """Bytes of one pickle. Tensors are not in it; NumPy arrays and everything else of user content is."""
 
 PICKLE_OBJECTS = 2**17
-"""Containers and other objects that any pickle may make; a set, and whatever is called, counts as three. Numbers and
-text are not counted."""
+"""Containers and other objects that any pickle may make; a set, and whatever is called, counts as three, and an item
+that is put into a dict by itself as one. Numbers and text are not counted."""
 
 PICKLE_OBJECT_NBYTES = 3
 """Bytes of a pickle for each object that it may make beside these: picklers write more, eight for each of the thirteen
 objects of a tensor, and four for those of torch DCP's metadata, which is the least. Only a pickle that was made to cost
 time and memory has fewer."""
+
+PICKLE_MOST_OBJECTS = 2**24
+"""Objects that no pickle of a torch file may have more of, however long it is: four times those of 300,000 tensors."""
+
+PICKLE_OPCODES = 2**26
+"""Opcodes of one pickle of a torch file: five times those of ten million numbers and a million keys."""
 
 TREE_DEPTH = 100
 """Containers inside each other."""

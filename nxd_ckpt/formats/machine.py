@@ -45,12 +45,14 @@ class Machine(_Machine):  # type: ignore[misc]
     """Runs ``data``. Subclasses say what ``find_class`` gives, and ``persistent_load``.
 
     ``objects`` bounds how many containers and other objects are made, beside one for every
-    :data:`~nxd_ckpt.core.limits.PICKLE_OBJECT_NBYTES` of ``data``.
+    :data:`~nxd_ckpt.core.limits.PICKLE_OBJECT_NBYTES` of ``data``, up to ``most_objects``.
     """
+
+    most_opcodes, most_objects = limits.PICKLE_OPCODES, limits.PICKLE_MOST_OBJECTS
 
     def __init__(self, data: bytes, objects: int = limits.PICKLE_OBJECTS) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._objects = objects + len(data) // limits.PICKLE_OBJECT_NBYTES
+        self._objects = min(objects + len(data) // limits.PICKLE_OBJECT_NBYTES, self.most_objects)
         self._work_left = _REUSE * len(data) + _SPARE
         self._keys: dict[int, tuple[Any, Keys]] = {}
         self._stand_ins = 0  # those whose state was not set yet
@@ -63,7 +65,7 @@ class Machine(_Machine):  # type: ignore[misc]
         self.append = self.stack.append
         left = self._objects
         try:
-            while True:
+            for _ in range(self.most_opcodes):
                 load, objects = _OPCODES[read(1)]
                 left -= objects
                 if left < 0:
@@ -76,6 +78,7 @@ class Machine(_Machine):  # type: ignore[misc]
             if self._stand_ins:
                 raise MalformedFile("a numpy object without contents") from None
             return stop.value
+        raise UnsafePickle(f"its pickle has more than {self.most_opcodes} opcodes, which is the most that is read of one")
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
@@ -107,7 +110,10 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._set(self._top(dict), [key, value])
+        target = self._top(dict)
+        if type(key) is not str:
+            self._check_keys(target, (key,))
+        target[key] = value
 
     def load_setitems(self) -> None:
         items = self.pop_mark()
@@ -232,7 +238,10 @@ _REPLACED = {
     "LONG_BINGET": _without_stand_in(_Machine.load_long_binget),
     **{name: _unknown(name) for name in _UNKNOWN},
 }
-_ONE = ("MARK", "EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPERSID")
+_ONE = (
+    *("MARK", "EMPTY_LIST", "LIST", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "BINPERSID"),
+)
 _OBJECTS = {
     **dict.fromkeys(_ONE, 1),
     **dict.fromkeys(("EMPTY_SET", "FROZENSET", "REDUCE", "NEWOBJ", "NEWOBJ_EX"), 3),
@@ -258,6 +267,7 @@ def check_walk(tree: Any) -> None:
     bytes can make many values of that kind, so how many there may be depends on how many are held.
     """
     values = held = 0
+    most = limits.TREE_REPEATED_VALUES
     above: dict[int, None] = {}
     seen = set[int]()
     stack: list[tuple[int, Iterator[Any]]] = [(0, iter(_containers((tree,))))]
@@ -271,10 +281,9 @@ def check_walk(tree: Any) -> None:
             if id(node) not in seen:
                 seen.add(id(node))
                 held += count
-            if values > limits.TREE_REPEATED_VALUES:  # else it is below every limit
+            if values > most:  # as it was when it held less
                 most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * held)
-                if values > most:
-                    check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
+                check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
             if len(stack) > limits.TREE_DEPTH:
                 check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
             containers = _containers(below)
@@ -295,8 +304,11 @@ _LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorStub})
 _SEQUENCES = (list, tuple)
 
 
-def _containers(values: Collection[Any]) -> list[Any]:
-    return [value for value in values if type(value) not in _LEAVES and isinstance(value, CONTAINERS)]
+def _containers(values: Collection[Any]) -> Collection[Any]:
+    """The containers among ``values`` that are not empty."""
+    if _LEAVES.issuperset(map(type, values)):
+        return ()
+    return [value for value in values if type(value) not in _LEAVES and isinstance(value, CONTAINERS) and value]
 
 
 def _values_of(node: Any) -> Collection[Any]:

@@ -251,6 +251,22 @@ def test_as_many_objects_as_allowed_are_made() -> None:
     assert [[]] * 8 == Machine(lists, objects=6).load()
     with pytest.raises(UnsafePickle, match="more than 10 objects"):
         Machine(more, objects=5).load()
+    items = b"\x80\x04](" + b"}NNs" * 8 + b"e."  # 12 for its length; a dict and its item are two
+    assert [{None: None}] * 8 == Machine(items, objects=6).load()
+    with pytest.raises(UnsafePickle, match="more than 17 objects"):
+        Machine(items, objects=5).load()
+
+
+def test_no_length_allows_more_objects_than_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor more opcodes."""
+    lists = b"\x80\x04](" + b"]" * 100 + b"e."
+    for limit, most, what in (("most_objects", 102, "objects"), ("most_opcodes", 105, "opcodes")):
+        monkeypatch.setattr(Machine, limit, most)
+        assert 100 == len(Machine(lists).load())
+        monkeypatch.setattr(Machine, limit, most - 1)
+        with pytest.raises(UnsafePickle, match=f"more than {most - 1} {what}, which is the most"):
+            Machine(lists).load()
+        monkeypatch.undo()
 
 
 EXPENSIVE = {
