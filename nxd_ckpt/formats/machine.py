@@ -78,7 +78,7 @@ class Machine(_Machine):  # type: ignore[misc]
             if self._stand_ins:
                 raise MalformedFile("a numpy object without contents") from None
             return stop.value
-        raise UnsafePickle(f"its pickle has more than {self.most_opcodes} opcodes, which is the most that is read of one")
+        raise UnsafePickle(f"its pickle has more than {self.most_opcodes} opcodes, which is the most that is read")
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
