@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from nxd_ckpt import host
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
@@ -13,6 +14,9 @@ TRANSIENT = (ConnectionError, TimeoutError, BlockingIOError)
 """A missing file, a refusal, or a full disk stay what they are."""
 
 _ONCE = ("link_new", "exchange", "rename")
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 20.0
+"""Seconds before an operation is repeated, at most: the first time, then twice as many each time, up to the second."""
 
 T = TypeVar("T")
 
@@ -36,17 +40,14 @@ class RetryingStorage(StorageWrapper):
 
     def repeated(self, operation: Callable[[], T]) -> T:
         """What ``operation`` returns in the end; raises what its last try raised."""
-        from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
-
-        tries = Retrying(
-            retry=retry_if_exception_type(TRANSIENT),
-            stop=stop_after_attempt(self._retries + 1),
-            wait=wait_random_exponential(multiplier=0.1, max=20),
-            sleep=self._sleep,
-            reraise=True,
-        )
-        result: T = tries(operation)
-        return result
+        pause = _FIRST_PAUSE
+        for _ in range(self._retries):
+            try:
+                return operation()
+            except TRANSIENT:
+                self._sleep(host.uniform(0, pause))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return operation()
 
 
 class _RetryingReader:

@@ -276,7 +276,7 @@ import nxd_ckpt
 from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 open_storage(".")
-print([name for name in ("boto3", "botocore", "fsspec", "moto", "tenacity") if name in sys.modules])
+print([name for name in ("boto3", "botocore", "fsspec", "moto") if name in sys.modules])
 """
     assert "[]\n" == subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 

@@ -3,16 +3,22 @@
 In turns a job saves, while it trains, to one tier alone, and to the same with a second one of ``--rate``, of whose
 requests a share fails and is tried again. Printed are the medians of stall and step time, and of their ratios round by
 round; how late the last copy of a round was; and the memory of the process from round to round. What others use of the
-machine is in every number: the steps take one processor, so at least one more should be free.
+machine is in every number: the steps take one processor, so at least one more should be free. Processor seconds depend
+less on it: those of a step, and those of all other threads for each save.
+
+``--after 20 100 200`` measures something else: what the process and its tiers hold after so many saves, all copied.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from threading import Event, Timer
@@ -33,10 +39,13 @@ TENSOR = 4 * MIB
 
 
 class Round(NamedTuple):
-    """Means of one turn, in seconds: of its saves and of its steps; and until the second tier had the last save."""
+    """Means of one turn, in seconds: of its saves and of its steps; processor seconds of a step, and for each save of
+    all threads but the training's; and until the second tier had the last save."""
 
     stall: float
     step: float
+    processor: float
+    background: float
     lag: float
 
 
@@ -67,8 +76,8 @@ _number = itertools.count()
 
 def turn(saver: Checkpointer, model: dict[str, torch.Tensor], loop: TrainingLoop, saves: int, seconds: float) -> Round:
     """So many saves, each followed by so many seconds of training."""
-    stalls, steps, count = 0.0, 0.0, 0
-    last = time.perf_counter()
+    stalls, steps, processor, count = 0.0, 0.0, 0.0, 0
+    others, last = _other_threads(), time.perf_counter()
     for _ in range(saves):
         began = last = time.perf_counter()
         saver.save(f"step_{next(_number)}", model, async_save=True)
@@ -76,10 +85,31 @@ def turn(saver: Checkpointer, model: dict[str, torch.Tensor], loop: TrainingLoop
         until = Event()
         timer = Timer(seconds, until.set)
         timer.start()
+        busy = time.thread_time()
         mean, done = loop.seconds_a_step(until.is_set)
+        processor += time.thread_time() - busy
         steps, count = steps + mean * done, count + done
     saver.wait(tier=len(saver.tiers) - 1)
-    return Round(stalls / saves, steps / count, time.perf_counter() - last)
+    lag, background = time.perf_counter() - last, _other_threads() - others
+    return Round(stalls / saves, steps / count, processor / count, background / saves, lag)
+
+
+def _other_threads() -> float:
+    """Processor seconds so far of all threads of the process but this one."""
+    return time.process_time() - time.thread_time()
+
+
+def hold(saver: Checkpointer, model: dict[str, torch.Tensor], after: Sequence[int], folders: Sequence[Path]) -> None:
+    """Save, and print what is held after each of these numbers of saves."""
+    for number in range(1, max(after) + 1):
+        saver.save(f"step_{next(_number)}", model, async_save=True)
+        saver.wait(tier=1)
+        if number in after:
+            files = ", ".join(str(sum(found.is_file() for found in folder.rglob("*"))) for folder in folders)
+            print(
+                f"after {number} saves: {resident() / MIB:.1f} MiB, {len(os.listdir('/proc/self/fd'))} open files, "
+                f"{threading.active_count()} threads, files on the tiers: {files}"
+            )
 
 
 def main() -> None:
@@ -90,6 +120,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of training after each (default: %(default)s)")
     parser.add_argument("--rate", default="20MB", help="of the second tier, a second (default: %(default)s)")
     parser.add_argument("--failing", type=float, default=0.3, help="share of its requests (default: %(default)s)")
+    parser.add_argument("--after", type=int, nargs="+", help="numbers of saves after which to show what is held")
     parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -100,6 +131,9 @@ def main() -> None:
         far = RetryingStorage(HookedStorage(LocalStorage(path / "far"), flaky), retries=20)
         first, second = Tier(path / "near", keep=2), Tier("far", keep=2, storage=far, max_bytes_per_second=given.rate)
         with Checkpointer(tiers=[Tier(path / "alone", keep=2)]) as alone, Checkpointer(tiers=[first, second]) as both:
+            if given.after:
+                hold(both, model, given.after, [path / "near", path / "far"])
+                return
             turns: dict[str, list[Round]] = {"one tier": [], "two tiers": []}
             memory = []
             for number in range(given.rounds + 1):
@@ -112,13 +146,15 @@ def main() -> None:
 
 
 def _show(turns: dict[str, list[Round]], memory: list[float]) -> None:
-    for what in ("stall", "step"):
+    for what in ("stall", "step", "processor"):
         one, two = ([getattr(found, what) for found in turns[name]] for name in turns)
         found = sorted(ratios(two, one))
         print(
             f"{what}: {statistics.median(one) * 1e3:.2f} ms with one tier, {statistics.median(two) * 1e3:.2f} ms with "
             f"two; ratio of a round: median {statistics.median(found):.3f}, {found[0]:.3f} to {found[-1]:.3f}"
         )
+    others = (statistics.median(found.background for found in turns[name]) * 1e3 for name in turns)
+    print("other threads, processor time of a save: {:.0f} ms with one tier, {:.0f} ms with two".format(*others))
     lags = sorted(found.lag for found in turns["two tiers"])
     print(f"second tier: {statistics.median(lags):.1f} s behind the last save, at most {lags[-1]:.1f} s")
     print(f"memory: {memory[1]:.0f} MiB after the first round, {memory[-1]:.0f} MiB after the last")
