@@ -57,6 +57,10 @@ REFUSED = {
         "is rebuilt by",
     ),
     "a persistent id that is none": (b"NQ", "its pickle refers to None"),
+    "a persistent id of no storage's class": (
+        b"(" + text("storage") + b"N" + text("0") + text("cpu") + b"K\x01tQ", "its pickle refers to "
+    ),
+    "a persistent id of a number": (EMPTY_STORAGE[1:].replace(text("0"), b"K\x00"), "its pickle refers to "),
     "a persistent id of four": (b"(NNNNtQ", "its pickle refers to "),
     "a persistent id that is a list": (b"](NNNNNeQ", "its pickle refers to "),
     "a dtype that is text": (V3 + EMPTY_STORAGE + ONE + b"\x89N" + text("float32") + b"tR", "a tensor of dtype"),
@@ -200,6 +204,19 @@ def test_keys_are_counted_whatever_comes_before_them() -> None:
     assert most + 1 == len(read(again + b"u"))
     with pytest.raises(MalformedFile, match="keys of one hash"):
         read(again + keys[most] + b"u")
+
+
+def test_an_ordered_dict_of_python_2_is_filled_with_few_keys_of_one_hash() -> None:
+    """It is made of a list of pairs."""
+    most = limits.KEYS_OF_ONE_HASH + 1
+    pairs = [number(index * (2**61 - 1)) + b"N\x86" for index in (-1, *range(1, most + 1))]
+
+    def filled(some: list[bytes]) -> Any:
+        return read(called(named("collections", "OrderedDict"), b"](" + b"".join(some) + b"e"))
+
+    assert most == len(filled(pairs[1:])) == len(filled(pairs[:-1]))
+    with pytest.raises(MalformedFile, match="keys of one hash"):
+        filled(pairs)
 
 
 def test_what_a_filled_dict_holds_is_counted_with_what_is_added() -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import os
 import random
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import torch
 
+from nxd_ckpt import Checkpointer, checkpoint_statistics, open_checkpoint
+from nxd_ckpt.core import document
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import is_manifest, load_index, load_manifest, load_parameters
+from nxd_ckpt.core.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.core.votes import load_verdict, load_vote, raise_error_of
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.formats.safetensors import read_header
@@ -23,6 +28,7 @@ from nxd_ckpt.formats.tensors import StorageSpan
 from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
+from nxd_ckpt.integrations.sealed import DIGESTS, SealedDirectory, verify_files
 from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.hugging_face import CONFIG, INDEX, HuggingFaceDirectory
@@ -30,7 +36,7 @@ from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
 from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.coordination import intents, journal, lease
-from nxd_ckpt.runtime.paths import JOURNAL, LEASE, staging_dir
+from nxd_ckpt.runtime.paths import JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
 from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
@@ -199,6 +205,43 @@ def _archive(data: bytes) -> None:
     find_members(_Bytes(data), len(data), "x.tar")
 
 
+def _digests(data: bytes) -> None:
+    directory = Path(_SCRATCH.name, f"{os.getpid()}-sealed")
+    directory.mkdir(exist_ok=True)
+    for name, content in (valid.SEALED, (DIGESTS, data)):
+        (directory / name).write_bytes(content)
+    SealedDirectory(_SCRATCH.name, directory.name).refuse_to_replace(["*.bin"])
+    verify_files(str(directory), "training_state")
+
+
+@cache
+def _counted() -> Path:
+    """A directory with a tag whose tensors were counted when it was saved."""
+    directory = Path(_SCRATCH.name, "counted")
+    with Checkpointer(directory, durable=False) as saver:
+        saver.save("t", {"w": torch.tensor([[3.0], [4.0]])}, stats=True)
+    checkpoint_statistics(open_checkpoint(directory))
+    return directory
+
+
+def _statistics(file: str, data: bytes) -> None:
+    """What is not used is counted anew."""
+    directory = Path(_SCRATCH.name, f"{os.getpid()}-counted")
+    if not directory.exists():
+        shutil.copytree(_counted(), directory)
+    (directory / statistics_file("t")).unlink(missing_ok=True)
+    (directory / file).write_bytes(data)
+    checkpoint_statistics(open_checkpoint(directory))
+
+
+def _kept(file: str) -> bytes:
+    return (_counted() / file).read_bytes()
+
+
+def _optimum(data: bytes) -> None:
+    read_optimum({"x.json": document.small(data, "x.json")})
+
+
 def _metadata(data: bytes) -> None:
     read_metadata(TagFiles(_holding({".metadata": data, "__0_0.distcp": bytes(8)}), ""), DcpFiles(""))
 
@@ -207,6 +250,7 @@ def _pickles_of(files: Sequence[bytes]) -> list[bytes]:
     return [zipfile.ZipFile(io.BytesIO(file)).read("archive/data.pkl") for file in files]
 
 
+_STATISTICS, _SUMMARIES = statistics_file("t"), summaries_file("t", 0)
 _HOSTILE = [b"\x80\x04" + pickled + b"." for pickled in findings.HOSTILE.values()]
 
 _TARGETS = [
@@ -229,6 +273,11 @@ _TARGETS = [
     Target("weight map", partial(_hugging_face, INDEX), valid.WEIGHT_MAPS, damaged_json),
     Target("mapping", partial(_mapping, ".json"), valid.MAPPINGS, damaged_json),
     Target("mapping in YAML", partial(_mapping, ".yaml"), valid.YAML_MAPPINGS, damaged_json),
+    Target("digests", _digests, valid.DIGESTS, damaged_json),
+    Target("DCP names", lambda data: DcpNames.from_json(data, "dcp_names.json"), valid.DCP_NAMES, damaged_json),
+    Target("statistics", partial(_statistics, _STATISTICS), [_kept(_STATISTICS)], damaged_json),
+    Target("counted at a save", partial(_statistics, _SUMMARIES), [_kept(_SUMMARIES)], damaged_json),
+    Target("optimum's metadata", _optimum, valid.OPTIMUMS, damaged_json),
     Target("archive", _archive, valid.ARCHIVES, damaged_tar, [*findings.ARCHIVES.values()]),
     Target("DCP metadata", _metadata, valid.METADATA, damaged_pickle, part=PICKLE_PART),
 ]

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import tarfile
+import zlib
 from collections import Counter, OrderedDict
 from dataclasses import replace
 from importlib import resources
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import RankLine, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference
@@ -49,6 +51,31 @@ TORCH_FILES = [saved(STATE), saved({"state": {0: {"exp_avg": torch.ones(1)}}, "p
 
 REFERENCES = {"weight": TensorReference(0), "bias": {"x": TensorReference(1)}}
 INFO = {tid: {"dtype": torch.float32, "shape": torch.Size([2]), "expert_model_parallel": False} for tid in (0, 1)}
+
+SEALED = ("model.bin", b"abcd")
+"""A file beside a tag in a directory that is sealed, and its bytes."""
+DIGESTS = [json.dumps({SEALED[0]: [len(SEALED[1]), zlib.crc32(SEALED[1])]}, indent=1).encode()]
+DCP_NAMES = [DcpNames().to_json()]
+
+_FUSED = {
+    **{"fused_linear_name": "gate_up_proj", "linear_names": ["gate_proj", "up_proj"], "fuse_axis": 0},
+    **{"original_dims": [8, 8], "bias": False, "tp_size": 2, "peft_type": None},
+}
+_CUT = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2, "num_partitions": 2}
+OPTIMUMS = [
+    json.dumps(
+        {
+            "parameters": {
+                "model.layers.0.mlp.gate_up_proj.weight": _CUT,
+                "model.norm.weight": {"tensor_model_parallel": False},
+                "lm_head.weight": {**_CUT, "partition_stride": 1},
+            },
+            "model_weight_transformation_specs": [
+                {"module_fully_qualified_name": "model.layers.0.mlp", "specs": [["FusedLinearsSpec", _FUSED]]}
+            ],
+        }
+    ).encode()
+]
 
 CONFIGS = [
     json.dumps(

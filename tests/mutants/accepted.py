@@ -5,8 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTED: Mapping[str, Mapping[str, str]] = {
+    "formats/plain_data": {
+        "_is_plain_numpy: return False -> return None": "as little true, for the one who asks",
+    },
+    "formats/safe_globals": {
+        **dict.fromkeys(
+            (
+                "_path: return Call(make) -> return None",
+                "_none_of: return lambda: kind.__new__(kind) -> return None",
+                "_dtypes: return {('torch', name): value for name, value in vars(torch).items() "
+                "if isinstance(value, torch.dtype)} -> return None",
+                "_dtypes: isinstance(value, torch.dtype) -> not isinstance(value, torch.dtype)",
+                "_both: return {(f'numpy.{core}.{module}', name): value for core in ('core', '_core')} -> return None",
+                "_paths: os.name == 'nt' -> os.name != 'nt'",
+                "_paths: return {(module, name): kind for module in ('pathlib', 'pathlib._local') "
+                "for name, kind in kinds.items()} -> return None",
+            ),
+            "it ran when the module was imported, before a mutant could take its place",
+        ),
+        **dict.fromkeys(
+            (
+                "_defaultdict: not isinstance(factory, type) or factory not in BUILTIN_TYPES -> "
+                "not isinstance(factory, type) and factory not in BUILTIN_TYPES",
+                "made: not isinstance(kind, type) or kind not in BUILTIN_TYPES -> "
+                "not isinstance(kind, type) and kind not in BUILTIN_TYPES",
+            ),
+            "a pickle gets no types but these",
+        ),
+        "Keys.check: kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Sealed) -> "
+        "kind is str and (kind is int and -_OWN_HASH < key < _OWN_HASH) and isinstance(key, Sealed)": (
+            "keys that need not be looked at are, and pass"
+        ),
+        "_check_nesting: 1 -> 2": "twice the work of a number as a key is still far less than its bytes allow",
+    },
     "formats/unpickle": {
-        "_Safe.__init__: False -> True": "the tree is copied then, and is the same",
         "_are_counts: return False -> return None": "as little true, for those who ask",
     },
     "formats/sealed": {
