@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from nxd_ckpt import host
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.runtime.backoff import pause_after
 
 
 class Turns:
@@ -47,4 +48,4 @@ class Turns:
             waited = host.monotonic() - began
             if waited >= timeout:
                 raise TimeoutError(f"{what}: another thread's save or load is still under way")
-            host.sleep(min(max(waited / 25, 0.001), 0.05))
+            host.sleep(pause_after(waited, 0.05))

@@ -11,6 +11,7 @@ import pytest
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
+from nxd_ckpt.runtime import backoff
 from nxd_ckpt.runtime.paths import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.storage.local import LocalStorage
@@ -34,7 +35,8 @@ def storage(tmp_path: Path) -> LocalStorage:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What voting takes for the time."""
     clock = Clock()
-    monkeypatch.setattr(voting, "host", clock)
+    for module in (voting, backoff):
+        monkeypatch.setattr(module, "host", clock)
     return clock
 
 

@@ -26,6 +26,7 @@ _JOURNAL, _LEASE, _REPLACEMENT = (f"{_COORDINATION}/{name}.py" for name in ("jou
 _COMMIT, _PUBLICATION, _SAVING, _VOTING, _WRITING = (
     f"{_SAVE}/{name}.py" for name in ("commit", "publication", "saving", "voting", "writing")
 )
+_IDENTITY = "nxd_ckpt/runtime/tag/identity.py"
 _DISK, _S3 = "nxd_ckpt/testing/simulation/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
 
 
@@ -68,6 +69,9 @@ def _stands_still(schedule: Schedule) -> bool:
 _VOTES = {_VOTING: ("        if not missing:\n", "        if found:\n")}
 _LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
 _LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
+_IS_NOT_ASKED_AGAIN = {
+    _IDENTITY: ("        if word is None or word != self.word:\n", "        if word is None:\n"),
+}
 _MISMATCH = """    if found != expected.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
 """
@@ -187,6 +191,10 @@ BREAKS = [
         },
         lambda schedule: getattr(schedule, "rots", False),
     ),
+    Break(
+        "A reader does not look again whether the tag is the one that it opened.", "disk", _IS_NOT_ASKED_AGAIN,
+        lambda schedule: schedule.reads and _replaces(schedule),
+    ),
     Break("Rank 0 does not wait for the votes of the others.", "store", _VOTES),
     Break(
         "Ranks write before rank 0 has made room.", "store",
@@ -249,6 +257,10 @@ BREAKS = [
             )
         },
         _stands_still,
+    ),
+    Break(
+        "A reader does not look again whether the tag is the one that it opened.", "store", _IS_NOT_ASKED_AGAIN,
+        lambda schedule: schedule.reads,
     ),
 ]
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import errors, host
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
+from nxd_ckpt.runtime.backoff import pause_after
 from nxd_ckpt.runtime.coordination.peers import Peers
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Words:
             now = host.monotonic()
             if now - started >= within:
                 return False
-            host.sleep(min(max((now - began) / 25, 0.001), 0.25, within))
+            host.sleep(min(pause_after(now - began), within))
         return True
 
     def has(self, key: str) -> bool:

@@ -16,6 +16,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
 from nxd_ckpt.layout.directory import tag_around
+from nxd_ckpt.runtime.backoff import Backoff
 from nxd_ckpt.runtime.coordination import intents, journal, lease
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.control_files import make_places
@@ -220,15 +221,15 @@ def _must_be_live(session: Session) -> None:
     """Raise unless rank 0 of this very run holds the directory: the mark that was found may be of an earlier launch."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
     deadline = host.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
-    first = None
+    first, backoff = None, Backoff(session.storage)
     while host.monotonic() < deadline:
-        holder = lease.read(session.storage)
+        holder = backoff.timed(lambda: lease.read(session.storage))
         if holder is not None and holder.run_id == session.run_id:
             first = first or holder
             runs = holder.holder_runs_here()
             if runs or (runs is None and holder != first):  # on another host, its heartbeat has to change
                 return
-        host.sleep(0.05)
+        backoff.pause()
     raise InvalidArgument(
         f"run_id {session.run_id!r}: no live rank 0 holds {session.storage.url} under it. Either rank 0 is gone, or it "
         "was refused because the run_id was used before; give every launch a new one"
@@ -242,9 +243,9 @@ def _beat_interval(session: Session) -> float:
 
 def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:
     """Which of ``names`` rank 0 wrote into ``folder``."""
-    deadline = host.monotonic() + within
+    deadline, backoff = host.monotonic() + within, Backoff(session.storage)
     while True:
-        listed = {entry.name for entry in session.storage.list(folder)}
+        listed = {entry.name for entry in backoff.timed(lambda: session.storage.list(folder))}
         found = next((name for name in names if name in listed), None)
         if found is not None:
             return found
@@ -253,7 +254,7 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
                 f"rank {session.topology.rank} does not see {session.storage.url}/{folder}/{names[0]}, which rank 0 "
                 "wrote: all ranks must save to the same directory on a file system that they share"
             )
-        host.sleep(0.05)
+        backoff.pause()
 
 
 def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:

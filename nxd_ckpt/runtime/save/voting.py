@@ -18,6 +18,7 @@ from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
+from nxd_ckpt.runtime.backoff import Backoff
 from nxd_ckpt.runtime.paths import alive_file, begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
@@ -82,7 +83,7 @@ def await_votes(
     Meanwhile it shows them that it is working on the attempt ``waiting_in``. False ``timeout`` seconds after the last
     progress of any rank, or when this rank is ``leaving`` the job.
     """
-    patience, backoff, sign = _Patience(timeout), _Backoff(storage), _Sign(storage, waiting_in, timeout)
+    patience, backoff, sign = _Patience(timeout), Backoff(storage), _Sign(storage, waiting_in, timeout)
     while True:
         sign.give()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
@@ -124,7 +125,7 @@ def collect(
     """
     found: dict[int, Vote] = {}
     missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(first, world_size)}
-    backoff = _Backoff(storage)
+    backoff = Backoff(storage)
     patience, sign, last_words = _Patience(timeout), _Sign(storage, attempt, timeout), _LastWords()
     while True:
         sign.give()
@@ -208,7 +209,7 @@ def _first_of(
 
     While a storage cannot be read, it counts as unchanged.
     """
-    patience, backoff, last_words = _Patience(timeout), _Backoff(storage), _LastWords()
+    patience, backoff, last_words = _Patience(timeout), Backoff(storage), _LastWords()
     listed: set[str] = set()
 
     def signs() -> dict[str, bytes]:
@@ -285,34 +286,6 @@ class _Patience:
             self._seen, self._looked = seen, now
             self._interval = min(self._timeout / 4, max(2.0, 20 * (host.monotonic() - now)))
         return now - self._since >= self._timeout
-
-
-class _Backoff:
-    """Pauses of a 25th of the time waited so far, 2 ms to a quarter of a second; up to 2 s where looking takes long.
-
-    So what is waited for is seen soon after it comes, compared with how long it took. Listing thousands of votes takes
-    long: a rank that did nothing else would slow down the training beside it. An object store charges for every look of
-    every rank, so pauses grow up to 2 s there too.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._busy = 0.0
-        self._longest = 0.25 if storage.renames else 2.0
-        self.reset()
-
-    def reset(self) -> None:
-        self._since = host.monotonic()
-
-    def timed(self, look: Callable[[], ResultT]) -> ResultT:
-        started = host.monotonic()
-        try:
-            return look()
-        finally:
-            self._busy = host.monotonic() - started
-
-    def pause(self) -> None:
-        waited = host.monotonic() - self._since
-        host.sleep(max(min(max(waited / 25, 0.002), self._longest), min(8 * self._busy, 2.0)))
 
 
 def _retried(act: Callable[[], ResultT]) -> ResultT:

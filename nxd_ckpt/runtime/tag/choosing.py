@@ -18,6 +18,7 @@ from nxd_ckpt.layout.directory import (
     list_tags,
     require_directory,
 )
+from nxd_ckpt.runtime.backoff import Backoff
 from nxd_ckpt.runtime.coordination import journal, lease
 from nxd_ckpt.storage.base import Storage
 
@@ -124,12 +125,12 @@ def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
     """
     if not journal.is_open(storage):
         return
-    deadline = host.monotonic() + _SWAP_TAKES
+    deadline, backoff = host.monotonic() + _SWAP_TAKES, Backoff(storage)
     while journal.is_open(storage) and host.monotonic() < deadline:
         holder = lease.read(storage)
         if holder is None or holder.holder_runs_here() is False:
             break
-        host.sleep(0.05)
+        backoff.pause()
     if not only_look and journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
         try:
             journal.recover(storage)
