@@ -34,6 +34,9 @@ _BASELINE_SECONDS = 1800.0
 _MEMORY = 2**32
 """Bytes of address space beyond what is used: a mutant without a limit must not take the machine's."""
 
+_CPU_SECONDS = 60
+"""That one test may take with a mutant: no signal of Python's ends what hangs in C."""
+
 
 class Ran(NamedTuple):
     """One test on the module as it is: whether it passed, how long it took, and the module's lines that it ran."""
@@ -111,6 +114,7 @@ def _outcome(session: pytest.Session, file: str, number: int, tests: list[tuple[
         resource.setrlimit(resource.RLIMIT_AS, (soft, soft))
         _become(file, number)
         for item, nextitem in _in_order([item for item, _ in tests]):
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + _CPU_SECONDS, resource.RLIM_INFINITY))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             if session.testsfailed:
                 return True
