@@ -92,9 +92,17 @@ def _headers(nbytes: int) -> bytes:
     return _archive_of(*(tarfile.TarInfo(f"one/{index}") for index in range(nbytes // tarfile.BLOCKSIZE - 2)))
 
 
+def _long_name(nbytes: int) -> bytes:
+    return _archive_of(tarfile.TarInfo("x/" * (nbytes // 2 - tarfile.BLOCKSIZE) + "x"))
+
+
+def _layers(nbytes: int) -> bytes:
+    return json.dumps({**json.loads(valid.CONFIGS[0]), "num_hidden_layers": nbytes // 20}).encode()
+
+
 def _long_pattern(nbytes: int) -> bytes:
     document = json.loads(valid.MAPPINGS[0])
-    document["rules"][0]["nxd"] += "{layer}" * (nbytes // 7)
+    document["rules"][0]["nxd"] += "{layer}" * (min(nbytes, limits.MAPPING - 20_000) // 7)
     return json.dumps(document).encode()
 
 
@@ -111,25 +119,25 @@ def _zipped(records: Callable[[int], dict[str, bytes]]) -> _Maker:
     return made
 
 
-def _zipped_pickle(unit: bytes) -> _Maker:
-    return _zipped(lambda nbytes: {"data.pkl": _pickle(unit)(nbytes - 300), "version": b"3\n"})
+def _zipped_pickle(pickled: _Maker) -> _Maker:
+    return _zipped(lambda nbytes: {"data.pkl": pickled(nbytes - 300), "version": b"3\n"})
 
 
-def _zipped_references(nbytes: int) -> bytes:
-    """A file of references that holds one of them again and again."""
-    reference = named("torch_xla.utils.serialization", "TensorReference") + b")\x81}" + text("tid") + b"K\x00sbq\x020"
-    pickled = _pickle(b"h\x02", reference)
-    return _zipped(lambda nbytes: {"data.pkl": pickled(nbytes - 300), "version": b"3\n"})(nbytes)
+_REFERENCE = named("torch_xla.utils.serialization", "TensorReference") + b")\x81}" + text("tid") + b"K\x00sbq\x020"
 
 
 def _beside_an_array(unit: bytes) -> _Maker:
-    """A tree that is copied, since what stands for the array in it has to be replaced."""
+    """A tree with an array in it, for which no tree may be copied."""
     return lambda nbytes: _pickle(unit)(nbytes - 200)[:-2] + array(b"K\x01\x85", bytes(8)) + b"e."
 
 
-def _at_most(limit: int, made: _Maker) -> _Maker:
-    """A file of the size up to which it is read at all."""
-    return lambda nbytes: made(min(nbytes, limit))
+def _at_most(limit: int, makers: dict[str, _Maker]) -> dict[str, _Maker]:
+    """Files of the size up to which they are read at all."""
+
+    def capped(made: _Maker) -> _Maker:
+        return lambda nbytes: made(min(nbytes, limit))
+
+    return {what: capped(made) for what, made in makers.items()}
 
 
 def _lines(nbytes: int) -> bytes:
@@ -155,106 +163,81 @@ def _safetensors(nbytes: int) -> bytes:
 
 
 _TEXT = text("1" * 4000)
-_LIMITS = {"mapping": limits.MAPPING, "mapping in YAML": limits.MAPPING_YAML}
-_DEEP_JSON = '{"format_version":1,"kind":"%s","files":'
+_SIXTY = b"(" + b"N" * 60 + b"tq\x050"
+_PICKLES: dict[str, _Maker] = {
+    "lists": _pickle(b"]"),
+    "dicts": _pickle(b"}"),
+    "sets": _pickle(b"\x8f"),
+    "marks": _pickle(b"("),
+    "frozensets": _pickle(b"(\x91"),
+    "tuples": _pickle(b"N\x85"),
+    "floats": _pickle(b"G" + bytes(7) + b"\x01"),
+    "numbers": _pickle(b"M\xff\xff"),
+    "texts": _pickle(b"\x8c\x02ab"),
+    "memos": _pickle(b"]\x94"),
+    "lists in lists": _pickle(b"]a"),
+    "persistent ids": _pickle(b"NQ"),
+    "dicts of one key": _pickle(b"}h\x05Ns", _SIXTY),
+    "sets of one item": _pickle(b"(h\x05\x91", _SIXTY),
+    # As many as a pickle may make, so that more is done with them.
+    "lists, and others": _beside_an_array(b"]NNN"),
+    "lists of one, and others": _beside_an_array(b"]Na"),
+    "lists of an empty tuple": _beside_an_array(b"])a"),
+    "tuples, and others": _beside_an_array(b"N\x85NN"),
+    "tuples of an empty one": _beside_an_array(b")N\x86"),
+    "dicts of one, and others": _beside_an_array(b"}NNs"),
+    "sets, and others": _beside_an_array(b"\x8f" + b"N" * 8),
+    "calls of defaultdict": _calls("collections", "defaultdict"),
+    "calls of OrderedDict": _calls("collections", "OrderedDict"),
+    "calls of Counter": _calls("collections", "Counter"),
+    "calls of bytearray": _calls("builtins", "bytearray"),
+    "calls of set": _calls("builtins", "set"),
+    "Namespaces": _objects("argparse", "Namespace"),
+    "UUIDs": _objects("uuid", "UUID"),
+    "Decimals": _calls("decimal", "Decimal", _TEXT),
+    "Fractions": _calls("fractions", "Fraction", _TEXT),
+    "paths": _calls("pathlib", "PosixPath", _TEXT),
+    "Sizes": _calls("torch", "Size", b"(" + b"K\x01" * 60 + b"t"),
+    "dtypes": _calls("numpy", "dtype", text("f8"), b"\x89", b"\x88"),
+    "tensors": _pickle(
+        b"h\x05h\x06R",
+        REBUILD[: -len(EMPTY_STORAGE)] + b"q\x050" + EMPTY_STORAGE + b"K\x00K\x01\x85K\x01\x85\x89Ntq\x060",
+    ),
+    "a float of digits": lambda nbytes: b"\x80\x04F" + b"1" * (nbytes - 5) + b"\n.",
+    "a dict of numbers of one hash": _keys(_number),
+    "a set of numbers of one hash": _keys(_number, b"\x8f(", b"", b"\x90"),
+    "a frozenset of numbers of one hash": _keys(_number, b"(", b"", b"\x91"),
+    "a set, called, of numbers of one hash": _keys(_number, named("builtins", "set") + b"](", b"", b"e\x85R"),
+    "a dict of pairs of one hash": _keys(_pair),
+}
+_DOCUMENTS: dict[str, _Maker] = {
+    "lists": _json("[", "[]", "]"),
+    "objects": _json('{"a":[', '{"a":1}', "]}"),
+    "a float of digits": _text('{"x":0.', "1", "}"),
+}
 
+_BY_READER: dict[str, dict[str, _Maker]] = {
+    "pickle": _PICKLES,
+    "index": {**_DOCUMENTS, "files": _json('{"format_version":1,"kind":"rank_index","files":[', "[0,0]", "]}")},
+    "manifest": {**_DOCUMENTS, "parameters": _sealed_parameters},
+    **dict.fromkeys(("vote", "verdict", "lease", "journal", "intent", "weight map", "digests"), _DOCUMENTS),
+    "config.json": {**_DOCUMENTS, "layers": _layers},
+    "mapping": _at_most(limits.MAPPING, {**_DOCUMENTS, "a long pattern": _long_pattern}),
+    "mapping in YAML": _at_most(limits.MAPPING_YAML, {**_DOCUMENTS, "lines": _lines}),
+    "newest": {"lines": lambda nbytes: b"a\n" * (nbytes // 2)},
+    "done": {"digits": lambda nbytes: b"1" * (nbytes - 2) + b" a"},
+    "safetensors": {"tensors": _safetensors},
+    "archive": {"headers": _headers, "a long name": _long_name},
+    "torch file": {"records": _zipped(_records)},
+    "xser info": {"lists": _zipped_pickle(_pickle(b"]"))},
+    "xser references": {
+        "lists": _zipped_pickle(_pickle(b"]")),
+        "one reference": _zipped_pickle(_pickle(b"h\x02", _REFERENCE)),
+        "records": _zipped(_records),
+    },
+    "DCP metadata": {"lists": _pickle(b"]"), "sets": _pickle(b"\x8f")},
+}
 WORST: dict[str, tuple[str, _Maker]] = {
-    **{
-        f"a pickle of {what}": ("pickle", _pickle(unit))
-        for what, unit in {
-            "lists": b"]",
-            "dicts": b"}",
-            "sets": b"\x8f",
-            "marks": b"(",
-            "frozensets": b"(\x91",
-            "tuples": b"N\x85",
-            "floats": b"G" + bytes(7) + b"\x01",
-            "numbers": b"M\xff\xff",
-            "texts": b"\x8c\x02ab",
-            "memos": b"]\x94",
-            "lists in lists": b"]a",
-            "persistent ids": b"NQ",
-        }.items()
-    },
-    **{
-        f"a pickle of {name}": ("pickle", _calls(module, name))
-        for name, module in {
-            "defaultdict": "collections",
-            "OrderedDict": "collections",
-            "Counter": "collections",
-            "bytearray": "builtins",
-            "set": "builtins",
-        }.items()
-    },
-    "a pickle of dicts of one key": ("pickle", _pickle(b"}h\x05Ns", b"(" + b"N" * 60 + b"tq\x050")),
-    "a pickle of sets of one item": ("pickle", _pickle(b"(h\x05\x91", b"(" + b"N" * 60 + b"tq\x050")),
-    **{  # as many as a pickle may make, so that more is done with them
-        f"a pickle of {what}, and an array": ("pickle", _beside_an_array(unit))
-        for what, unit in {
-            "lists, and others": b"]NNN",
-            "lists of one, and others": b"]Na",
-            "tuples, and others": b"N\x85NN",
-            "dicts of one, and others": b"}NNs",
-            "sets, and others": b"\x8f" + b"N" * 8,
-        }.items()
-    },
-    "a pickle of Namespaces": ("pickle", _objects("argparse", "Namespace")),
-    "a pickle of UUIDs": ("pickle", _objects("uuid", "UUID")),
-    "a pickle of Decimals": ("pickle", _calls("decimal", "Decimal", _TEXT)),
-    "a pickle of Fractions": ("pickle", _calls("fractions", "Fraction", _TEXT)),
-    "a pickle of paths": ("pickle", _calls("pathlib", "PosixPath", _TEXT)),
-    "a pickle of Sizes": ("pickle", _calls("torch", "Size", b"(" + b"K\x01" * 60 + b"t")),
-    "a pickle of dtypes": ("pickle", _calls("numpy", "dtype", text("f8"), b"\x89", b"\x88")),
-    "a pickle of tensors": (
-        "pickle",
-        _pickle(
-            b"h\x05h\x06R",
-            REBUILD[: -len(EMPTY_STORAGE)] + b"q\x050" + EMPTY_STORAGE + b"K\x00K\x01\x85K\x01\x85\x89Ntq\x060",
-        ),
-    ),
-    "a float of digits": ("pickle", lambda nbytes: b"\x80\x04F" + b"1" * (nbytes - 5) + b"\n."),
-    "a dict of numbers of one hash": ("pickle", _keys(_number)),
-    "a set of numbers of one hash": ("pickle", _keys(_number, b"\x8f(", b"", b"\x90")),
-    "a frozenset of numbers of one hash": ("pickle", _keys(_number, b"(", b"", b"\x91")),
-    "a set, called, of numbers of one hash": (
-        "pickle",
-        _keys(_number, named("builtins", "set") + b"](", b"", b"e\x85R"),
-    ),
-    "a dict of pairs of one hash": ("pickle", _keys(_pair)),
-    **{
-        f"{reader}: {what}": (reader, _at_most(_LIMITS.get(reader, limits.DOCUMENT), made))
-        for reader in (
-            *("index", "manifest", "vote", "verdict", "lease", "journal", "intent"),
-            *("config.json", "weight map", "mapping", "mapping in YAML"),
-        )
-        for what, made in {
-            "lists": _json("[", "[]", "]"),
-            "objects": _json('{"a":[', '{"a":1}', "]}"),
-            "a float of digits": _text('{"x":0.', "1", "}"),
-        }.items()
-    },
-    "index: files": ("index", _json(_DEEP_JSON % "rank_index" + "[", "[0,0]", "]}")),
-    "manifest: parameters": ("manifest", _sealed_parameters),
-    "newest: lines": ("newest", lambda nbytes: b"a\n" * (nbytes // 2)),
-    "done: digits": ("done", lambda nbytes: b"1" * (nbytes - 2) + b" a"),
-    "config.json: layers": (
-        "config.json",
-        lambda nbytes: json.dumps({**json.loads(valid.CONFIGS[0]), "num_hidden_layers": nbytes // 20}).encode(),
-    ),
-    "safetensors: tensors": ("safetensors", _safetensors),
-    "archive: headers": ("archive", _headers),
-    "xser info: lists": ("xser info", _zipped_pickle(b"]")),
-    "xser references: lists": ("xser references", _zipped_pickle(b"]")),
-    "xser references: one reference": ("xser references", _zipped_references),
-    "archive: a long name": (
-        "archive",
-        lambda nbytes: _archive_of(tarfile.TarInfo("x/" * (nbytes // 2 - tarfile.BLOCKSIZE) + "x")),
-    ),
-    "mapping: a long pattern": ("mapping", _at_most(limits.MAPPING - 20_000, _long_pattern)),
-    "mapping in YAML: lines": ("mapping in YAML", _at_most(limits.MAPPING_YAML, _lines)),
-    "torch file: records": ("torch file", _zipped(_records)),
-    "xser references: records": ("xser references", _zipped(_records)),
-    "DCP metadata: lists": ("DCP metadata", _pickle(b"]")),
-    "DCP metadata: sets": ("DCP metadata", _pickle(b"\x8f")),
+    f"{reader}: {what}": (reader, made) for reader, makers in _BY_READER.items() for what, made in makers.items()
 }
 """By name: whose file it is, and what makes it."""
