@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from nxd_ckpt import host
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.runtime.compare.side_by_side import Leaf, Matched, SideBySide, Window
+from nxd_ckpt.formats.tensors import itemsize
 from nxd_ckpt.runtime.compare.statistics_cache import keeps_statistics, read_statistics, write_statistics
-from nxd_ckpt.runtime.progress import Counter, watched
+from nxd_ckpt.runtime.progress import watched
 from nxd_ckpt.runtime.summary import PART, Summary, TensorStatistics
+from nxd_ckpt.runtime.tag.reading import Leaf
 from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
-_THREADS = min(4, os.cpu_count() or 1)
-"""More of them would wait for each other: between two chunks, Python runs on one."""
-_BLOCKS = 2, 8
-"""Blocks of a window, at least and at most; between them one for each thread that reads. In a small one, what was read
-is in the processor's cache still when it is counted, and little is left to count when the last one was read."""
+_THREADS = 4
+"""Threads that read and count, at least: some wait for the disk while others count."""
+_AHEAD = 64 * 2**20
+"""Bytes that are asked for before the earlier ones are waited for: what is asked for takes memory, too."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Statistics:
 
 @as_checkpoint_errors()
 def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
-    """Read a tag once, in 64 MiB of memory, and count. Its digests are verified.
+    """Read a tag once, in some 10 MiB of memory for each of the threads that read, and count. Its digests are verified.
 
     A tensor of which it is not known how ranks cut it is counted as the ranks hold it, one after the other.
 
@@ -74,38 +72,59 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
 
 
 def _count(whole: WholeTag, progress: bool) -> Statistics:
-    summaries: dict[str, Summary] = {}
+    tensors: dict[str, list[Leaf]] = {}
     problems: dict[str, str] = {}
-    tensors = list[Matched[Summary]]()
     for name in whole.tensors:
         try:
-            leaves = list(_leaves(whole, name))
+            tensors[name] = list(_leaves(whole, name))
         except PartLost:
             raise
         except (IncompatibleState, PartNotFound) as error:
             problems[name] = str(error)
-            continue
-        summaries[name] = Summary()
-        tensors += [Matched(summaries[name], name, ((0, leaf),)) for leaf in leaves]
-    total = sum(one.itemsize * leaf.numel for one in tensors for _, leaf in one.leaves)
-    done = Counter()
-    blocks = min(max(_BLOCKS[0], whole.opened.storage.concurrency), _BLOCKS[1])
+    found = {name: [_Counted() for _ in leaves] for name, leaves in tensors.items()}
+    total = sum(itemsize(leaf.dtype) * leaf.numel for leaves in tensors.values() for leaf in leaves)
     with (
-        watched("statistics", total, lambda: done.nbytes, progress),
-        ThreadPoolExecutor(_THREADS, "nxd_ckpt-counter") as threads,
+        whole.opened.reader(max(_THREADS, whole.opened.storage.concurrency)) as reader,
+        watched("statistics", total, lambda: reader.done.nbytes, progress),
     ):
-        for window in SideBySide(whole.opened, memory=blocks * CRC_BLOCK).windows(tensors):
-            _add(window, threads)
-            done.add(sum(values.nbytes for _, (values,) in window))
-    found = {name: summary.statistics for name, summary in summaries.items()}
-    return Statistics(MappingProxyType(found), MappingProxyType(problems), cached=False)
+        asked = nbytes = 0
+        for name, leaves in tensors.items():
+            for leaf, counted in zip(leaves, found[name], strict=True):
+                reader.visit(leaf, name, counted.add)
+                nbytes += itemsize(leaf.dtype) * leaf.numel
+                if nbytes > _AHEAD:
+                    reader.wait(asked)
+                    asked, nbytes = reader.asked, 0
+        reader.finish()
+    statistics = {name: _together(leaves).statistics for name, leaves in found.items()}
+    return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 
 
-def _add(window: Window[Summary], threads: ThreadPoolExecutor) -> None:
-    """Part by part in their order, whichever is counted first: as the ranks count at the save, to the last digit."""
-    parts = [(summary, part) for summary, (values,) in window for part in torch.split(values, PART)]
-    for (summary, _), part in zip(parts, threads.map(Summary.of, (part for _, part in parts)), strict=True):
-        summary.add_all(part)
+class _Counted:
+    """What is counted of a leaf so far, its parts added in their order, whichever is counted first: so the last digits
+    are the same whenever it is counted, and those of the ranks that count the same parts at the save."""
+
+    def __init__(self) -> None:
+        self.summary = Summary()
+        self._lock = host.Lock()
+        self._next, self._waiting = 0, dict[int, list[Summary]]()
+
+    def add(self, number: int, values: list[torch.Tensor]) -> None:
+        """Count a part, and add it once those before it are: from any thread."""
+        counted = [Summary.of(part) for one in values for part in torch.split(one, PART)]
+        with self._lock:
+            self._waiting[number] = counted
+            while self._next in self._waiting:
+                for one in self._waiting.pop(self._next):
+                    self.summary.add_all(one)
+                self._next += 1
+
+
+def _together(leaves: list[_Counted]) -> Summary:
+    whole = Summary()
+    for one in leaves:
+        whole.add_all(one.summary)
+    return whole
 
 
 def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:

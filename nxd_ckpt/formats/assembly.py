@@ -62,8 +62,18 @@ def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
 
 def as_stored(fragment: Fragment, out: torch.Tensor) -> tuple[Fragment, torch.Tensor]:
     """Both with their dimensions in the order in which the bytes lie in the file, if there is such an order."""
-    order = None if fragment.stub.is_contiguous else fragment.stub.storage_order
+    order = _order(fragment)
     return (fragment, out) if order is None else (fragment.permuted(order), out.permute(order))
+
+
+def in_stored_order(fragment: Fragment) -> Fragment:
+    """As :func:`as_stored`, for whoever does not mind where its elements go."""
+    order = _order(fragment)
+    return fragment if order is None else fragment.permuted(order)
+
+
+def _order(fragment: Fragment) -> tuple[int, ...] | None:
+    return None if fragment.stub.is_contiguous else fragment.stub.storage_order
 
 
 def blocks_of(fragment: Fragment) -> Iterator[int]:
@@ -122,14 +132,34 @@ def fragments_in(fragment: Fragment, start: int, stop: int) -> Iterator[Fragment
 
 def cut_out(fragment: Fragment, out: torch.Tensor, block: int, memory: memoryview) -> None:
     """Copy what the fragment has of a block, which is in ``memory``, to where it belongs in ``out``."""
-    stub, size = fragment.stub, itemsize(fragment.stub.dtype)
+    for piece, values in _cut(fragment, block, memory):
+        box_of(out, piece.target).copy_(values)
+
+
+def elements_in(fragment: Fragment, block: int, memory: memoryview) -> list[torch.Tensor]:
+    """What the fragment has of a block, which is in ``memory``: as tensors of one dimension, in as few as possible."""
+    runs = list(islice(contiguous_runs(fragment.source, fragment.stub.shape), 2))
+    if len(runs) > 1:
+        return [values.reshape(-1) for _, values in _cut(fragment, block, memory)]
+    (first, length), (start, stop) = runs[0], run_of_block(fragment.stub, block)
+    return [_elements(fragment.stub, block, memory)[max(first - start, 0) : min(first + length, stop) - start]]
+
+
+def _cut(fragment: Fragment, block: int, memory: memoryview) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """The parts of the fragment that lie in the block, with the elements of each."""
+    stub = fragment.stub
+    elements, strides = _elements(stub, block, memory), contiguous_stride(stub.shape)
     start, stop = run_of_block(stub, block)
-    begin = stub.offset - stub.storage.offset + start * size - block * CRC_BLOCK
-    elements = torch.frombuffer(memory, dtype=torch_dtype(stub.dtype), count=stop - start, offset=begin)
-    strides = contiguous_stride(stub.shape)
     for piece in fragments_in(fragment, start, stop):
         first = sum(offset * stride for offset, stride in zip(piece.source.offset, strides, strict=True)) - start
-        box_of(out, piece.target).copy_(elements.as_strided(piece.source.size, strides, first))
+        yield piece, elements.as_strided(piece.source.size, strides, first)
+
+
+def _elements(stub: TensorStub, block: int, memory: memoryview) -> torch.Tensor:
+    """Those of the stub that lie in the block, as they are in ``memory``."""
+    start, stop = run_of_block(stub, block)
+    begin = stub.offset - stub.storage.offset + start * itemsize(stub.dtype) - block * CRC_BLOCK
+    return torch.frombuffer(memory, dtype=torch_dtype(stub.dtype), count=stop - start, offset=begin)
 
 
 def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:

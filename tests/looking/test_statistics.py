@@ -21,7 +21,6 @@ from nxd_ckpt import (
     checkpoint_statistics,
     open_checkpoint,
     save_checkpoint,
-    statistics,
 )
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.runtime.paths import SUMMARIES
@@ -36,10 +35,9 @@ from tests.golden.checkpoints import CONFIGURATIONS, saved
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
-def test_numbers_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors that are cut into windows, with NaN and infinities, and of whole numbers."""
-    monkeypatch.setattr(statistics, "CRC_BLOCK", 512)
-    drawn = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+def test_numbers_are_those_of_numpy(tmp_path: Path) -> None:
+    """Of tensors that are counted in several parts, with NaN and infinities, and of whole numbers."""
+    drawn = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     bad = drawn.clone()
     bad[:5], bad[5:8], bad[8:20] = float("nan"), -float("inf"), 0.0
     model = {"good": drawn, "bad": bad, "half": drawn.bfloat16(), "count": torch.tensor([0, -7]), "none": torch.ones(0)}
@@ -153,6 +151,20 @@ def test_nothing_is_kept_where_nothing_marks_the_save(tmp_path: Path) -> None:
         torch.save({"w": torch.tensor([norm])}, file)
         found = checkpoint_statistics(open_checkpoint(tmp_path, "pretrained"))
         assert (False, norm) == (found.cached, found.tensors["model/w"].norm)
+
+
+def test_views_are_counted_as_they_are(tmp_path: Path) -> None:
+    """Of what torch.save stored as views: the elements of each, and none beside them."""
+    whole = torch.arange(60.0).reshape(6, 10)
+    views = {"turned": whole.t(), "every other": whole[:, ::2], "part": whole[2:4], "one": whole[3, 3]}
+    file = tmp_path / "pretrained" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    file.parent.mkdir(parents=True)
+    torch.save(views, file)
+    found = checkpoint_statistics(open_checkpoint(tmp_path, "pretrained")).tensors
+    for name, view in views.items():
+        told = found[f"model/{name}"]
+        assert (view.numel(), view.mean(), view.max()) == pytest.approx((told.numel, told.mean, told.absmax)), name
+        assert told.norm == pytest.approx(float(view.norm())), name
 
 
 def test_nothing_is_kept_of_what_the_caller_says(golden: Path, tmp_path: Path) -> None:

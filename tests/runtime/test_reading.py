@@ -79,6 +79,11 @@ def touched(leaf: Assembly) -> list[tuple[str, int]]:
     return [(fragment.stub.file, block) for fragment in leaf.fragments for block in blocks_of(fragment)]
 
 
+def looked_at(reader: LeafReader, leaf: Assembly) -> None:
+    reader.visit(leaf, "w", lambda number, values: None)
+    reader.finish()
+
+
 @given(cases(), st.data())
 def test_parts_are_verified_in_one_read(case: Case, data: st.DataObject) -> None:
     """Of any boxes, cast and transposed: the blocks that they lie in are read, once, and nothing else."""
@@ -94,6 +99,31 @@ def test_parts_are_verified_in_one_read(case: Case, data: st.DataObject) -> None
         sizes = {file: entry.nbytes for (file, _), entry in entries.items()}
         needed = sum(min(BLOCK, sizes[file] - block * BLOCK) for file, block in touched(leaf))
     assert torch.equal(expected, out)
+    assert needed == sum(operation.nbytes for operation in log)
+
+
+@given(cases(), st.data())
+def test_all_elements_are_shown_once(case: Case, data: st.DataObject) -> None:
+    """Of any boxes, cast and transposed, in parts with numbers of their own: from one read of each block, verified."""
+    files, leaf, expected, _ = case
+    order = tuple(data.draw(st.permutations(range(expected.dim()))))
+    shape = tuple(leaf.shape[dim] for dim in order)
+    leaf = Assembly(leaf.dtype, shape, tuple(fragment.permuted(order) for fragment in leaf.fragments))
+    log: list[Operation] = []
+    shown: dict[int, torch.Tensor] = {}
+
+    def look(number: int, values: list[torch.Tensor]) -> None:
+        assert number not in shown
+        assert {(expected.dtype, 1)} == {(one.dtype, one.dim()) for one in values}
+        shown[number] = torch.cat(values)  # a copy: the memory is used again
+
+    with blocks_of_32_bytes(), reader_of(files.contents, entries := entries_of(leaf, files), log) as reader:
+        reader.visit(leaf, "w", look)
+        reader.finish()
+        sizes = {file: entry.nbytes for (file, _), entry in entries.items()}
+        needed = sum(min(BLOCK, sizes[file] - block * BLOCK) for file, block in set(touched(leaf)))
+    assert list(range(len(shown))) == sorted(shown)
+    assert sorted(expected.flatten().tolist()) == sorted(torch.cat(list(shown.values())).tolist() if shown else [])
     assert needed == sum(operation.nbytes for operation in log)
 
 
@@ -190,6 +220,10 @@ def test_damage_is_found_in_every_block_that_is_read(case: Case, data: st.DataOb
         else:
             reader.finish()
             assert torch.equal(expected, out)
+    with blocks_of_32_bytes(), reader_of({**files.contents, file: bytes(changed)}, entries, []) as reader:
+        if (file, at // BLOCK) in touched(leaf):
+            with pytest.raises(DigestMismatch, match="tensor 'w'"):
+                looked_at(reader, leaf)
 
 
 @pytest.mark.parametrize("is_read", [True, False])

@@ -184,7 +184,7 @@ BREAKS = [
     Break(
         "Neither tensors nor files are compared with their digests when they are loaded.", "disk",
         {
-            "nxd_ckpt/runtime/tag/reading.py": (
+            "nxd_ckpt/runtime/tag/range_reader.py": (
                 "                raise mismatch(where", "                mismatch(where"
             ),
             "nxd_ckpt/runtime/tag/verification.py": (_MISMATCH, ""),

@@ -61,11 +61,11 @@ class _Placed(Generic[Key]):
 
 
 class SideBySide:
-    """Reads tensors of the ``tags``, in windows of ``memory`` bytes."""
+    """Reads tensors of the ``tags``."""
 
-    def __init__(self, *tags: OpenTag, memory: int | None = None) -> None:
-        self._tags, self._memory = tags, memory or _MEMORY
-        self._arenas = Arena(self._memory), Arena(self._memory)
+    def __init__(self, *tags: OpenTag) -> None:
+        self._tags = tags
+        self._arenas = Arena(_MEMORY), Arena(_MEMORY)
 
     def windows(self, tensors: Iterable[Matched[Key]]) -> Iterator[Window[Key]]:
         """The elements of all tensors, as tensors of one dimension: valid until the next window is asked for.
@@ -78,7 +78,7 @@ class SideBySide:
         with ExitStack() as stack, ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
             readers = [stack.enter_context(tag.reader()) for tag in self._tags]
             ahead = None
-            for number, pieces in enumerate(_windows(tensors, self._memory)):
+            for number, pieces in enumerate(_windows(tensors)):
                 following = thread.submit(self._fill, readers, pieces, self._arenas[number % 2])
                 if ahead is not None:
                     yield ahead.result()
@@ -89,7 +89,7 @@ class SideBySide:
                 reader.finish()
 
     def _fill(self, readers: list[LeafReader], pieces: list[_Placed[Key]], arena: Arena) -> Window[Key]:
-        memory, found = arena.reserve(self._memory), []
+        memory, found = arena.reserve(_MEMORY), []
         for piece in pieces:
             sides = zip(piece.matched.leaves, piece.places, strict=True)
             read = tuple(_read(readers[tag], leaf, piece, memory[at:]) for (tag, leaf), at in sides)
@@ -107,15 +107,15 @@ def _read(reader: LeafReader, leaf: Leaf, piece: _Placed[Key], memory: memoryvie
     return out
 
 
-def _windows(tensors: Iterable[Matched[Key]], memory: int) -> Iterator[list[_Placed[Key]]]:
+def _windows(tensors: Iterable[Matched[Key]]) -> Iterator[list[_Placed[Key]]]:
     """The tensors cut into pieces, and these collected into windows."""
     pieces: list[_Placed[Key]] = []
     at = 0
     for matched in tensors:
         count, size = len(matched.leaves), matched.itemsize
-        for box in _boxes(matched, memory // count // _ALIGNED * _ALIGNED // size):
+        for box in _boxes(matched, _MEMORY // count // _ALIGNED * _ALIGNED // size):
             each = -(-box.numel * size // _ALIGNED) * _ALIGNED
-            if at + count * each > memory:
+            if at + count * each > _MEMORY:
                 yield pieces
                 pieces, at = [], 0
             pieces.append(_Placed(matched, box, tuple(range(at, at + count * each, each))))

@@ -10,16 +10,17 @@ is read once for all that ask for it in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
+from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
-from nxd_ckpt.errors import InvalidArgument, MalformedFile
-from nxd_ckpt.formats import crc32, torch_zip
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.assembly import (
     DirectRun,
     as_stored,
@@ -27,47 +28,46 @@ from nxd_ckpt.formats.assembly import (
     clear_padding,
     direct_run,
     fragments_in,
+    in_stored_order,
     read_part,
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, byte_view
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, allocated, byte_view, torch_dtype
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.open_files import OpenFiles
-from nxd_ckpt.runtime.progress import Counter
-from nxd_ckpt.runtime.tag.read_pool import PIECE, ReadPool
-from nxd_ckpt.runtime.tag.verification import Digest, mismatch, naming
+from nxd_ckpt.runtime.tag.range_reader import Range, RangeReader
+from nxd_ckpt.runtime.tag.read_pool import PIECE
+from nxd_ckpt.runtime.tag.verification import Digest, naming
 from nxd_ckpt.runtime.tag.verified_records import Expected, VerifiedRecords
-from nxd_ckpt.runtime.tag.wanted_blocks import Want, WantedBlock, span_of
-from nxd_ckpt.storage.ranges import HOLE
+from nxd_ckpt.runtime.tag.wanted_blocks import Visit, Want, WantedBlock, span_of
 
 Leaf = TensorStub | Assembly
 
 Takes = Callable[[Fragment, int], bool]
 """Whether a block of the record that a part is read from is to be verified here, and not by another rank."""
 
-_TOGETHER = 500
-"""Ranges of a piece, at most: those of tiny tensors."""
+Look = Callable[[int, list[torch.Tensor]], None]
+"""Called with the number of a part of a leaf, and its elements as tensors of one dimension: valid until it returns."""
 
 _PENDING = 64 * 2**20
 """Bytes of blocks that are collected before they are read: what a conversion asks for at once, and no more."""
 
 
 class LeafReader(Closing):
-    """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
+    """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any;
+    ``threads`` read, unless it is as many as the storage likes.
 
     Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
     closed, or used as a context manager. ``done`` counts what was read.
     """
 
-    def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
+    def __init__(
+        self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry], threads: int | None = None
+    ) -> None:
         self._files, self._records = files, VerifiedRecords(entries)
-        self.done = Counter()
-        self._open, self._pool = OpenFiles(files), ReadPool(files.storage.concurrency)
+        self._ranges = RangeReader(files, threads or files.storage.concurrency)
+        self.done = self._ranges.done
         self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], WantedBlock](), 0
-        self._file, self._ranges = "", list[_Range]()
-        self._nbytes, self._scratch_nbytes = 0, 0
-        self._longest = max(PIECE, files.storage.read_nbytes)
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
         """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
@@ -109,21 +109,38 @@ class LeafReader(Closing):
                 if fragment.source.numel:
                     self._read_part(fragment, out, name, compare, None if verified else takes or _takes_all)
 
+    def visit(self, leaf: Leaf, name: str, look: Look) -> None:
+        """Show all elements of ``leaf`` to ``look``, verified, in parts: by the threads that read them, while they are
+        in the processor's cache, in any order. The same leaf has the same parts whenever it is visited.
+
+        Raises:
+            DigestMismatch: bytes changed; names the tensor ``name``.
+        """
+        leaf, numbers, dtype = Assembly.of(leaf), itertools.count(), torch_dtype(leaf.dtype)
+
+        def show(number: int, values: list[torch.Tensor]) -> None:
+            look(number, [one.to(dtype) for one in values])
+
+        with naming(name):
+            for fragment in leaf.fragments:
+                if fragment.source.numel:
+                    self._visit_part(in_stored_order(fragment), name, numbers, show)
+            padding = leaf.numel - sum(fragment.target.numel for fragment in leaf.fragments)
+            for at in range(0, padding, PIECE):
+                look(next(numbers), [torch.zeros(min(PIECE, padding - at), dtype=dtype)])
+
     @property
     def asked(self) -> int:
         """What :meth:`wait` takes to wait for all that was asked for until now."""
         self._read_blocks()
-        return self._pool.submitted + bool(self._ranges)
+        return self._ranges.asked
 
     def wait(self, asked: int | None = None) -> None:
         """Return when what was asked for is in memory, all or the earlier of it. Raises what reading it met.
 
         What is compared by one digest for all of a tensor may still be unverified then: :meth:`finish` does the rest.
         """
-        asked = self.asked if asked is None else asked
-        if asked > self._pool.submitted:
-            self._flush()
-        self._pool.wait_for(asked)
+        self._ranges.wait(self.asked if asked is None else asked)
 
     def finish(self) -> None:
         """Return when all that was asked for is in memory, and verified where that was asked for. Raises as above."""
@@ -134,8 +151,7 @@ class LeafReader(Closing):
 
     def close(self) -> None:
         """Stop reading and close the files. Returns when no thread reads any more."""
-        self._pool.close()
-        self._open.close()
+        self._ranges.close()
 
     def nbytes_to_verify(self, leaves: Iterable[tuple[Leaf, Takes | None]]) -> int:
         """Bytes that :meth:`verify` reads of all of these together."""
@@ -161,7 +177,7 @@ class LeafReader(Closing):
 
     def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
         if not stub.is_contiguous:
-            self._call(name, partial(torch_zip.read_into, self._pread_into(stub.file), stub, out, compare))
+            self._ranges.call(name, partial(torch_zip.read_into, self._pread_into(stub.file), stub, out, compare))
             return
         memory = byte_view(out)
         if len(memory) != stub.nbytes:
@@ -182,14 +198,14 @@ class LeafReader(Closing):
         # That 0 means "not recorded" is said of files that no index vouches for.
         expected = storage.crc32 if self._records.entry(stub) is None else storage.crc32 or 0
         if storage.nbytes <= PIECE and (memory is None or len(memory) == storage.nbytes):
-            self._add(stub.file, _Range(storage.offset, storage.nbytes, memory, name, expected))
+            self._ranges.add(stub.file, Range(storage.offset, storage.nbytes, memory, name, expected))
             return
         segments = list(_segments(storage.offset, storage.offset + storage.nbytes, stub.offset, memory))
         digest = None
         if expected is not None:
             digest = Digest(f"{self._files.where(stub.file)}, record {storage.record!r}", expected, len(segments))
         for number, (offset, nbytes, target) in enumerate(segments):
-            self._add(stub.file, _Range(offset, nbytes, target, name, None, digest, number))
+            self._ranges.add(stub.file, Range(offset, nbytes, target, name, None, digest, number))
 
     def _read_part(
         self, fragment: Fragment, out: torch.Tensor, name: str, compare: bool, takes: Takes | None
@@ -212,6 +228,22 @@ class LeafReader(Closing):
         else:
             self._read_plain(fragment.stub.file, *run, name)
 
+    def _visit_part(self, fragment: Fragment, name: str, numbers: Iterator[int], show: Look) -> None:
+        stub = fragment.stub
+        if stub.is_contiguous:
+            for block in blocks_of(fragment):
+                self._block(stub, block, name).visits.append(Visit(fragment, partial(show, next(numbers))))
+        else:
+            self._verify(stub, blocks_of(fragment), name)
+            self._ranges.call(name, partial(self._show_view, fragment, partial(show, next(numbers))))
+
+    def _show_view(self, fragment: Fragment, show: Callable[[list[torch.Tensor]], None]) -> None:
+        """Of what ``torch.save`` stored as the view that it was."""
+        out = allocated(fragment.source.size, fragment.stub.dtype)
+        whole = Fragment(fragment.stub, fragment.source, Box.whole(fragment.source.size))
+        read_part(whole, out, self._ranges.read_ranges)
+        show([out.reshape(-1)])
+
     def _read_run(self, entry: TensorEntry, fragment: Fragment, run: DirectRun, name: str) -> None:
         """Read a part that is a run; whole blocks of it are compared where they arrive."""
         offset, memory = run
@@ -219,7 +251,8 @@ class LeafReader(Closing):
             begin, nbytes = span_of(fragment.stub, block)
             first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
             expected = entry.crc32[block] if last - first == nbytes else None
-            self._add(entry.file, _Range(first, last - first, memory[first - offset : last - offset], name, expected))
+            target = memory[first - offset : last - offset]
+            self._ranges.add(entry.file, Range(first, last - first, target, name, expected))
 
     def _block(self, stub: TensorStub, number: int, name: str, is_verified_here: bool = True) -> WantedBlock:
         """The block among those that are to be read next, now at the latest."""
@@ -249,13 +282,14 @@ class LeafReader(Closing):
         expected = None
         if one.is_verified_here or one.is_wanted_whole:
             expected = self._records.claim(stub, one.number, count, one.name, where)
-        if expected is None and (len(one.wants) < 2 or one.wanted_nbytes < nbytes // 2):
+        unshared = not one.visits and (len(one.wants) < 2 or one.wanted_nbytes < nbytes // 2)
+        if expected is None and unshared:
             for want in one.wants:
                 self._read_want(want, one)
             return
         target, others = one.shared_out()
-        deliver = partial(one.deliver, others) if others else None
-        self._add(stub.file, _Range(offset, nbytes, target, one.name, *(expected or Expected()), deliver))
+        deliver = partial(one.deliver, others) if others or one.visits else None
+        self._ranges.add(stub.file, Range(offset, nbytes, target, one.name, *(expected or Expected()), deliver))
 
     def _read_want(self, want: Want, one: WantedBlock) -> None:
         """Read what is wanted of a block, and nothing else."""
@@ -268,102 +302,15 @@ class LeafReader(Closing):
 
     def _read_slabs(self, fragment: Fragment, out: torch.Tensor, name: str) -> None:
         for slab in slabs_of(fragment):
-            self._call(name, partial(read_part, slab, out, self._open.read_ranges))
+            self._ranges.call(name, partial(read_part, slab, out, self._ranges.read_ranges))
 
     def _read_plain(self, file: str, offset: int, memory: memoryview, name: str) -> None:
         for at in range(0, len(memory), PIECE):
             target = memory[at : at + PIECE]
-            self._add(file, _Range(offset + at, len(target), target, name))
+            self._ranges.add(file, Range(offset + at, len(target), target, name))
 
     def _pread_into(self, file: str) -> torch_zip.PreadInto:
-        return lambda offset, memory: self._open.read_ranges(file, [(offset, memory)])
-
-    def _add(self, file: str, one: _Range) -> None:
-        if file != self._file or len(self._ranges) >= _TOGETHER or not self._goes_along(one):
-            self._flush()
-        self._file = file
-        self._nbytes += one.nbytes
-        self._scratch_nbytes += one.scratch_nbytes
-        self._ranges.append(one)
-
-    def _goes_along(self, one: _Range) -> bool:
-        """Whether it is read together with those before it: small ones are, and what follows on them as long as the
-        storage likes long reads."""
-        if not self._ranges:
-            return True
-        if self._scratch_nbytes + one.scratch_nbytes > PIECE:
-            return False
-        follows = 0 <= one.offset - self._ranges[-1].end <= HOLE
-        return self._nbytes + one.nbytes <= (self._longest if follows else PIECE)
-
-    def _call(self, name: str, read: partial[None]) -> None:
-        def task(scratch: memoryview) -> None:
-            with naming(name):
-                read()
-
-        self._flush()
-        self._pool.submit(task)
-
-    def _flush(self) -> None:
-        if self._ranges:
-            ranges, self._ranges, self._nbytes, self._scratch_nbytes = self._ranges, [], 0, 0
-            self._pool.submit(partial(self._read, self._file, ranges))
-
-    def _read(self, file: str, ranges: Sequence[_Range], scratch: memoryview) -> None:
-        """Read the ranges at once, and compare their digests."""
-        memories, at = [], 0
-        for one in ranges:
-            memories.append(scratch[at : at + one.nbytes] if one.memory is None else one.memory)
-            at += one.scratch_nbytes
-        try:
-            self._open.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
-        except MalformedFile:  # the file ends before one of them does
-            for one, memory in zip(ranges, memories, strict=True):
-                with naming(one.name):
-                    self._open.read_ranges(file, [(one.offset, memory)])
-            raise
-        self.done.add(sum(one.nbytes for one in ranges))
-        for one, memory in zip(ranges, memories, strict=True):
-            if one.expected is not None or one.digest is not None:
-                self._compare(file, one, memory)
-            if one.deliver is not None:
-                one.deliver(memory)
-
-    def _compare(self, file: str, one: _Range, memory: memoryview) -> None:
-        found = crc32.crc32(memory)
-        with naming(one.name):
-            if one.digest is not None:
-                one.digest.take(one.segment, found, one.nbytes)
-            elif found != one.expected:
-                where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
-                raise mismatch(where, one.expected or 0, found)
-
-
-class _Range(NamedTuple):
-    """Bytes to be read into ``memory``, or nowhere.
-
-    ``expected`` is their CRC-32, if they have one of their own; else they may be the ``segment``-th that ``digest`` is
-    of. ``deliver`` is called with the bytes once these are right.
-    """
-
-    offset: int
-    nbytes: int
-    memory: memoryview | None
-    name: str
-    expected: int | None = None
-    digest: Digest | None = None
-    segment: int = 0
-    deliver: Callable[[memoryview], None] | None = None
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """What it takes of the memory that is used again, so that the next may begin as any dtype wants it."""
-        return -(-self.nbytes // 16) * 16 if self.memory is None else 0
-
+        return lambda offset, memory: self._ranges.read_ranges(file, [(offset, memory)])
 
 def _takes_all(fragment: Fragment, block: int) -> bool:
     return True

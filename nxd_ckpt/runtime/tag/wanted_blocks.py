@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.formats.assembly import DirectRun, cut_out, fragments_in, run_of_block
+from nxd_ckpt.formats.assembly import DirectRun, cut_out, elements_in, fragments_in, run_of_block
 from nxd_ckpt.formats.tensors import Fragment, TensorStub, itemsize
 
 
@@ -32,6 +32,13 @@ class Want(NamedTuple):
         return self.run is not None and self.run[0] <= offset and offset + nbytes <= self.run[0] + len(self.run[1])
 
 
+class Visit(NamedTuple):
+    """A part that is to be shown to ``look``, and not kept."""
+
+    fragment: Fragment
+    look: Callable[[list[torch.Tensor]], None]
+
+
 @dataclass
 class WantedBlock:
     """The block with this number of the stub's record, for those who want something of it: nobody, if it is only to be
@@ -41,6 +48,7 @@ class WantedBlock:
     number: int
     name: str
     wants: list[Want] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
     is_verified_here: bool = False
 
     @property
@@ -67,9 +75,11 @@ class WantedBlock:
         return None, self.wants
 
     def deliver(self, wants: Sequence[Want], memory: memoryview) -> None:
-        """Give each what it wants of the block's bytes."""
+        """Give each what it wants of the block's bytes, and show them to those who look."""
         for want in wants:
             cut_out(want.fragment, want.out, self.number, memory)
+        for fragment, look in self.visits:
+            look(elements_in(fragment, self.number, memory))
 
 
 def span_of(stub: TensorStub, block: int) -> tuple[int, int]:
