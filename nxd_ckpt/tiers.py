@@ -170,8 +170,8 @@ class Tiers:
                 self.drains.resume()
 
     def replenish(self, agreement: Agreement | None) -> None:
-        """Begin to bring back what the newest tags lack on hosts that were replaced, in the background of rank 0, until
-        :meth:`settle`; all ranks call it, and serve their directories for it."""
+        """Begin to bring back what the newest tags lack on hosts that were replaced, and copies that a load found
+        damaged, in the background of rank 0, until :meth:`settle`; all ranks call it, and serve their directories."""
         first = self.first
         if not isinstance(first, HostsStorage) or agreement is None or self.tiers[0].replicas == 1:
             return
@@ -180,7 +180,7 @@ class Tiers:
             try:
                 there = [info for info in list_tags(first) if info.complete and info.ours]
                 newest = max(there, key=lambda info: info.order_time, default=None)
-                if newest is None or not first.lacking(newest.tag):
+                if newest is None or not (first.lacking(newest.tag) or first.is_short(newest.tag)):
                     return False
             except (CheckpointError, OSError):  # who needs what is away now meets it
                 return False

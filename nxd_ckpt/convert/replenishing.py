@@ -1,4 +1,5 @@
-"""After a host was replaced, what a tag has on too few hosts is copied anew, in the background of rank 0.
+"""After a host was replaced, or lost a file, what a tag has on too few hosts is copied anew, in the background of rank
+0; so is a copy that a load found damaged.
 
 Each host fetches what it is to have, at the word of rank 0, piece by piece. Nothing is changed while a save is made: a
 save that begins ends it, as its tag has all replicas.
@@ -90,13 +91,14 @@ class Replenishing:
 
     def _replenish(self, tag: str) -> None:
         source = self._source
-        lacking = source.lacking(tag)
+        lacking = source.lacking(tag) | self._wrong(f"{tag}/{names.MANIFEST}")
         opened = open_complete_tag(source, tag)
         with opened.kept():
             files = [file for file in files_to_copy(opened) if file.entry is not None and file.name != names.MANIFEST]
         holders = source.holders([f"{tag}/{file.name}" for file in files])
         held = {file.name: holders[f"{tag}/{file.name}"] for file in files}
-        fetches = missing_copies(files, held, source.reachable(), lacking, 1 + len(source.hosts.replicas))
+        fetches = [Fetch(number, file) for file in files for number in self._wrong(f"{tag}/{file.name}")]
+        fetches += missing_copies(files, held, source.reachable(), lacking, 1 + len(source.hosts.replicas))
         newcomers = [number for number in lacking if not source.is_member(number, tag)]
         opened.require_kept()
         for number in newcomers:  # what it has of the name is of an older save, or of none
@@ -119,7 +121,14 @@ class Replenishing:
                 if self._stopping.is_set():
                     raise CheckpointError("a save began, whose tag has all replicas")
         opened.require_kept()  # no lease is held where nothing was saved yet
+        if fetch.number in self._wrong(key):
+            directory.remove(key)
         directory.rename(f"{FETCHED}/{key}", key)
+        self._source.distrusted.discard((key, fetch.number))
+
+    def _wrong(self, key: str) -> set[int]:
+        """The hosts whose copy of the file is not what was saved."""
+        return {number for name, number in tuple(self._source.distrusted) if name == key}
 
     def _mark(self, opened: OpenTag, number: int) -> None:
         """Last, and of all the marker last: with it the host's files are those of the save."""
@@ -127,6 +136,7 @@ class Replenishing:
         for name in (names.MANIFEST, names.DONE, names.MARKER):
             key = f"{opened.tag}/{name}"
             self._source.hosts.directories[number].write(key, self._source.read(key))
+            self._source.distrusted.discard((key, number))
 
 
 def missing_copies(

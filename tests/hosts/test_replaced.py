@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,16 @@ NUMBERS = 3 * 2**19
 """Of each rank's model: 6 MiB. Files of up to 4 MiB are read once more, to verify them as a whole."""
 
 
-def save(rank: int, path: Path) -> None:
+def save(rank: int, path: Path, replicas: int) -> None:
     """Two tags, on the hosts and on the store."""
-    tiers = [tier(path, rank, replicas=2), Tier(path / "store")]
+    tiers = [tier(path, rank, replicas=replicas), Tier(path / "store")]
     with Checkpointer(tiers=tiers, topology=of(rank), timeout=TIMEOUT) as saver:
         for step in (1, 2):
             saver.save(f"step_{step}", state(step, rank, NUMBERS), user_content=step, rank_content=rank)
         saver.wait(tier=1)
 
 
-def load(rank: int, path: Path) -> tuple[int, int, list[str]]:
+def load(rank: int, path: Path, replicas: int) -> tuple[int, int, list[str]]:
     """The step that is loaded, bit-exact; the bytes that other hosts sent; which files were read from the store."""
     read: list[str] = []
 
@@ -38,7 +39,7 @@ def load(rank: int, path: Path) -> tuple[int, int, list[str]]:
             read.append(operation.key)
 
     store = HookedStorage(LocalStorage(path / "store"), note)
-    tiers = [tier(path, rank, replicas=2), Tier("store", storage=store)]
+    tiers = [tier(path, rank, replicas=replicas), Tier("store", storage=store)]
     loader = Checkpointer(tiers=tiers, topology=of(rank), timeout=TIMEOUT)
     model: dict[str, torch.Tensor] = {}
     step: int = loader.load(model=model)
@@ -46,17 +47,21 @@ def load(rank: int, path: Path) -> tuple[int, int, list[str]]:
     return step, loader.storage.received, read  # type: ignore[attr-defined]
 
 
-def test_whatever_host_is_replaced_the_store_is_not_read(tmp_path: Path) -> None:
-    """Of four: the others send what the newcomer needs, and a tenth more at most."""
-    Job(RANKS, save, tmp_path, group=True).values()
-    for lost in range(RANKS):
-        kept = tmp_path / "kept"
-        folder = host_of(tmp_path, lost).parent
-        needs = sum(file.stat().st_size for file in folder.glob(f"run/step_2/*/*_tp_rank_{lost:02d}_*.pt"))
-        assert needs >= 4 * NUMBERS
-        folder.rename(kept)
-        outcomes = Job(RANKS, load, tmp_path, group=True).values()
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_whatever_hosts_are_replaced_the_store_is_not_read(tmp_path: Path, replicas: int) -> None:
+    """Of four, any number below that of replicas: the others send what the newcomers need, and a tenth more at most."""
+    Job(RANKS, save, tmp_path, replicas, group=True).values()
+    for lost in combinations(range(RANKS), replicas - 1):
+        folders = [host_of(tmp_path, rank).parent for rank in lost]
+        needs = 0
+        for rank, folder in zip(lost, folders, strict=True):
+            files = folder.glob(f"run/step_2/*/*_tp_rank_{rank:02d}_*.pt")
+            needs += sum(file.stat().st_size for file in files)
+            folder.rename(folder.with_suffix(".kept"))
+        assert needs >= 4 * NUMBERS * len(lost)
+        outcomes = Job(RANKS, load, tmp_path, replicas, group=True).values()
         assert RANKS * [(2, [])] == [(step, read) for step, _, read in outcomes]
         assert needs <= sum(received for _, received, _ in outcomes) <= 1.1 * needs
-        shutil.rmtree(folder, ignore_errors=True)
-        kept.rename(folder)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_suffix(".kept").rename(folder)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,13 +39,18 @@ def are_whole(path: Path) -> bool:
     return True
 
 
-def load_and_wait(rank: int, path: Path) -> int:
+def hold(expected: Mapping[Path, bytes]) -> bool:
+    """Whether these files are there, with these bytes."""
+    return all(file.is_file() and file.read_bytes() == data for file, data in expected.items())
+
+
+def load_and_wait(rank: int, path: Path, expected: Mapping[Path, bytes] = MappingProxyType({})) -> int:
     """The step that is loaded, bit-exact; the replicas are there again then, though nothing is saved."""
     model: dict[str, Any] = {}
     with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as launch:
         step = int(launch.load(model=model)["step"])
         assert all(value.equal(model[name]) for name, value in state(step, rank).items())
-        until(lambda: are_whole(path))
+        until(lambda: are_whole(path) and hold(expected))
         until(lambda: not any((host_of(path, number) / FETCHED).exists() for number in range(RANKS)))
         (path / f"seen_{rank}").touch()
         until(lambda: all((path / f"seen_{number}").exists() for number in range(RANKS)))
@@ -66,6 +73,21 @@ def test_what_a_lost_host_had_is_copied_to_the_newcomer(tmp_path: Path) -> None:
 
 def saved(rank: int, path: Path) -> None:
     save(rank, path, [1, 2], replicas=2)
+
+
+def test_files_that_are_lost_or_damaged_on_a_host_are_copied_to_it_anew(tmp_path: Path) -> None:
+    """Though it was not replaced: weights and an index are gone, other weights and a manifest have changed."""
+    Job(RANKS, saved, tmp_path, group=True).values()
+    hosts = [host_of(tmp_path, rank) / "step_2" for rank in range(RANKS)]
+    model = "model/dp_rank_00_tp_rank_{:02d}_pp_rank_00.pt"
+    lost = [hosts[3] / model.format(2), next(hosts[0].rglob("*tp_rank_03*.json"))]
+    damaged = [hosts[1] / model.format(1), hosts[2] / MANIFEST]
+    good = {file: file.read_bytes() for file in damaged}
+    for file in lost:
+        file.unlink()
+    for file in damaged:
+        file.write_bytes(b"{" + good[file][1:-1])
+    assert RANKS * [2] == Job(RANKS, load_and_wait, tmp_path, good, group=True).values()
 
 
 def load_and_save(rank: int, path: Path) -> int:

@@ -11,6 +11,7 @@ read or listed. With replicas each data file is on other hosts too, before its w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple, TypeVar
@@ -218,6 +219,22 @@ class HostsStorage:
         marks = self._marks(top)
         newest = max(marks.values(), key=lambda mark: _order_of(mark[1]), default=None)
         return {number for number, mark in marks.items() if mark != newest}
+
+    def is_short(self, top: str) -> bool:
+        """Whether a file in the directory ``top`` has fewer copies than it is to have on the hosts that answer, or a
+        copy that is distrusted."""
+        if any(top_of(key) == top for key, _ in tuple(self.distrusted)):
+            return True
+        folders = [top]
+        while folders:
+            found = Counter[DirEntry]()
+            for directory in self._order(folders[0], anew=folders[0] == top):
+                with suppress(ConnectionError, TimeoutError):
+                    found.update(directory.list(folders[0]))
+            if any(copies <= len(self.hosts.replicas) for entry, copies in found.items() if not entry.is_dir):
+                return True
+            folders = [*folders[1:], *(f"{folders[0]}/{entry.name}" for entry in found if entry.is_dir)]
+        return False
 
     def is_member(self, number: int, top: str) -> bool:
         """Whether that host's files in the directory ``top`` are of its newest complete save, or it does not answer."""
