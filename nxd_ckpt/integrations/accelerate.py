@@ -37,7 +37,10 @@ from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination.agreement import Alone, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
+from nxd_ckpt.runtime.environment import default_topology
+from nxd_ckpt.runtime.load.loading import require_fit
 from nxd_ckpt.runtime.save.pending import PendingSave
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.verify import verify_checkpoint
 
 STATE = "training_state"
@@ -100,9 +103,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load from ``input_dir``, or the latest checkpoint of the project.
 
         Raises:
-            CheckpointError: it is damaged, or of another world size, precision, optimizer or number of models; nothing
-                was changed. Nor where tensors have other names or shapes, except that of several models those before
-                such a one are loaded by then.
+            CheckpointError: it is damaged, or of another world size, precision, optimizer or number of models, or a
+                tensor of any of these has another name or shape; nothing was changed.
         """
         self._settle()
         place = os.path.expanduser(input_dir) if input_dir is not None else self._latest()
@@ -134,7 +136,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
 
     def _load_models(self, place: str) -> None:
-        """Load all models, or none: before the first one changes, the tags of the others are verified, too."""
+        """Load all models, or none: before the first one changes, the others are known to fit, and their tags are
+        verified, too."""
         parts = self._parts()
         if is_ours(place, _tag(len(parts))):
             raise IncompatibleState(
@@ -143,6 +146,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state") or Alone()
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
         on_all(agreement, partial(_verify, place, own))
+        storage, topology = LocalStorage(os.path.abspath(place)), default_topology()
+        for tag, model, optimizer in parts[1:]:
+            require_fit(storage, topology, agreement, tag, (model, optimizer, None))
         for tag, model, optimizer in parts:
             load_checkpoint(place, tag, model, optimizer)
 

@@ -13,7 +13,15 @@ import torch
 
 from examples.train_accelerate import main
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, IncompatibleState, InvalidArgument, OptimizerMismatch
+from nxd_ckpt.errors import (
+    CorruptCheckpoint,
+    DigestMismatch,
+    IncompatibleState,
+    InvalidArgument,
+    KeyMismatch,
+    OptimizerMismatch,
+    ShapeMismatch,
+)
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
@@ -94,6 +102,26 @@ def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"training_state_1.*nothing was loaded"):
         job.accelerator.load_state(place)
     assert before == [parameter.tolist() for parameter in job.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("second", "kind"),
+    [(torch.nn.Linear(2, 2, bias=False), KeyMismatch), (torch.nn.Linear(3, 2), ShapeMismatch)],
+    ids=["names", "shapes"],
+)
+def test_a_further_model_that_does_not_fit_leaves_all_as_they_were(second: Any, kind: Any, tmp_path: Path) -> None:
+    """Also those before it, which fit."""
+    job = Job(tmp_path)
+    job.accelerator.prepare(torch.nn.Linear(2, 2))
+    place = job.accelerator.save_state()
+    job.accelerator.end_training()
+    other = Job(tmp_path)
+    other.accelerator.prepare(second)
+    with torch.no_grad():
+        before = [parameter.fill_(7.0).tolist() for parameter in other.model.parameters()]
+    with pytest.raises(kind):
+        other.accelerator.load_state(place)
+    assert before == [parameter.tolist() for parameter in other.model.parameters()]
 
 
 @pytest.mark.parametrize(

@@ -107,16 +107,49 @@ def _load(
     touched: list[str],
 ) -> PreparedLoad:
     """Load the tag of ``source``, which ``storage`` reads. Once live objects change, it is among ``touched``."""
-    chosen = source.tag
+    with ExitStack() as caches:
+        prepared = _found(storage, source, topology, agreement, given, options, caches)
+        prepared.reports_progress = agreement.rank == 0
+        with prepared.reader:
+            prepared.share(agreement)
+            on_all(agreement, prepared.verify)
+            prepared.join(agreement, timeout)
+            touched.append(source.tag)
+            on_all(agreement, prepared.apply)
+    return prepared
+
+
+def require_fit(
+    storage: Storage, topology: Topology, agreement: Agreement, tag: str, given: tuple[Any, Any, Any]
+) -> None:
+    """Raise what a load of ``tag`` would where live objects are not such as were saved; all ranks at once.
+
+    Reads no tensor, and changes nothing: for a caller that loads several tags, and all or none.
+    """
+    with ExitStack() as caches:
+        found = _found(storage, Source(tag, [0]), topology, agreement, given, LoadOptions(), caches)
+        caches.enter_context(found.reader)
+
+
+def _found(
+    storage: Storage,
+    source: Source,
+    topology: Topology,
+    agreement: Agreement,
+    given: tuple[Any, Any, Any],
+    options: LoadOptions,
+    caches: ExitStack,
+) -> PreparedLoad:
+    """The load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
 
     def prepare() -> PreparedLoad:
         options.validate()
         settled = options.settled(reads_are_cheap=storage.renames)
         cache = None
         if options.pre_download:
-            cache = caches.enter_context(open_cache(storage, chosen, options.work_dir))
+            cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
         with garbage_left():
-            opened = open_complete_tag(cache or storage, chosen, trust_pickle=options.trust_pickle)
+            opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
             _must_be_of(opened, source.attempt)
             with opened.kept():
                 prepared = PreparedLoad(opened, topology, *given, settled, cache)
@@ -124,21 +157,13 @@ def _load(
                     prepared.find()
             return prepared
 
-    with ExitStack() as caches:
-        prepared = on_all(agreement, prepare)
-        _must_be_one_save(agreement, prepared)
-        if prepared.filtered:
-            unmatched = on_all(agreement, prepared.apply_filter)
-            unmatched.complain(agreement, topology, options.strict)
-            on_all(agreement, prepared.find)
-        prepared.refuse_unmatched(agreement)
-        prepared.reports_progress = agreement.rank == 0
-        with prepared.reader:
-            prepared.share(agreement)
-            on_all(agreement, prepared.verify)
-            prepared.join(agreement, timeout)
-            touched.append(chosen)
-            on_all(agreement, prepared.apply)
+    prepared = on_all(agreement, prepare)
+    _must_be_one_save(agreement, prepared)
+    if prepared.filtered:
+        unmatched = on_all(agreement, prepared.apply_filter)
+        unmatched.complain(agreement, topology, options.strict)
+        on_all(agreement, prepared.find)
+    prepared.refuse_unmatched(agreement)
     return prepared
 
 
