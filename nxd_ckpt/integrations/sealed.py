@@ -1,9 +1,9 @@
 """A directory of another library's files that appears as a whole: with tags in it, and digests of all other files.
 
 The order is derived from *visible means complete*: the library's files are written out of sight. While tags are saved,
-they are sealed: synced, and their digests taken and written. When all of that is done, the tags join them, and one
-rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none of the
-files.
+they are sealed: synced, and their digests taken. When all of that is done, the tags join them, the digests are written
+with those of the tags' manifests, which say which save each is of, and one rename makes the directory visible. What it
+replaces stays until then. The training thread reads and syncs none of the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nxd_ckpt.errors import (
     PartLost,
     as_checkpoint_errors,
 )
-from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.layout.names import DONE, MANIFEST
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.runtime.progress import Counter
@@ -42,7 +42,7 @@ from nxd_ckpt.storage.local import LocalStorage
 logger = logging.getLogger("nxd_ckpt")
 
 DIGESTS = "digests.json"
-"""Size in bytes and CRC-32 of every other file, by its path; of those of tags, these know."""
+"""Size in bytes and CRC-32 of every other file, by its path; of those of tags, their manifests know, which are here."""
 
 _INCOMPLETE = ".incomplete"
 """Where directories are written, in the root of those that they are published to."""
@@ -148,34 +148,37 @@ class SealedDirectory:
             self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{name}")
             self._storage.remove(f"{_INCOMPLETE}/{name}")
 
-    def _seal(self) -> None:
-        """Sync what is there, and write its digests."""
-        found, memory = {}, memoryview(bytearray(CRC_BLOCK))
+    def _seal(self) -> dict[str, list[int]]:
+        """Sync what is there; its digests."""
+        found, memory = dict[str, list[int]](), memoryview(bytearray(CRC_BLOCK))
         for folder, _, names in os.walk(self.staged):
             for path in (os.path.join(folder, name) for name in sorted(names)):
                 key = os.path.relpath(path, self._storage.url)
                 found[os.path.relpath(path, self.staged)] = _digest(self._storage, key, memory)
                 sync(self._storage, key)
             self._storage.sync_dir(os.path.relpath(folder, self._storage.url))
-        self._storage.write(f"{self._staged}/{DIGESTS}", json.dumps(found, indent=1).encode())
+        return found
 
-    def _publish(self, sealed: Future[None]) -> None:
+    def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
         """Make it visible, if all tags are complete."""
         for save in self._saves:
             save.wait_decided()
         if any(save.error is not None for save in self._saves):
             return
         try:
-            sealed.result()
-            self._make_visible()
+            self._make_visible(sealed.result())
         except BaseException as error:
             logger.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
             raise
 
-    def _make_visible(self) -> None:
+    def _make_visible(self, digests: dict[str, list[int]]) -> None:
         storage, replacement = self._storage, self._replacement(os.path.basename(self._name))
+        memory = memoryview(bytearray(CRC_BLOCK))
         for save in self._saves:
             storage.rename(f"{_INCOMPLETE}/tags/{save.tag}", f"{self._staged}/{save.tag}")
+            manifest = f"{save.tag}/{MANIFEST}"
+            digests[manifest] = _digest(storage, f"{self._staged}/{manifest}", memory)
+        storage.write(f"{self._staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
         storage.sync_dir(self._staged)
         storage.make_dir(self._folder)
         try:
@@ -204,7 +207,8 @@ def is_ours(directory: str, tag: str) -> bool:
 
 @as_checkpoint_errors()
 def verify_files(directory: str, tag: str) -> None:
-    """Raise PartLost or DigestMismatch where the files beside the tag are not those that were sealed with it."""
+    """Raise PartLost or DigestMismatch where the files beside the tag are not those that were sealed with it, or a tag
+    is of another save."""
     storage, memory = LocalStorage(directory), memoryview(bytearray(CRC_BLOCK))
     for name, expected in _digests(storage).items():
         path = os.path.join(directory, name)
@@ -212,6 +216,12 @@ def verify_files(directory: str, tag: str) -> None:
             found = _digest(storage, name, memory)
         except FileNotFoundError as error:
             raise PartLost(f"{path} was saved, and is gone: {_ELSEWHERE}") from error
+        if found != expected and os.path.basename(name) == MANIFEST:
+            raise DigestMismatch(
+                f"{os.path.dirname(path)} is of another save than the files beside it: its {MANIFEST} should have size "
+                f"and CRC-32 {expected}, as {DIGESTS} has them, found {found}. Put the tag back that was saved with "
+                "them, or resume from another checkpoint"
+            )
         if found != expected:
             raise DigestMismatch(
                 f"{path}: its bytes are not those that were saved, as {DIGESTS} has them: size and CRC-32 {expected}, "

@@ -77,6 +77,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
+        directory.refuse_to_replace(("*",))  # a file, that is: into a directory transformers would write, too
         if self.args.process_index == 0:
             directory.begin()
         self.accelerator.wait_for_everyone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from nxd_ckpt.errors import (
     CheckpointError,
     DigestMismatch,
     IncompatibleState,
+    InvalidArgument,
     MalformedFile,
     OptimizerMismatch,
     PartLost,
@@ -157,6 +159,28 @@ def test_a_tag_that_was_copied_in_part_is_refused(lost: str, saved: Path, tmp_pa
         trained(tmp_path, resume=str(saved))
     shutil.rmtree(saved / "training_state")
     assert 4 in losses(trained(tmp_path, resume=str(saved)))
+
+
+def test_a_tag_of_another_step_is_refused(saved: Path, tmp_path: Path) -> None:
+    """One that is complete, put there by hand. A directory that was sealed before manifests were digested opens."""
+    trained(tmp_path, kind=Quick, max_steps=4)
+    seal, other = saved / "digests.json", tmp_path / "checkpoint-4" / "training_state"
+    shutil.rmtree(saved / "training_state")
+    shutil.copytree(other, saved / "training_state")
+    with pytest.raises(DigestMismatch, match="training_state is of another save than the files beside it"):
+        trained(tmp_path, resume=str(saved))
+    digests = json.loads(seal.read_text())
+    del digests["training_state/manifest.json"]
+    seal.write_text(json.dumps(digests))
+    trained(tmp_path, resume=str(saved))
+
+
+def test_a_file_is_not_replaced(tmp_path: Path) -> None:
+    """Whatever it is that has a checkpoint's name."""
+    (tmp_path / "checkpoint-2").write_text("mine")
+    with pytest.raises(InvalidArgument, match="checkpoint-2 is a file"):
+        trained(tmp_path, max_steps=2)
+    assert "mine" == (tmp_path / "checkpoint-2").read_text()
 
 
 @pytest.mark.parametrize("kind", [Trainer, Quick])

@@ -2,15 +2,18 @@
 
 One process saves a model and AdamW's state by each trainer's plug-in, and as directly as that can be: by
 ``save_checkpoint``, for transformers after ``save_pretrained``, whose files are then synced. Both save in turn, and who
-begins changes. Of each round: how many times the direct call a plug-in took, which says little on a busy machine; and
-the plug-in's own time, which is what it takes beside its calls of these two functions. "in the background" is what a
-save with ``async_save`` holds up.
+begins changes. It is the save of a run: an earlier one has taken the directory, and memory from the system, which may
+take thirty times as long as the copy into it. Of each round: how many times the direct call a plug-in took, which says
+little on a busy machine; and the plug-in's own time, which is what it takes beside its calls of these two functions and
+of the trainer's own that write what the direct call does not (random states, schedules, its arguments). "in the
+background" is what a save with ``async_save`` holds up.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import shutil
 import statistics
 import tempfile
@@ -24,7 +27,7 @@ from unittest import mock
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from nxd_ckpt import close_checkpointers, save_checkpoint
+from nxd_ckpt import close_checkpointers, finalize_checkpoint, save_checkpoint
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.integrations.lightning import CheckpointIO
 from nxd_ckpt.integrations.transformers import Trainer
@@ -113,57 +116,75 @@ def in_the_background(model: Any, optimizer: Any) -> tuple[Save, Save]:
 
 
 class Watch:
-    """How long the calls take that a plug-in shares with the direct save, in seconds."""
+    """How long the calls take that a plug-in shares with the direct save or with the trainer alone, in seconds."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._shared = [
-            (f"nxd_ckpt.integrations.{name}.save_checkpoint", save_checkpoint)
-            for name in ("lightning", "accelerate", "transformers")
+        self.seconds, self.trainers = 0.0, 0.0
+        self._direct = [
+            *(f"nxd_ckpt.integrations.{name}.save_checkpoint" for name in ("lightning", "accelerate", "transformers")),
+            f"{__name__}.Model.save_pretrained",
         ]
-        self._shared.append((f"{__name__}.Model.save_pretrained", Model.save_pretrained))
+        self._trainers = [
+            "accelerate.accelerator.save_accelerator_state",
+            "transformers.trainer.Trainer._save_rng_state",
+            "transformers.trainer.TrainerState.save_to_json",
+            "transformers.trainer.torch.save",
+        ]
+        self._within = False
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, function: Callable[..., Any], attribute: str) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
-            started = time.monotonic()
+            if self._within:
+                return function(*args, **options)
+            started, self._within = time.monotonic(), True
             try:
                 return function(*args, **options)
             finally:
-                self.seconds += time.monotonic() - started
+                self._within = False
+                setattr(self, attribute, getattr(self, attribute) + time.monotonic() - started)
 
         return called
 
-    def own(self, save: Save, place: Path) -> tuple[float, float]:
-        """Seconds of a save, and of these its own."""
-        self.seconds = 0.0
+    def own(self, save: Save, place: Path) -> tuple[float, float, float]:
+        """Seconds of a save; of these its own; and those in which the trainer writes what is its own."""
+        self.seconds = self.trainers = 0.0
         with ExitStack() as stack:
-            for name, function in self._shared:
-                stack.enter_context(mock.patch(name, self.timed(function)))
+            for attribute, names in (("seconds", self._direct), ("trainers", self._trainers)):
+                for name in names:
+                    function = self.timed(pkgutil.resolve_name(name), attribute)
+                    stack.enter_context(mock.patch(name, function))
             seconds = timed(save, place)
-        return seconds, seconds - self.seconds
+        return seconds, seconds - self.seconds - self.trainers, self.trainers
 
 
 def timed(save: Save, place: Path) -> float:
-    """Seconds of a save into a directory that is there, as a run's is. It is removed."""
-    place.mkdir()
+    """Seconds of a save, one of many into a directory: it is taken, and memory is there. What was saved is removed."""
     os.sync()
     started = time.monotonic()
     finish = save(place)
     found = time.monotonic() - started
     if callable(finish):
         finish()
-    close_checkpointers()
-    shutil.rmtree(place)
+    finalize_checkpoint()
+    for saved in place.glob("[!.]*"):
+        shutil.rmtree(saved)
     return found
 
 
-def rounds(saves: tuple[Save, Save], count: int, directory: Path) -> list[tuple[float, float, float]]:
-    """Seconds of the plug-in and of the direct save, and the plug-in's own, after a round that does not count."""
+def rounds(saves: tuple[Save, Save], count: int, directory: Path) -> list[tuple[float, float, float, float]]:
+    """Seconds of the plug-in and of the direct save, the plug-in's own, and the trainer's, after a round that does not
+    count."""
     found, watch, (plugged, directly) = [], Watch(), saves
+    places = [directory / "plugged", directory / "direct"]
+    for place in places:
+        place.mkdir()
     for number in range(count + 1):
-        first = timed(directly, directory / "direct") if number % 2 else 0.0
-        seconds, own = watch.own(plugged, directory / "plugged")
-        found.append((seconds, first or timed(directly, directory / "direct"), own))
+        first = timed(directly, places[1]) if number % 2 else 0.0
+        seconds, own, trainers = watch.own(plugged, places[0])
+        found.append((seconds, first or timed(directly, places[1]), own, trainers))
+    close_checkpointers()
+    for place in places:
+        shutil.rmtree(place)
     return found[1:]
 
 
@@ -178,9 +199,9 @@ def main() -> None:
         print(f"{args.mib:.0f} MiB, {args.rounds} rounds")
         for of in (lightning, accelerate, transformers, in_the_background):
             found = rounds(of(model, optimizer), args.rounds, Path(name))
-            ratio = statistics.median(seconds / direct for seconds, direct, _ in found)
-            direct, own = (statistics.median(one[at] for one in found) for at in (1, 2))
-            share = f"{own * 1000:.0f} ms, {own / direct:.1%} of {direct:.2f} s"
+            ratio = statistics.median(seconds / direct for seconds, direct, *_ in found)
+            direct, own, trainers = (statistics.median(one[at] for one in found) for at in (1, 2, 3))
+            share = f"{own * 1000:.1f} ms, {own / direct:.1%} of {direct:.2f} s; the trainer's {trainers * 1000:.1f} ms"
             print(f"  {of.__name__:17} {ratio:.2f} x direct; its own time {share}")
     print(f"load {', '.join(f'{each:.1f}' for each in os.getloadavg())}")
 
