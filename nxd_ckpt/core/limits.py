@@ -58,12 +58,6 @@ PICKLE_OBJECT_NBYTES = 3
 objects of a tensor, and four for those of torch DCP's metadata, which is the least. Only a pickle that was made to cost
 time and memory has fewer."""
 
-PICKLE_MOST_OBJECTS = 2**24
-"""Objects that no pickle of a torch file may have more of, however long it is: four times those of 300,000 tensors."""
-
-PICKLE_OPCODES = 2**26
-"""Opcodes of one pickle of a torch file: five times those of ten million numbers and a million keys."""
-
 TREE_DEPTH = 100
 """Containers inside each other."""
 

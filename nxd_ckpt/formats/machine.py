@@ -45,14 +45,12 @@ class Machine(_Machine):  # type: ignore[misc]
     """Runs ``data``. Subclasses say what ``find_class`` gives, and ``persistent_load``.
 
     ``objects`` bounds how many containers and other objects are made, beside one for every
-    :data:`~nxd_ckpt.core.limits.PICKLE_OBJECT_NBYTES` of ``data``, up to ``most_objects``.
+    :data:`~nxd_ckpt.core.limits.PICKLE_OBJECT_NBYTES` of ``data``.
     """
-
-    most_opcodes, most_objects = limits.PICKLE_OPCODES, limits.PICKLE_MOST_OBJECTS
 
     def __init__(self, data: bytes, objects: int = limits.PICKLE_OBJECTS) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._objects = min(objects + len(data) // limits.PICKLE_OBJECT_NBYTES, self.most_objects)
+        self._objects = objects + len(data) // limits.PICKLE_OBJECT_NBYTES
         self._work_left = _REUSE * len(data) + _SPARE
         self._keys: dict[int, tuple[Any, Keys]] = {}
         self._stand_ins = 0  # those whose state was not set yet
@@ -65,7 +63,7 @@ class Machine(_Machine):  # type: ignore[misc]
         self.append = self.stack.append
         left = self._objects
         try:
-            for _ in range(self.most_opcodes):
+            while True:
                 load, objects = _OPCODES[read(1)]
                 left -= objects
                 if left < 0:
@@ -78,7 +76,6 @@ class Machine(_Machine):  # type: ignore[misc]
             if self._stand_ins:
                 raise MalformedFile("a numpy object without contents") from None
             return stop.value
-        raise UnsafePickle(f"its pickle has more than {self.most_opcodes} opcodes, which is the most that is read")
 
     def load_reduce(self) -> None:
         args = self.stack.pop()

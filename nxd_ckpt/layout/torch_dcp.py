@@ -217,8 +217,6 @@ _INERT_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local", "
 
 
 class _Machine(Machine):
-    most_opcodes = most_objects = DCP_METADATA  # no bound beside its bytes: as much for each chunk of each rank
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _RECORD
