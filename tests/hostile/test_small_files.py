@@ -51,6 +51,7 @@ LARGE: dict[str, Callable[[], Any]] = {
     "a large array": lambda: np.arange(10**6),
     "deep": lambda: _deep(90),
     "long numbers": lambda: [10**4000, decimal.Decimal("1" * 4000), fractions.Fraction(10**4000, 3), 2**100_000],
+    "many long numbers": lambda: [fractions.Fraction(10**4000 + index, 10**4000) for index in range(40)],
     "a long path": lambda: pathlib.Path("x/" * 10_000),
     "one list many times": lambda: [[list(range(1000))] * 1000],
     "one tuple many times": lambda: {"x": [(0, 0)] * 120_000},
