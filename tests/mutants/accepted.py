@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_AT_IMPORT = "it ran when the module was imported, before a mutant could take its place"
+
 ACCEPTED: Mapping[str, Mapping[str, str]] = {
     "formats/machine": {
         "Machine._work: 8 -> 9": "an int counts a ninth less, and so does what its bytes allow",
         "Machine._work: 0 -> 1": "one more for each call, which has several bytes, and each byte allows four",
+        "Machine._spend: self._work_left < 0 -> self._work_left <= 0": "one less of a MiB",
+        "Machine._spend: 0 -> 1": "one less of a MiB",
+        **dict.fromkeys(
+            (
+                "_without_stand_in: return load -> return None",
+                "_unknown: return refuse -> return None",
+                "_opcodes: 0 -> 1",
+                "_opcodes: return {b'': (_end, 0), "
+                "**{code: (load, objects.get(code, 0)) for code, load in known.items()}} -> return None",
+            ),
+            _AT_IMPORT,
+        ),
+        "check_walk: values > most -> values >= most": "check_count asks again",
+        "check_walk: len(stack) > limits.TREE_DEPTH -> len(stack) >= limits.TREE_DEPTH": "check_count asks again",
+        "_values_of: return node -> return None": "only a torch.Size gets there, which holds numbers",
         "check_walk: 0 -> 1": "nothing has either for an id",
         "check_walk: continue -> break": "the walk goes on with the same iterator, where it was",
     },
@@ -27,7 +44,7 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
                 "_paths: return {(module, name): kind for module in ('pathlib', 'pathlib._local') "
                 "for name, kind in kinds.items()} -> return None",
             ),
-            "it ran when the module was imported, before a mutant could take its place",
+            _AT_IMPORT,
         ),
         **dict.fromkeys(
             (
