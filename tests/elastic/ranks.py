@@ -106,7 +106,7 @@ class Live:
             shard = {"shard": key.detach().clone()} if self.zero1 else {}
             options = [{option: group[option] for option in OPTIONS[0]} for group in groups]
             entries = _copied(state.get(key, {}))
-            if not self.zero1 and name in self._count_in_python and entries:
+            if not self.zero1 and name in self._count_in_python and "step" in entries:
                 entries["step"] = int(entries["step"])  # a torch optimizer that had no state counts in tensors
             optimizer[name] = {**entries, **shard, "options": options}
         model = _copied(dict(self.stage.state_dict()))
