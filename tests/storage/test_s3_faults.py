@@ -99,6 +99,15 @@ def test_requests_of_small_files_are_tried_again(proxy: S3Proxy, storage: Storag
     assert ["key", "new"] == [entry.name for entry in storage.list()]
 
 
+def test_a_small_file_is_read_by_one_request(proxy: S3Proxy, storage: Storage) -> None:
+    """Whether it is empty or not."""
+    for data in (b"small", b""):
+        storage.write("key", data)
+        proxy.requests.clear()
+        assert data == storage.read("key")
+        assert ["GET"] == [request.split()[0] for request in proxy.requests]
+
+
 @pytest.mark.parametrize("nbytes", [1, 100_000, PART - 1])
 def test_a_part_that_breaks_off_on_its_way(proxy: S3Proxy, storage: Storage, nbytes: int) -> None:
     """Is sent again."""

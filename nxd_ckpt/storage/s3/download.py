@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
@@ -24,12 +25,17 @@ class Replaced(OSError):
 
 
 def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes, str]:
-    """All of an object, and its ETag; the newer one where it was replaced meanwhile. Raises as Storage.read."""
+    """All of an object, and its ETag; the newer one where it was replaced meanwhile. Raises as Storage.read.
+
+    It takes one request, whose reply says how long it is before any of it is read.
+    """
     for tries in range(_TRIES):
-        reader = S3Reader(bucket, key)
-        memory = bytearray(checked_length(reader.nbytes, limit, f"{bucket.url}/{key}"))
+        reply = bucket.call("get_object", key, Key=bucket.full(key))
         try:
-            reader.read_ranges([(0, memoryview(memory))])
+            with closing(reply["Body"]) as body:
+                reader = S3Reader(bucket, key, reply)
+                memory = bytearray(checked_length(reader.nbytes, limit, f"{bucket.url}/{key}"))
+                reader.read_ranges([(0, memoryview(memory))], body)
         except Replaced:
             if tries == _TRIES - 1:
                 raise
@@ -41,17 +47,20 @@ def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes,
 class S3Reader:
     """Of the version that was there when it was opened: the store refuses to read from another."""
 
-    def __init__(self, bucket: Bucket, key: str) -> None:
+    def __init__(self, bucket: Bucket, key: str, reply: Mapping[str, Any] | None = None) -> None:
+        """``reply`` is that of a request for the object, where there was one."""
         self._bucket, self._key = bucket, key
-        head = bucket.head(key)
+        head = bucket.head(key) if reply is None else reply
         self.etag, self.nbytes = str(head["ETag"]), int(head["ContentLength"])
 
-    def read_ranges(self, ranges: Sequence[Range]) -> None:
+    def read_ranges(self, ranges: Sequence[Range], body: Any = None) -> None:
+        """``body`` is that of a reply that holds all of the first of them."""
         for run in runs(ranges):
             if run.end > self.nbytes:
                 missing = run.end - max(run.begin, self.nbytes)
                 raise EOFError(f"{self._url}: {missing} bytes missing at byte {self.nbytes}")
-            self._fetch(run)
+            self._fetch(run, body)
+            body = None
 
     def close(self) -> None:
         """Nothing: every request is one of its own."""
@@ -60,14 +69,15 @@ class S3Reader:
     def _url(self) -> str:
         return f"{self._bucket.url}/{self._key}"
 
-    def _fetch(self, run: ByteRun) -> None:
+    def _fetch(self, run: ByteRun, begun: Any) -> None:
         """Where a connection breaks in the middle, the next request goes on from there."""
         from urllib3.exceptions import HTTPError
 
         done, tries = run.begin, 0
         while done < run.end:
             before = done
-            with self._request(done, run.end) as body:
+            with self._request(done, run.end) if begun is None else begun as body:
+                begun = None
                 try:
                     reply = _uncopied(body)
                     for memory in _memories(run, done, self._bucket.throttle.block):

@@ -77,12 +77,12 @@ class ObjectStore:
         self._require_condition(Key, **given)
         return self._put(Key, Body, _etag(Body), Metadata)
 
-    def get_object(self, *, Key: str, Range: str, IfMatch: str, **given: Any) -> Reply:
+    def get_object(self, *, Key: str, Range: str = "", IfMatch: str = "", **given: Any) -> Reply:
         found = self._object(Key, "NoSuchKey")
-        if found.etag != IfMatch:
+        if IfMatch and found.etag != IfMatch:
             raise Refused(412, "PreconditionFailed")
-        begin, end = map(int, Range.removeprefix("bytes=").split("-"))
-        return {"Body": found.data[begin : end + 1]}
+        begin, end = map(int, Range.removeprefix("bytes=").split("-")) if Range else (0, len(found.data) - 1)
+        return {"Body": found.data[begin : end + 1], "ETag": found.etag}
 
     def head_object(self, *, Key: str, **given: Any) -> Reply:
         found = self._object(Key, "404")
