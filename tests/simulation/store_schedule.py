@@ -30,6 +30,9 @@ SECOND = 0.01
 RETRIES = 2
 """How often a client repeats a request."""
 
+SPOILED = ("was written by somebody else", "is being written by another live job, run first")
+"""What ranks are told whose save a late request of an earlier job spoiled."""
+
 LATE = 2.0
 """Seconds after which a late request has happened."""
 
@@ -80,7 +83,7 @@ class StoreRun(Run):
         self.network = self.world.start_process("network")
         self._effects = self._failed = 0
         self._happened_late = 0.0
-        """When the last late request did."""
+        """When the last late request did, if any."""
         self._spares = False
         """Whether the next request that is to delete several keys deletes only some."""
 
@@ -95,11 +98,13 @@ class StoreRun(Run):
             assert [] == oracle.strays(self.outside()) + uploads
 
     def next_saves_work(self) -> None:
-        """Or those after them, where a late request has put a file into the tag that was being saved anew: see "What is
-        not kept" in docs/reliability.md."""
+        """Or those after them, where a late request has put a file into the tag that was being saved anew, or has
+        brought back the lease of a process that lives on: see "What is not kept" in docs/reliability.md."""
         outcomes = self.jobs[-1].outcomes
-        is_hit = all("was written by somebody else" in str(outcome.error) for outcome in outcomes)
-        if is_hit and self._happened_late > min(outcome.began for outcome in outcomes):
+        is_hit = all(any(word in str(outcome.error) for word in SPOILED) for outcome in outcomes)
+        if is_hit and self._happened_late:
+            for job in self.jobs:
+                self.end(job)
             self.finish("third", self.schedule.machines[2:3] * 2, value=10, dedup=self.schedule.dedups)
             self.hold()
         super().next_saves_work()
