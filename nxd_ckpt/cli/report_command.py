@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
+
+if TYPE_CHECKING:
+    from nxd_ckpt.convert.locations import Location
 
 NAME = "report"
 EXAMPLE = "nxd-ckpt report run1 -o report.html"
@@ -60,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     output = None if args.output is None else location_of(args.output, "output", None)
     if output is not None:
         refuse_inside_tag(output, output.open())
+        _refuse_other_kinds(output)
     document = of_latest(
         True,
         lambda: report_document(
@@ -81,3 +87,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json or not args.quiet:
         text.show(document, lines, as_json=args.json)
     return 0
+
+
+def _refuse_other_kinds(output: Location) -> None:
+    """Raise InvalidArgument where something else than a file is: a rename would put the page in place of a device."""
+    from nxd_ckpt.errors import InvalidArgument, MalformedFile
+
+    try:
+        with suppress(FileNotFoundError):
+            output.open().size(output.name)
+    except MalformedFile as error:
+        raise InvalidArgument(f"output {error}; choose another path") from error

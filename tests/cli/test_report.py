@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -239,6 +240,28 @@ def test_the_page_is_written_beside_tags_alone(
         assert 0 != main(["report", str(run), "-o", str(run / "step_0" / "model" / "page.html")])
     assert "lies inside the checkpoint" in capsys.readouterr().err
     assert ["dp_rank_00_tp_rank_00_pp_rank_00.pt"] == [path.name for path in (run / "step_0" / "model").iterdir()]
+
+
+@pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a directory")])
+def test_only_a_file_is_replaced(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], None],
+    kind: str,
+) -> None:
+    """What else is there stays, through a link too: said before anything is read."""
+    there, link = tmp_path / "there", tmp_path / "link"
+    make(there)
+    link.symlink_to(there)
+    before = there.stat()
+    monkeypatch.setattr(report_document, "locate", None)
+    for path in (there, link):
+        assert 1 == main(["report", str(run), "-o", str(path)])
+        assert f"output {there} is {kind}, expected a file; choose another path" in capsys.readouterr().err
+    assert (before.st_ino, before.st_mode) == (there.stat().st_ino, there.stat().st_mode)
+    assert {there, link} == set(tmp_path.iterdir())
 
 
 def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
