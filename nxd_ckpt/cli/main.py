@@ -165,8 +165,8 @@ class _InFlags(logging.Formatter):
         super().__init__("nxd-ckpt: warning: %(message)s")
         self._flags = flags
 
-    def format(self, record: logging.LogRecord) -> str:
-        return in_flags(super().format(record), self._flags)
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return text.printable(in_flags(super().formatMessage(record), self._flags))
 
 
 @contextmanager

@@ -219,6 +219,16 @@ def test_warnings_go_to_stderr(run: Run, copied: Path) -> None:
     assert outcome.err == run("inspect", copied, "z_plain", "--json").err
 
 
+def test_names_in_warnings_cannot_move_the_cursor(run: Run, copied: Path) -> None:
+    """What is not printable in a tag's name is escaped there too."""
+    model = copied / "z_plain" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    torch.save(torch.load(model), model)
+    os.rename(copied / "z_plain", copied / "z\n\x1b[2J\u202e")
+    os.utime(copied / "z\n\x1b[2J\u202e" / "done")
+    err = run("inspect", copied, "z\n\x1b[2J\u202e").err
+    assert err.startswith(rf"nxd-ckpt: warning: {copied}/z\n\x1b[2J\u202e: the files are not those of its manifest")
+
+
 def test_help_does_not_wait_for_torch() -> None:
     """torch takes a second to import: parsing and ``--help`` do without it."""
     program = """
