@@ -30,7 +30,7 @@ from nxd_ckpt.errors import (
     PartLost,
     as_checkpoint_errors,
 )
-from nxd_ckpt.layout.names import DONE, MANIFEST
+from nxd_ckpt.layout.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
 from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.runtime.progress import Counter
@@ -74,7 +74,8 @@ class SealedDirectory:
         neither sealed nor is it called as in ``patterns``. Any rank may call this; nothing is changed."""
         if os.path.isfile(self.path):
             raise InvalidArgument(f"{self.path} is a file, expected a checkpoint or nothing; choose another name")
-        names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS}
+        # Whoever looked at its statistics left them in a hidden directory.
+        names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS, HIDDEN}
         with suppress(CheckpointError):  # of another's, or damaged: then the patterns tell
             sealed |= {name.partition("/")[0] for name in _digests(LocalStorage(self.path))}
         others = [name for name in names if name not in sealed and not is_sealed(self.path, name)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.train_accelerate import main
-from nxd_ckpt import open_checkpoint
+from nxd_ckpt import checkpoint_statistics, open_checkpoint
 from nxd_ckpt.errors import (
     CorruptCheckpoint,
     DigestMismatch,
@@ -165,7 +165,8 @@ def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    """A checkpoint is, also one of accelerate's; a directory that holds anything else is left as it is."""
+    """A checkpoint is, also one of accelerate's, or one whose statistics are kept; no directory that holds other files.
+    """
     job = Job(tmp_path)
     job.accelerator.project_configuration.automatic_checkpoint_naming = False
     place = tmp_path / "outputs"
@@ -173,6 +174,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     for _ in range(2):
         job.accelerator.save_state(str(place))
     job.accelerator.end_training()
+    checkpoint_statistics(open_checkpoint(str(place), "training_state"))
+    assert (place / ".nxd_ckpt").is_dir()
+    job.accelerator.save_state(str(place))
+    job.accelerator.end_training()
+    assert not (place / ".nxd_ckpt").exists()
     (place / "log.txt").write_text("mine")
     with pytest.raises(InvalidArgument, match=r"outputs holds log\.txt, which no checkpoint has"):
         job.accelerator.save_state(str(place))
