@@ -217,7 +217,8 @@ def verify_files(directory: str, tag: str) -> None:
             found = _digest(storage, name, memory)
         except FileNotFoundError as error:
             raise PartLost(f"{path} was saved, and is gone: {_ELSEWHERE}") from error
-        if found != expected and os.path.basename(name) == MANIFEST:
+        folder, _, file = name.rpartition("/")
+        if found != expected and folder and file == MANIFEST and is_sealed(directory, folder):
             raise DigestMismatch(
                 f"{os.path.dirname(path)} is of another save than the files beside it: its {MANIFEST} should have size "
                 f"and CRC-32 {expected}, as {DIGESTS} has them, found {found}. Put the tag back that was saved with "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.errors import DigestMismatch, MalformedFile
 from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.storage.local import LocalStorage
 from tests.integrations.killed import in_a_process
@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 NAME = "checkpoints/checkpoint_1"
 
 
-def save(root: Path, content: bytes) -> None:
+def save(root: Path, content: bytes, name: str = "weights") -> None:
     directory = SealedDirectory(str(root), NAME)
     directory.begin()
-    Path(directory.staged, "weights").write_bytes(content)
+    Path(directory.staged, name).write_bytes(content)
     with directory.publishing(is_rank_0=True):
         pass
     directory.wait()
@@ -81,4 +81,11 @@ def test_a_list_of_files_that_leads_elsewhere_is_malformed(tmp_path: Path, name:
     save(tmp_path, b"old")
     (tmp_path / NAME / "digests.json").write_text(json.dumps({name: [1, 2]}))
     with pytest.raises(MalformedFile, match=r"digests\.json is no list of files"):
+        verify_files(str(tmp_path / NAME), "model")
+
+
+def test_another_library_s_manifest_is_a_file_like_others(tmp_path: Path) -> None:
+    save(tmp_path, b"old", "manifest.json")
+    (tmp_path / NAME / "manifest.json").write_bytes(b"new")
+    with pytest.raises(DigestMismatch, match=r"manifest\.json: its bytes are not those that were saved"):
         verify_files(str(tmp_path / NAME), "model")
