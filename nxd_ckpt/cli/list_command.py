@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from nxd_ckpt.listing import directory_document
 
     document = directory_document(args.directory, args.storage_options)
-    width = None if args.wide else shutil.get_terminal_size().columns
+    width = None if args.wide else text.width()
     text.show(document, _lines(document, width), as_json=args.json, wide=args.wide)
     return 0
 

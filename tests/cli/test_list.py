@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -77,12 +78,16 @@ def test_text_and_document_tell_the_same_parts(run: Run, examples: Path) -> None
 def test_a_listing_fits_the_terminal(
     run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Columns that do not fit are left out, the least important first, and named; a wide terminal shows all."""
+    """Columns that do not fit are left out, the least important first, and named; a wide terminal shows all, and so
+    does a listing that is piped elsewhere."""
     monkeypatch.setenv("COLUMNS", str(width))
+    piped = run("list", examples).out.splitlines()[1].split()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, head, *rows = run("list", examples).out.splitlines()
     shown, everything = head.split(), run("list", examples, "--wide").out.splitlines()[1].split()
     assert max(map(len, [head, *rows])) <= width
     assert everything[: len(shown)] == shown
+    assert everything == piped
     assert {"TAG", "STATE", "SAVED", "SIZE", "TOPOLOGY", "BY"} <= set(shown)
     assert everything[len(shown) :] == (re.findall("[A-Z]+", rows[-1]) if len(rows) > 3 else [])
     assert (width == 200) == (shown == everything)
