@@ -129,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors exit with 2, as argparse does."""
     parser, single = parsers()
     complete(parser)
+    if sys.stdout is None:  # it was closed (>&-): what is asked for is done all the same, and told to nobody
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     args = parser.parse_args(argv)
     flags = flags_of(single[args.command])
     try:

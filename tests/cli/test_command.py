@@ -59,6 +59,13 @@ def test_a_reader_that_stops_is_no_error(examples: Path) -> None:
     assert ("", 141) == (err, process.wait())
 
 
+def test_a_closed_output_is_no_error(examples: Path) -> None:
+    """``nxd-ckpt ... >&-``: what was done is not reported as failed."""
+    command = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "nxd_ckpt.cli", "list", str(examples)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (0, "") == (ended.returncode, ended.stderr)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["list"], ["unknown"], ["list", "a", "b"], ["list", "a", "--jso"], ["inspect", "a", "--rank", "x"]],
