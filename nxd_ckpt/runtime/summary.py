@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nxd_ckpt import host
+
 CHUNK = 2**16
 """Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
 PART = 2**20
@@ -121,7 +123,7 @@ class Summary:
         self._nonzero += len(numbers) if unsigned.min() else int(np.count_nonzero(numbers))
         if least == -form.sign:
             self._nonzero -= int(np.count_nonzero(numbers == least))  # -0.0
-        self._add_measures(chunk.to(torch.float32), form.value(magnitude))
+        self._add_measures(_as_single(chunk), form.value(magnitude))
         return True
 
     def _add(self, chunk: torch.Tensor) -> None:
@@ -202,6 +204,20 @@ class Summary:
     def _mean(self, finite: int) -> float:
         mean = self._sum / finite / _SMALLER
         return max(-self._absmax, min(self._absmax, mean))  # rounding may take it beyond them, and to infinity
+
+
+def _as_single(chunk: torch.Tensor) -> torch.Tensor:
+    """At most :data:`PART` numbers as float32, until this thread asks for the next: memory that is new each time would
+    have to be cleared by the system each time."""
+    if chunk.dtype == torch.float32:
+        return chunk
+    if not hasattr(_own, "singles"):
+        _own.singles = torch.empty(PART)
+    singles: torch.Tensor = _own.singles[: len(chunk)]
+    return singles.copy_(chunk)
+
+
+_own = host.local()
 
 
 def _norm(x: torch.Tensor, absmax: float) -> float:
