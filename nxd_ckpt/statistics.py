@@ -20,8 +20,6 @@ from nxd_ckpt.runtime.views.whole_tag import WholeTag
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
-_THREADS = 4
-"""Threads that read and count, at least: some wait for the disk while others count."""
 _AHEAD = 64 * 2**20
 """Bytes that are asked for before the earlier ones are waited for: what is asked for takes memory, too."""
 
@@ -84,7 +82,7 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
     found = {name: [_Counted() for _ in leaves] for name, leaves in tensors.items()}
     total = sum(itemsize(leaf.dtype) * leaf.numel for leaves in tensors.values() for leaf in leaves)
     with (
-        whole.opened.reader(max(_THREADS, whole.opened.storage.concurrency)) as reader,
+        whole.opened.reader() as reader,
         watched("statistics", total, lambda: reader.done.nbytes, progress),
     ):
         asked = nbytes = 0

@@ -268,9 +268,9 @@ class OpenTag:
             reader.finish()
         return out
 
-    def reader(self, threads: int | None = None) -> LeafReader:
+    def reader(self) -> LeafReader:
         """Reads and verifies the leaves of this tag's trees, as far as those have been made by now."""
-        return LeafReader(self._layout.files, self._entries, threads)
+        return LeafReader(self._layout.files, self._entries)
 
     def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:
         """The indexes of the ranks that share the writing of the state at these coordinates, one at a time."""

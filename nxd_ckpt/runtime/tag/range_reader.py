@@ -48,13 +48,14 @@ class Range(NamedTuple):
 
 
 class RangeReader(Closing):
-    """Reads ranges of ``files`` on ``threads`` threads, the caller's included. Close it. ``done`` counts what was read.
+    """Reads ranges of ``files`` on as many threads as the storage likes, the caller's included. Close it. ``done``
+    counts what was read.
 
     :meth:`add` and :meth:`call` return before anything was read, and raise what an earlier call met.
     """
 
-    def __init__(self, files: TagFiles, threads: int) -> None:
-        self._files, self._open, self._pool = files, OpenFiles(files), ReadPool(threads)
+    def __init__(self, files: TagFiles) -> None:
+        self._files, self._open, self._pool = files, OpenFiles(files), ReadPool(files.storage.concurrency)
         self.done = Counter()
         self._file, self._ranges = "", list[Range]()
         self._nbytes, self._scratch_nbytes = 0, 0

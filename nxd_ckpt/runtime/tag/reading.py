@@ -54,18 +54,15 @@ _PENDING = 64 * 2**20
 
 
 class LeafReader(Closing):
-    """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any;
-    ``threads`` read, unless it is as many as the storage likes.
+    """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
 
     Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
     closed, or used as a context manager. ``done`` counts what was read.
     """
 
-    def __init__(
-        self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry], threads: int | None = None
-    ) -> None:
+    def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
         self._files, self._records = files, VerifiedRecords(entries)
-        self._ranges = RangeReader(files, threads or files.storage.concurrency)
+        self._ranges = RangeReader(files)
         self.done = self._ranges.done
         self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], WantedBlock](), 0
 

@@ -109,8 +109,8 @@ class HuggingFaceTag(OpenTag):
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return [name for group in self._groups for name in group["params"]]
 
-    def reader(self, threads: int | None = None) -> LeafReader:
-        return self._opened.reader(threads)
+    def reader(self) -> LeafReader:
+        return self._opened.reader()
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         dtype = self._terms.dtype
