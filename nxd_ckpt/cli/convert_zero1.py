@@ -10,7 +10,7 @@ from nxd_ckpt.cli.output import show_converted
 from nxd_ckpt.options.tags import Zero1Options
 
 NAME = "convert-zero1"
-EXAMPLE = "nxd-ckpt convert-zero1 --input_dir run1/t --output_dir run2/t --convert_to_full"
+EXAMPLE = "nxd-ckpt convert-zero1 --input_dir a/t --output_dir b --convert_to_full"
 SUMMARY = "unshard a ZeRO-1 optimizer, or cut it for another data-parallel size"
 DESCRIPTION = (
     "Make a tag like another but for its ZeRO-1 optimizer: unsharded, or sharded over another number of data-parallel "
