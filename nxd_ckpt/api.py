@@ -165,7 +165,7 @@ def load_checkpoint(
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
             verified first (see ``verify``): then the error of a load that had begun says so.
         TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag``, the load goes on with the
-            latest one that there is then.
+            latest one that there is then; with several tiers, with the nearest of that name.
     """
     directory = _directory(path, checkpoint_dir_str, tiers)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.

@@ -76,8 +76,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
             removed = []
             for tag in found.surplus:
                 session.require()
-                if tag not in retention.pinned(storage):  # it may have been pinned since
-                    publication_of(session, 1, tag, None).retire(storage, tag)
+                if retention.retire_unpinned(storage, publication_of(session, 1, tag, None), tag):
                     removed.append(tag)
             if len(removed) < len(found.surplus):
                 kept = retention.judged(storage, settled_tags(storage), rules).kept
@@ -91,13 +90,18 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
     """Keep a complete tag whatever rules say, until :func:`unpin_checkpoint`. A live job may save there meanwhile.
 
     Raises:
-        CheckpointNotFound: no such tag, or it is incomplete; or it was removed meanwhile.
+        CheckpointNotFound: no such tag, or it is incomplete; or it is removed meanwhile, or about to be.
     """
     storage = open_storage(path, storage_options=storage_options)
     chosen = choose_tag(storage, tag)
     retention.pin(storage, chosen)
     try:
         choose_tag(storage, chosen)  # rules that were being applied may have removed it before they saw the pin
+        if intents.is_being_removed(storage, chosen):
+            raise CheckpointNotFound(
+                f"{storage.url}/{chosen} is being removed by the rules of a job, or was when that job ended, and is "
+                "not pinned; if it stays, pin it again once a job has saved there"
+            )
     except CheckpointNotFound:
         if not intents.saves_of(storage, chosen):  # else it is only being replaced
             retention.unpin(storage, chosen)

@@ -15,6 +15,7 @@ from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.hosts import Replicas, join
 from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.nearest import choose_nearest
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
 from nxd_ckpt.storage.base import Storage, may_lack_files
@@ -118,7 +119,7 @@ class Tiers:
         def look() -> bool:
             there = any(info.complete for storage in self.storages for info in settled_tags(storage))
             if there and may_lack_files(self.first):
-                choose_nearest(self.storages, None)
+                of_latest(True, lambda: choose_nearest(self.storages, None))
             return there
 
         if not self.per_host:

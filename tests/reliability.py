@@ -28,6 +28,14 @@ def rows_of(place: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def add_run(place: str, header: list[str], run: list[str], sums: tuple[str, ...]) -> None:
+    """Add a row to a table of runs. Its last row has the sums of the columns that ``sums`` names."""
+    runs = [*(row for row in rows_of(place) if row[0] != "all"), run]
+    summed = {name: sum(number(row[header.index(name)]) for row in runs) for name in sums}
+    last = ["all", *(f"{summed[name]:,}" if name in sums else "" for name in header[1:])]
+    put(place, table([*runs, last], header))
+
+
 def number(cell: str) -> int:
     """What a cell with a count says."""
     return int(cell.replace(",", ""))

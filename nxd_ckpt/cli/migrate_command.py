@@ -17,10 +17,11 @@ EXAMPLE = "nxd-ckpt migrate run1/step_300 plain/step_300 --to tag"
 SUMMARY = "continue a run of Neuron's trainers on plain torch"
 DESCRIPTION = (
     "Recognise a checkpoint by its files, of neuronx-distributed, neuronx-distributed-training (NAME.ckpt), "
-    "optimum-neuron (checkpoint-N), torch-xla (*.pth), torch DCP, SageMaker's tiered storage or nxd_ckpt, and write "
-    "model and optimizer in a form that plain torch continues with, under Hugging Face's names (TorchTitan's for "
-    "that). It says what was recognised and what is left out. The input is only read, its digests are verified, and "
-    "the output appears once all of it is written. --to torchtitan makes step-N in DST."
+    "optimum-neuron (checkpoint-N), neuronx-nemo-megatron (mp_rank_00/NAME.ckpt), NxD inference, torch-xla (*.pth), "
+    "torch DCP, SageMaker's tiered storage or nxd_ckpt, and write model and optimizer in a form that plain torch "
+    "continues with, under Hugging Face's names (TorchTitan's for that). It says what was recognised and what is left "
+    "out. The input is only read, its digests are verified, and the output appears once all of it is written. --to "
+    "torchtitan makes step-N in DST."
 )
 
 

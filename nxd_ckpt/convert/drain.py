@@ -184,6 +184,7 @@ class Drain:
 
     def _copy(self, handed: Handed) -> None:
         started, session = host.monotonic(), self.claim()
+        session.require()  # what is there counts only where it is this tier still
         opened = open_complete_tag(self._source, handed.tag)
         with opened.kept():
             files = files_to_copy(opened)

@@ -158,11 +158,22 @@ def refuse_inside_tag(target: Location, storage: Storage) -> None:
 
 def refuse_overlap(source: Location, target: Location) -> None:
     """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
-    if f"{target.path}/".startswith(f"{source.path}/") or f"{source.path}/".startswith(f"{target.path}/"):
-        raise InvalidArgument(
-            f"output {target.path} and input {source.path} are the same, or one lies inside the other; a "
-            "conversion never touches its input: write to a directory of its own"
-        )
+    refuse_inside(source, target)
+    if f"{source.path}/".startswith(f"{target.path}/"):
+        raise _overlap(source, target)
+
+
+def refuse_inside(source: Location, target: Location) -> None:
+    """Raise InvalidArgument where the output is the input, or lies inside it."""
+    if f"{target.path}/".startswith(f"{source.path}/"):
+        raise _overlap(source, target)
+
+
+def _overlap(source: Location, target: Location) -> InvalidArgument:
+    return InvalidArgument(
+        f"output {target.path} and input {source.path} are the same, or one lies inside the other; a "
+        "conversion never touches its input: write to a directory of its own"
+    )
 
 
 def location_of(path: StrPath, what: str, options: StorageOptions | None) -> Location:

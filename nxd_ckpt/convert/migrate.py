@@ -14,7 +14,7 @@ from nxd_ckpt.convert.conversion import convert
 from nxd_ckpt.convert.export import Export, export_checkpoint
 from nxd_ckpt.convert.head_copies import are_converted
 from nxd_ckpt.convert.job import HuggingFaceTarget, Job, metrics_of
-from nxd_ckpt.convert.locations import locate_apart, locate_output
+from nxd_ckpt.convert.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
 from nxd_ckpt.convert.model_files import config_in, read_config
 from nxd_ckpt.convert.origin import Origin, find_origin
 from nxd_ckpt.convert.output import TORCH_DCP, Output
@@ -95,6 +95,8 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     whole = not chosen.model_only
     unnamed = whole and chosen.saved_param_names is None
     origin = find_origin(src, chosen.storage_options, optimizer=whole, names=unnamed)
+    # Ranks' files may be in one place below what is given, and the rest of the checkpoint beside them.
+    refuse_inside(locate_any(src, chosen.storage_options), location_of(dst, "output", chosen.written_with))
     if origin.writer is Writer.OPTIMUM_ADAPTER:
         done = _as_adapter(origin, dst, chosen)
         found = (done.target, origin.writer.value, chosen.to, done.mapping, None, done.nbytes, origin.left_out)
@@ -144,6 +146,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
         _sizes(origin, chosen, mapping, document),
         names,
         torchtitan=TorchTitanNames(document.get("model_type")) if chosen.to == "torchtitan" else None,
+        both_names=chosen.to in ("dcp", "torchtitan"),  # torch DCP asks for all names of a live module
         dtype=chosen.dtype,
         optimizer=whole,
         scheduler=origin.scheduler if whole else None,

@@ -7,7 +7,7 @@ from typing import Any
 from nxd_ckpt.core import document
 from nxd_ckpt.core.optimum_metadata import TIED_HEAD, OptimumMetadata, read_metadata, read_pickled_metadata
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.writers import STAGE_METADATA
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -23,7 +23,7 @@ def stage_metadata(files: TagFiles, opened: OpenTag, adapter: str | None = None)
     Raises:
         PartNotFound: a stage has none.
         MalformedFile: it is not of this tag, or not such metadata.
-        UnsupportedState: it describes what no rule can, or an adapter in the older form.
+        UnsupportedState: it describes what no rule can.
         UnsafePickle: a pickle with more than plain data.
     """
     found = {int(match[1]): match[0] for match in map(STAGE_METADATA.fullmatch, files.names()) if match is not None}
@@ -70,12 +70,7 @@ def _read(files: TagFiles, names: list[str], opened: OpenTag, adapter: str | Non
             f"{files.where(pickled[0])}: stages have metadata of two versions of optimum-neuron; files of two saves "
             "are mixed"
         )
-    if adapter is not None:
-        raise UnsupportedState(
-            f"{files.where(pickled[0])}: an adapter of optimum-neuron before 0.2.1, which is not carried; consolidate "
-            "it with that version"
-        )
-    metadata = read_pickled_metadata({files.where(name): files.object(name) for name in names})
+    metadata = read_pickled_metadata({files.where(name): files.object(name) for name in names}, adapter)
     if opened.parts.model:
         metadata.stages = _of_each_stage(metadata, opened)
     return metadata

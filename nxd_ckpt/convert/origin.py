@@ -158,6 +158,8 @@ def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
     scheduler, left_out = _plain(beside, "scheduler.pt")
     if origin.opened.parts.optimizer is not None and not beside.has("scheduler.pt"):
         left_out.append("the scheduler, whose scheduler.pt is not there")
+    if beside.has("optimizer.pt"):
+        left_out.append("the optimizer in optimizer.pt, of a run without tensor and pipeline parallelism")
     if beside.has("training_args.bin"):
         left_out.append("training_args.bin (a pickled object of transformers)")
     if any(map(RANDOM_STATES.fullmatch, beside.names())):

@@ -11,11 +11,13 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from nxd_ckpt import host
 from nxd_ckpt.convert.cp_files import files_to_copy
 from nxd_ckpt.convert.tag_file import TagFile
+from nxd_ckpt.convert.transfer import digest
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
@@ -94,7 +96,7 @@ class Replenishing:
         lacking = source.lacking(tag) | self._wrong(f"{tag}/{names.MANIFEST}")
         opened = open_complete_tag(source, tag)
         with opened.kept():
-            files = [file for file in files_to_copy(opened) if file.entry is not None and file.name != names.MANIFEST]
+            files = [self._known(tag, file) for file in files_to_copy(opened) if file.name != names.MANIFEST]
         holders = source.holders([f"{tag}/{file.name}" for file in files])
         held = {file.name: holders[f"{tag}/{file.name}"] for file in files}
         fetches = [Fetch(number, file) for file in files for number in self._wrong(f"{tag}/{file.name}")]
@@ -110,6 +112,12 @@ class Replenishing:
         if fetches:
             nbytes = sum(fetch.file.nbytes for fetch in fetches)
             logger.info("%s has all replicas again: %d files, %s", tag, len(fetches), size(nbytes))
+
+    def _known(self, tag: str, file: TagFile) -> TagFile:
+        """With what its copies are compared with. What no index lists, somebody put there, and it is kept as it is."""
+        if file.entry is not None:
+            return file
+        return replace(file, entry=digest(self._source, f"{tag}/{file.name}", lambda nbytes: None))
 
     def _fetch(self, opened: OpenTag, fetch: Fetch) -> None:
         """Out of sight first: the host may be one whose files of the tag are read."""

@@ -2,8 +2,8 @@
 
 One file for each pipeline stage: ``parameters``, each with whether and along which dimension tensor-parallel ranks cut
 it, and ``model_weight_transformation_specs``, which say of which Hugging Face layers a layer was made. docs/rescue.md
-names the sources. Versions before 0.2.1 pickled how each parameter is cut, and what became of q, k and v. So no mapping
-file is needed for models that optimum-neuron trained.
+names the sources. Versions up to 0.2.0 pickled how each parameter is cut, and what became of q, k and v; 0.2.0 does
+either, depending on the model. So no mapping file is needed for models that optimum-neuron trained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nxd_ckpt.errors import MalformedFile, UnsupportedState
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WHOLE = "modules_to_save"
 """What is trained as a whole beside an adapter."""
-_ADAPTED = re.compile(rf"\.original_module|\.{_WHOLE}\.[^.]+")
+_ADAPTED = re.compile(rf"\.original_module|\.{_WHOLE}\.[^.]+(?=\.)|\.{_WHOLE}")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Optimum-neuron pads these to a multiple of the ranks."""
 TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -66,22 +66,27 @@ def read_metadata(files: Mapping[str, Mapping[str, Any]], adapter: str | None = 
             _add_stage(found, content, where)
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedFile(
-                f"{where}: not the metadata of optimum-neuron 0.2.1 to 0.4 ({type(error).__name__}: {error})"
+                f"{where}: not the metadata of optimum-neuron 0.2.0 to 0.4 ({type(error).__name__}: {error})"
             ) from error
     found.document = _document(found._rules)
     return found
 
 
-def read_pickled_metadata(files: Mapping[str, Any]) -> OptimumMetadata:
-    """The same of ``mp_metadata_pp_rank_P.pt``: how each parameter is cut, and what became of q, k and v.
+def read_pickled_metadata(files: Mapping[str, Any], adapter: str | None = None) -> OptimumMetadata:
+    """The same of ``mp_metadata_pp_rank_P.pt``: how each parameter is cut, and what became of q, k and v. The names of
+    adapters were left out of names.
 
     Raises MalformedFile as :func:`read_metadata`.
     """
-    found = OptimumMetadata({}, [])
+    found = OptimumMetadata({}, [], adapter=adapter)
     for where, content in files.items():
         try:
             cuts, heads = checked(dict, content["sharded_metadata"]), checked(dict, content["gqa_qkv_metadata"])
-            found.stages.append(list(cuts))
+            if adapter is None:
+                found.stages.append(list(cuts))
+            else:
+                found.stages.append([name.replace(f".{_WHOLE}", "") for name in cuts if _is_of_adapter(name)])
+                cuts = {_in_base(name): cut for name, cut in cuts.items() if not is_adapter(name)}
             for key, size in (
                 ("heads", "num_attention_heads"),
                 ("kv_heads", "num_key_value_heads"),
@@ -158,9 +163,10 @@ def _add_stage(found: OptimumMetadata, content: Mapping[str, Any], where: str) -
     made: set[str] = set()
     for module in content["model_weight_transformation_specs"]:
         for kind, spec in module["specs"]:
-            if spec["peft_type"] is not None and (found.adapter is None or spec["peft_type"] != "lora"):
+            peft_type = spec.get("peft_type")  # since 0.2.1
+            if peft_type is not None and (found.adapter is None or peft_type != "lora"):
                 raise UnsupportedState(
-                    f"{where}: {module['module_fully_qualified_name']} has {spec['peft_type']} adapters, which are "
+                    f"{where}: {module['module_fully_qualified_name']} has {peft_type} adapters, which are "
                     "not carried; merge them into the model with optimum-neuron first"
                 )
             rules = _MAKERS.get(kind, _unknown)(found, module["module_fully_qualified_name"], kind, spec, where)
@@ -182,6 +188,10 @@ def _saved(found: OptimumMetadata, parameters: Mapping[str, Any]) -> list[str]:
     name_alone = rf"{re.escape(found.adapter)}(?=\.|$)"
     own = re.compile(rf"(?<=lora_[AB])\.{name_alone}|\.{_WHOLE}\.{name_alone}")
     return [own.sub("", name) for name in parameters if own.search(name)]
+
+
+def _is_of_adapter(name: str) -> bool:
+    return is_adapter(name) or _WHOLE in name.split(".")
 
 
 def _in_base(name: str) -> str:

@@ -43,6 +43,11 @@ class TorchTitanNames:
     """
 
     def __init__(self, model_type: object) -> None:
+        if model_type is None:
+            raise UnsupportedState(
+                "it is not known which model this is, and TorchTitan has other names for it; pass its config.json as "
+                "config= (--config), or choose another form (hf, dcp or tag)"
+            )
         if model_type not in _FAMILIES:
             raise UnsupportedState(
                 f"TorchTitan's names of model_type {model_type!r} are not known, only those of {', '.join(_FAMILIES)}; "

@@ -221,7 +221,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.wait()
+        saving.wait(meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint"))
         self.wait_for_everyone()
         if self.is_main_process and self.project_configuration.automatic_checkpoint_naming:
             saving.retire(_NUMBERED, self.project_configuration.total_limit)

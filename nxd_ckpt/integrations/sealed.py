@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,11 +27,13 @@ from nxd_ckpt.errors import (
     DigestMismatch,
     InvalidArgument,
     MalformedFile,
+    OutcomeUnknown,
     PartLost,
     as_checkpoint_errors,
 )
 from nxd_ckpt.layout.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
+from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.save.background import Helpers
@@ -48,6 +50,9 @@ _INCOMPLETE = ".incomplete"
 """Where directories are written, in the root of those that they are published to."""
 _ASIDE = ".replaced"
 """Ends the name, there, of what a directory takes the place of."""
+
+_NEWS = 5.0
+"""Seconds after which rank 0 says again that it is at work."""
 
 
 class SealedDirectory:
@@ -69,11 +74,15 @@ class SealedDirectory:
         self.tags = os.path.join(self._storage.url, _INCOMPLETE, "tags")
         """The directory that tags are saved to, before they become part of this one."""
 
+    def refuse_a_file(self) -> None:
+        """Raise InvalidArgument where a file has its name. Any rank may call this."""
+        if os.path.isfile(self.path):
+            raise InvalidArgument(f"{self.path} is a file, expected a checkpoint or nothing; choose another name")
+
     def refuse_to_replace(self, patterns: Sequence[str]) -> None:
         """Raise InvalidArgument where a file has its name, or a directory that is no checkpoint: what it holds was
         neither sealed nor is it called as in ``patterns``. Any rank may call this; nothing is changed."""
-        if os.path.isfile(self.path):
-            raise InvalidArgument(f"{self.path} is a file, expected a checkpoint or nothing; choose another name")
+        self.refuse_a_file()
         # Whoever looked at its statistics left them in a hidden directory.
         names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS, HIDDEN}
         with suppress(CheckpointError):  # of another's, or damaged: then the patterns tell
@@ -88,7 +97,9 @@ class SealedDirectory:
 
     def begin(self) -> None:
         """Finish what a killed run was about to replace, remove what else it left, and make room."""
-        self._storage.make_dir(self._folder)
+        for folder in ("", self._folder):
+            self._storage.make_dir(folder)
+        self._storage.sync_dir("")  # the library may have made the folder
         for entry in self._storage.list(_INCOMPLETE):
             if entry.name.endswith(_ASIDE):  # its name may be free: not all file systems exchange two names at once
                 self._replacement(entry.name.removesuffix(_ASIDE)).settle()
@@ -104,7 +115,8 @@ class SealedDirectory:
     def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
         """All files are there. Within, tags are saved and added to what is given; with them it becomes visible."""
         if not is_rank_0:
-            yield self._saves
+            with suppress(OutcomeUnknown):  # rank 0 knows it, and says so in :meth:`wait`
+                yield self._saves
             return
         threads = Helpers(1, "nxd_ckpt-seal")
         try:
@@ -116,17 +128,36 @@ class SealedDirectory:
             threads.shutdown(wait=False)
 
     @as_checkpoint_errors()
-    def wait(self) -> None:
-        """Until it is visible. Raises what failed; nothing is visible then but what was before."""
-        for save in self._saves:
-            save.wait()
-        self.close()
+    def wait(self, agreement: Agreement | None) -> None:
+        """Until it is visible: all ranks call this, and rank 0 tells the others. None: this rank learns it alone.
+
+        Raises, on all ranks, what failed; nothing is visible then but what was before.
+        """
+        agreement = agreement or Alone()
+        try:
+            while not decided_by_rank0(agreement, self._is_visible):
+                pass
+        finally:
+            for save in self._saves:
+                # Not raised: a rank that cannot read the verdict looks for the tag, which rank 0 may have moved since.
+                save.exception()
 
     def close(self) -> None:
         """The tags are saved, or failed: wait until it is visible, too. Raises OSError."""
         forget(self)
         if self._published is not None:
             self._published.result()
+
+    def _is_visible(self) -> bool:
+        """Whether it is by now, or soon. Raises what failed."""
+        for save in self._saves:
+            if not save.wait_decided(_NEWS):
+                return False
+            save.wait()
+        if self._published is not None and not wait([self._published], _NEWS).done:
+            return False
+        self.close()
+        return True
 
     def abandon(self) -> None:
         """The process ends by an exception: as :meth:`close`, if the tags are saved. Never raises."""

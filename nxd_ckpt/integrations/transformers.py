@@ -25,6 +25,8 @@ from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedSta
 from nxd_ckpt.integrations.just_in_time import last_complete, make_way, refuse_interrupted
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
+from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.save.pending import PendingSave
 
 STATE = "training_state"
@@ -77,7 +79,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
-        directory.refuse_to_replace(("*",))  # a file, that is: into a directory transformers would write, too
+        directory.refuse_a_file()  # into a directory transformers would write, too
         if self.args.process_index == 0:
             directory.begin()
         self.accelerator.wait_for_everyone()
@@ -124,7 +126,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.wait()
+        saving.wait(meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint"))
         self.accelerator.wait_for_everyone()
         if self.args.process_index == 0:
             best = self.state.best_model_checkpoint

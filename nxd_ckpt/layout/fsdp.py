@@ -13,7 +13,6 @@ from typing import Any
 
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.fsdp_shards import Member, ShardedParameter, plain_name, sharded_parameters
-from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.param_groups import NOT_DECAYED, Shape, grouped
 from nxd_ckpt.core.topology import Coordinates
@@ -29,14 +28,11 @@ from nxd_ckpt.formats.tensors import (
     iter_tensors,
 )
 from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload
+from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, refuse_other_counts
 from nxd_ckpt.layout.payload_file import PayloadFile
 from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, reading
 
 METADATA = "shard_metadata"
-
-_COUNTS = ("step", "global_step", "epoch")
-"""What scripts keep beside the model that tells saves apart."""
 
 
 class FsdpFiles(PayloadFile):
@@ -48,7 +44,7 @@ class FsdpFiles(PayloadFile):
     def __init__(self, files: TagFiles, names: Sequence[str], payloads: Sequence[Payload]) -> None:
         super().__init__(files, names[0], payloads[0])
         self._names, self._payloads = names, payloads
-        self._refuse_other_counts()
+        refuse_other_counts(dict(zip(names, payloads, strict=True)), files.where("").rstrip("/"))
 
     @reading
     def parts(self) -> Parts:
@@ -94,18 +90,6 @@ class FsdpFiles(PayloadFile):
     @property
     def _rest(self) -> dict[str, Any]:
         return {key: value for key, value in super()._rest.items() if key != METADATA}
-
-    def _refuse_other_counts(self) -> None:
-        for key in _COUNTS:
-            said = {name: payload.content.get(key) for name, payload in zip(self._names, self._payloads, strict=True)}
-            counts = {name: number for name, number in said.items() if type(number) is int}
-            first = next(iter(counts), "")
-            for name, number in counts.items():
-                if number != counts[first]:
-                    raise MalformedFile(
-                        f"{self.files.where(name)} is of {key} {shown(number)}, {first} of {shown(counts[first])}; "
-                        "files of two saves are mixed"
-                    )
 
     @cached_property
     def _models(self) -> list[dict[str, Any]]:

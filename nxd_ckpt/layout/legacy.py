@@ -27,7 +27,7 @@ from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, spanned
 from nxd_ckpt.layout.names import ParsedName
-from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, SCHEDULER_KEYS, Payload
+from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, SCHEDULER_KEYS, Payload, refuse_other_counts
 from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, reading
 
 _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
@@ -144,6 +144,16 @@ class LegacyTag:
 
     def _payload(self, at: Coordinates) -> Payload:
         name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
+        first, found = self._first, self._read(name)
+        refuse_other_counts({first[0]: first[1], name: found}, self.files.storage.url)
+        return found
+
+    @cached_property
+    def _first(self) -> tuple[str, Payload]:
+        name = self._pick(self._payloads, Coordinates(), dp=0)
+        return name, self._read(name)
+
+    def _read(self, name: str) -> Payload:
         payload = self.files.joined(_payload_file(self.files, name))
         if not isinstance(payload, dict):
             raise MalformedFile(

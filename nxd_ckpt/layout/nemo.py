@@ -25,7 +25,7 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
 from nxd_ckpt.layout.grid import describe, holes, spanned
 from nxd_ckpt.layout.names import ParsedName
-from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload
+from nxd_ckpt.layout.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, refuse_other_counts
 from nxd_ckpt.layout.payload_file import PayloadFile
 from nxd_ckpt.layout.state_dicts import checked_model, checked_optimizer, reading
 from nxd_ckpt.storage.base import Storage
@@ -110,7 +110,7 @@ class NemoFiles(PayloadFile):
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        chunks = self._chunks(self._read_payload(self._file(at)), at)
+        chunks = self._chunks(self._payload_of(at), at)
         return {
             _LAYER.sub(lambda found: str(int(found[0]) + first), name): leaf  # noqa: B023
             for chunk, first in zip(chunks, self._first_layers[at.pp_rank], strict=True)
@@ -121,7 +121,7 @@ class NemoFiles(PayloadFile):
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         if not self._optimizers:
             file = self._file(at)
-            found = self._required(self._read_payload(file).optimizer, OPTIMIZER_KEYS)
+            found = self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS)
             return checked_optimizer(found, self.files.where(file))
         if at.dp_rank not in self._optimizers:
             raise PartNotFound(f"{self.files.where(self._folder)}: no optimizer of dp {at.dp_rank} for {self._name}")
@@ -161,7 +161,7 @@ class NemoFiles(PayloadFile):
         """By stage and virtual stage, the model's number of the layer that is called 0 there."""
         stages = [Coordinates(pp_rank) for pp_rank in range(self.topology().pp)]
         counts = [
-            [_layers(chunk) for chunk in self._chunks(self._read_payload(self._file(at)), at)] for at in stages
+            [_layers(chunk) for chunk in self._chunks(self._payload_of(at), at)] for at in stages
         ]
         if len({len(chunks) for chunks in counts}) > 1:
             numbers = list(map(len, counts))
@@ -184,6 +184,12 @@ class NemoFiles(PayloadFile):
 
     def _file(self, at: Coordinates) -> str:
         return f"{self._ranks[_of(at)]}/{self._name}"
+
+    def _payload_of(self, at: Coordinates) -> Payload:
+        found = self._read_payload(self._file(at))
+        first = self._file(Coordinates())
+        refuse_other_counts({first: self._payload, self._file(at): found}, self.files.where("").rstrip("/"))
+        return found
 
     def _read_payload(self, file: str) -> Payload:
         content = self.files.joined(file)

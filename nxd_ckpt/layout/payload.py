@@ -3,15 +3,21 @@ whatever else it liked. What Lightning saves has lists of optimizers and of sche
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nxd_ckpt.core.limits import shown
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.layout.state_dicts import is_optimizer
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
+
+_COUNTS = ("step", "global_step", "epoch")
+"""What scripts keep beside the model that tells saves apart."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,18 @@ class Payload:
         values = (self.content.get(key) for key in keys)
         alone = (value[0] if isinstance(value, list) and len(value) == 1 else value for value in values)
         return next((value for value in alone if isinstance(value, dict)), None)
+
+
+def refuse_other_counts(ranks: Mapping[str, Payload], above: str) -> None:
+    """Raise MalformedFile where files of ``ranks``, by name below the directory ``above``, count other steps or epochs
+    than the first that counts them."""
+    for key in _COUNTS:
+        said = {name: payload.content.get(key) for name, payload in ranks.items()}
+        counts = {name: number for name, number in said.items() if type(number) is int}
+        first = next(iter(counts), "")
+        for name, number in counts.items():
+            if number != counts[first]:
+                raise MalformedFile(
+                    f"{above}/{name} is of {key} {shown(number)}, {first} of {shown(counts[first])}; files of two "
+                    "saves are mixed"
+                )

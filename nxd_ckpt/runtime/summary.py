@@ -206,6 +206,9 @@ class Summary:
         return max(-self._absmax, min(self._absmax, mean))  # rounding may take it beyond them, and to infinity
 
 
+_own = host.local()
+
+
 def _as_single(chunk: torch.Tensor) -> torch.Tensor:
     """At most :data:`PART` numbers as float32, until this thread asks for the next: memory that is new each time would
     have to be cleared by the system each time."""
@@ -215,9 +218,6 @@ def _as_single(chunk: torch.Tensor) -> torch.Tensor:
         _own.singles = torch.empty(PART)
     singles: torch.Tensor = _own.singles[: len(chunk)]
     return singles.copy_(chunk)
-
-
-_own = host.local()
 
 
 def _norm(x: torch.Tensor, absmax: float) -> float:

@@ -113,7 +113,10 @@ class Storage(Protocol):
         """
 
     def make_dir(self, key: str) -> None:
-        """Create a directory, durably, with those above it; an existing one is fine."""
+        """Create a directory, durably, with those above it; an existing one is fine.
+
+        The place itself (``""``), and what leads to it, is durable afterwards, whoever created it.
+        """
 
     def sync_dir(self, key: str) -> None:
         """Make the names in this directory durable."""
@@ -174,6 +177,19 @@ class Duplicating(Protocol):
 
         False where that cannot be done, or with an OSError: ``target`` is then as it was.
         """
+
+
+@runtime_checkable
+class Mounted(Protocol):
+    """What a storage may also be."""
+
+    def file_system(self) -> int:
+        """Which file system its root is on, or would be made on: a number that no other has at the same time."""
+
+
+def file_system_of(storage: Storage) -> int | None:
+    """That of its root; None where it has none."""
+    return storage.file_system() if isinstance(storage, Mounted) else None
 
 
 @runtime_checkable

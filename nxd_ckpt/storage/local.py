@@ -24,7 +24,7 @@ from nxd_ckpt.storage.local_files import (
     stat_of,
     version_of,
 )
-from nxd_ckpt.storage.system import exchange, sync_path
+from nxd_ckpt.storage.system import exchange, naming, sync_path
 
 
 class LocalStorage:
@@ -113,7 +113,7 @@ class LocalStorage:
 
     def create(self, key: str, nbytes: int) -> Writer:
         path = self._own(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_parents(path)
         return LocalWriter(path, nbytes, self.durable)
 
     def make_dir(self, key: str) -> None:
@@ -121,6 +121,9 @@ class LocalStorage:
         _refuse_links([path] if key else [])
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        if not key:
+            self._sync_way()
+            return
         for folder in missing:
             self._sync(folder.parent)
 
@@ -132,7 +135,7 @@ class LocalStorage:
         old, new = self._own(source), self._own(target)
         if os.path.lexists(new):
             raise FileExistsError(f"cannot rename {old} to {new}: it exists")
-        new.parent.mkdir(parents=True, exist_ok=True)
+        self._make_parents(new)
         os.rename(old, new)
 
     def swap(self, one: str, other: str) -> bool:
@@ -161,12 +164,16 @@ class LocalStorage:
         found = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
         return found.st_ino, found.st_ctime_ns
 
+    def file_system(self) -> int:
+        there = next(path for path in (self.root, *self.root.parents) if path.exists())
+        return there.stat().st_dev
+
     def version(self, key: str) -> Version:
         return version_of(stat_of(self.path(key), stat.S_IFREG))
 
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         path = self._own(target)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_parents(path)
         return duplicate(self.path(source), version, path, self.durable)
 
     def set_time(self, key: str, seconds: float) -> None:
@@ -177,6 +184,23 @@ class LocalStorage:
         path = self.path(key)
         _refuse_links(path.parents[: key.count("/")])
         return path
+
+    def _make_parents(self, path: Path) -> None:
+        """Of what is below the root, whoever writes there makes the names durable; of the root itself, who makes it."""
+        if not self.root.is_dir():
+            self.make_dir("")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def _sync_way(self) -> None:
+        """Make durable what leads to the root: whoever made it, or what is above it, may not have done that."""
+        for folder in (self.root.resolve(), *self.root.resolve().parents):
+            if os.path.ismount(folder):
+                return
+            try:
+                self._sync(folder.parent)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
 
     def _sync(self, folder: Path) -> None:
         if self.durable:
@@ -199,7 +223,7 @@ class LocalStorage:
     def _write_aside(self, key: str, data: bytes) -> Path:
         """``data`` in a file of its own beside ``key``: written, its length checked, synced."""
         path = self._own(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_parents(path)
         temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         writer = LocalWriter(temporary, len(data), self.durable)
         with completed(writer):
@@ -210,10 +234,13 @@ class LocalStorage:
 _NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
 """What file systems without hard links (FAT, mounted object stores) answer to link(2)."""
 
+_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
+"""What a system answers if a directory that others made may not be read, or is of a file system without syncs."""
+
 
 def _read(path: Path, limit: int) -> bytes:
     fd, nbytes = open_regular(path)
-    with open(fd, "rb", buffering=0) as file:
+    with open(fd, "rb", buffering=0) as file, naming(path):
         checked_length(nbytes, limit, str(path))
         return file.readall()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import Version
-from nxd_ckpt.storage.system import clone, flags, read_at, sync_file, write_at
+from nxd_ckpt.storage.system import clone, flags, naming, read_at, sync_file, write_at
 
 NEW_FILE = flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC")
 
@@ -130,11 +130,8 @@ class LocalReader:
     def _read(self, offset: int, buffers: list[memoryview]) -> None:
         left = sum(map(len, buffers))
         while left:
-            try:
+            with naming(self._path):
                 count = read_at(self._fd, buffers, offset)
-            except OSError as error:
-                error.filename = str(self._path)  # many files are being read: which one it was, only we know
-                raise
             if count == 0:
                 raise EOFError(f"{self._path}: {left} bytes missing at byte {offset}")
             left, offset = left - count, offset + count
@@ -194,9 +191,10 @@ class LocalWriter:
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         first = -offset % _ALIGNMENT
-        last = first + self._write_direct(offset + first, view[first:])
-        _write_all(self._fd, view[:first], offset)
-        _write_all(self._fd, view[last:], offset + last)
+        with naming(self._path):
+            last = first + self._write_direct(offset + first, view[first:])
+            _write_all(self._fd, view[:first], offset)
+            _write_all(self._fd, view[last:], offset + last)
 
     def _write_direct(self, offset: int, view: memoryview) -> int:
         """Write the leading part that direct IO can take; how many bytes that was."""
@@ -219,11 +217,12 @@ class LocalWriter:
     def close(self) -> None:
         """Raises OSError where the file did not get its full length: a full disk may say so only here."""
         try:
-            found = os.fstat(self._fd).st_size
-            if found != self._nbytes:
-                raise OSError(f"{self._path}: wrote {found} bytes, expected {self._nbytes}")
-            if self._durable:
-                sync_file(self._fd)
+            with naming(self._path):
+                found = os.fstat(self._fd).st_size
+                if found != self._nbytes:
+                    raise OSError(f"{self._path}: wrote {found} bytes, expected {self._nbytes}")
+                if self._durable:
+                    sync_file(self._fd)
         finally:
             self._close()
 

@@ -40,14 +40,19 @@ class RetryingStorage(StorageWrapper):
 
     def repeated(self, operation: Callable[[], T]) -> T:
         """What ``operation`` returns in the end; raises what its last try raised."""
-        pause = _FIRST_PAUSE
-        for _ in range(self._retries):
+        for tries in range(self._retries):
             try:
                 return operation()
             except TRANSIENT:
-                self._sleep(host.uniform(0, pause))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                self._sleep(pause_after(tries))
         return operation()
+
+
+def pause_after(tries: int) -> float:
+    """Seconds to wait until an operation is repeated that has been repeated ``tries`` times: longer each time, and not
+    in step with others."""
+    doubled: float = _FIRST_PAUSE * 2 ** min(tries, 10)
+    return host.uniform(0, min(doubled, _LONGEST_PAUSE))
 
 
 class _RetryingReader:

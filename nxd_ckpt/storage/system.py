@@ -44,6 +44,17 @@ except (AttributeError, OSError, TypeError):  # not Linux, or an older libc
     _renameat2 = None
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to errors of calls that know only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def flags(*names: str) -> int:
     """The flags of open(2) of these names, those that there are; and that bytes are bytes."""
     found = getattr(os, "O_BINARY", 0)
@@ -113,7 +124,8 @@ def sync_path(path: Path) -> None:
         return
     fd = os.open(path, flags("O_RDONLY" if has_directories else "O_RDWR", "O_CLOEXEC"))
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -15,6 +15,8 @@ from nxd_ckpt.errors import InvalidArgument
 from tests.cli.conftest import Outcome, Run
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
+from tests.mounted.server import mounted_disk
+from tests.rigs.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -95,6 +97,21 @@ def test_json_says_the_same_as_a_dry_run_but_for_what_happened(writing: Writing)
     planned, done = writing("--dry-run", "--json").document, writing("--json").document
     assert planned.keys() == done.keys()
     assert done["dry_run"] is False
+
+
+@needs_mounts("/dev/fuse")
+@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_what_was_reported_lasts(
+    command: str, more: list[str], run: Run, examples: Path, models: Path, tmp_path: Path
+) -> None:
+    """Though the power fails just then: in directories that were not there, and in place of what was."""
+    with mounted_disk(tmp_path / "disk") as disk:
+        writing = Writing(run, command, examples, models, disk.path / "not" / "there" / "made")
+        if more:
+            writing("--quiet")
+        with disk.losing_what_is_not_synced():
+            assert Outcome(0, "", "") == writing("--quiet", *more)
 
 
 def test_quiet_says_nothing(writing: Writing) -> None:

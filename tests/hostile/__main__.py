@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tests.hostile.findings import keep
 from tests.hostile.fuzzing import troubles
 from tests.hostile.targets import TARGETS
-from tests.reliability import date_and_commit, number, put, rows_of, table
+from tests.reliability import add_run, date_and_commit, number, put, rows_of, table
 
 CHUNK = 2_000
 
@@ -56,12 +56,10 @@ def write(
     inputs: Counter[str], found: Counter[str], seconds: Mapping[str, float], first: int, origin: list[tuple[str, str]]
 ) -> None:
     """Add a run to those that the page has, and its counts to the sums over them."""
-    runs = [row for row in rows_of("runs of hostile files") if row[0] != "all"]
     counts = [inputs.total(), found.total(), round(inputs.total() / sum(seconds.values()))]
-    runs.append([*(value for _, value in origin), f"{first:,}", *(f"{count:,}" for count in counts)])
+    run = [*(value for _, value in origin), f"{first:,}", *(f"{count:,}" for count in counts)]
     header = ["date", "commit", "from number", "inputs", "troubles", "inputs a second and core"]
-    sums = [f"{sum(number(row[column]) for row in runs):,}" for column in (3, 4)]
-    put("runs of hostile files", table([*runs, ["all", "", "", *sums, ""]], header))
+    add_run("runs of hostile files", header, run, sums=("inputs", "troubles"))
     for name, *before in rows_of("hostile files"):
         inputs[name] += number(before[0])
         found[name] += number(before[1])

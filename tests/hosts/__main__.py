@@ -1,4 +1,4 @@
-"""``python -m tests.hosts``: kill a job's hosts, and write the counts into docs/reliability.md.
+"""``python -m tests.hosts``: kill a job's hosts, and add the counts to those in docs/reliability.md.
 
 An error names the seed of its campaign, whose directory stays. SIGINT or SIGTERM ends it after the launches that are
 under way, and what was counted until then is written.
@@ -20,7 +20,11 @@ from shutil import rmtree
 from typing import NamedTuple
 
 from tests.hosts.campaign import PHASES, Campaign
-from tests.reliability import date_and_commit, put, table
+from tests.reliability import add_run, date_and_commit, put, rows_of, table
+from tests.reliability import number as count_of
+
+RUNS = ["date", "commit", "seeds", "launches", "disks lost with their host", "processes killed", "broken promises"]
+BY_PHASE = ["killed in", "processes"]
 
 
 class Counts(NamedTuple):
@@ -62,7 +66,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500, help="how many in all (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="campaigns at once (default: %(default)s)")
     parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="add the counts to docs/reliability.md")
     given = parser.parse_args()
     origin = date_and_commit()  # the checkout may move on while it runs
     seeds = range(given.first, given.first + given.processes)
@@ -72,19 +76,18 @@ def main() -> None:
     with ProcessPoolExecutor(given.processes, get_context("fork"), _leave_signals) as pool:
         done = list(pool.map(campaign, seeds, [each] * len(seeds), [given.directory] * len(seeds)))
     fallen = sum((one.fallen for one in done), Counter[tuple[int, str]]())
-    by_phase = {name: sum(fallen[one] for one in PHASES if one[1] == name) for name in sorted({p for _, p in PHASES})}
-    rows = [
-        *origin,
-        ("campaigns (seeds)", f"{len(seeds)} ({seeds[0]} to {seeds[-1]})"),
-        ("launches", sum(one.launches for one in done)),
-        ("disks lost with their host", sum(one.lost for one in done)),
-        ("processes killed", fallen.total()),
-        *((f'killed in "{name}"', number) for name, number in by_phase.items()),
-        ("broken promises", 0),
-    ]
-    print(table(rows))
+    by_phase = Counter({phase: sum(fallen[one] for one in PHASES if one[1] == phase) for _, phase in PHASES})
+    counts = [sum(one.launches for one in done), sum(one.lost for one in done), fallen.total(), 0]
+    run = [*(value for _, value in origin), f"{seeds[0]} to {seeds[-1]}", *(f"{count:,}" for count in counts)]
+    print(table([run], RUNS), table(_rows(by_phase), BY_PHASE), sep="\n\n")
     if given.write:
-        put("kills over hosts", table(rows))
+        add_run("runs of kills over hosts", RUNS, run, sums=(*RUNS[3:],))
+        before = Counter({phase: count_of(killed) for phase, killed in rows_of("kills over hosts")})
+        put("kills over hosts", table(_rows(by_phase + before), BY_PHASE))
+
+
+def _rows(by_phase: Counter[str]) -> list[list[str]]:
+    return [[phase, f"{killed:,}"] for phase, killed in sorted(by_phase.items())]
 
 
 if __name__ == "__main__":

@@ -165,6 +165,9 @@ class Campaign:
         self._far: set[int] = set()
         self._thin: set[int] = set()
         """Steps on the first tier some of whose files may be on one host only, as a disk was lost."""
+        self._alone: set[int] = set()
+        """Those of which one host alone says that they are complete, and no rank was told: rank 0 was killed then."""
+        self._hosts = [host_of(path, rank) for rank in range(HOSTS)]
         (path / "diary").mkdir(parents=True)
 
     def rehearse(self) -> None:
@@ -179,6 +182,7 @@ class Campaign:
         if self._random.random() < 0.25 and not self._thin & self._near:
             shutil.rmtree(host_of(self.path, self._random.randrange(HOSTS)))
             self.lost += 1
+            self._near -= self._alone - _visible(self._hosts)
             self._thin |= self._near
         victims = self._random.sample(range(HOSTS), self._random.choice([1, 1, 2, 3]))
         ends = {rank: self._end(rank) for rank in victims}
@@ -213,17 +217,20 @@ class Campaign:
         """The newest was loaded, nothing that was visible is lost but to newer ones, and what is visible is whole."""
         newest = max(self._near | self._far, default=0)
         assert {newest} >= {*loaded}, f"loaded {loaded}, the newest was {newest}"
-        hosts = [host_of(self.path, rank) for rank in range(HOSTS)]
+        hosts = self._hosts
         reported = {int(text) for rank in range(HOSTS) if (text := self._read(rank, "saved"))}
         near, far = _visible(hosts), _visible([self.path / "far"])
         _nothing_lost(self._near | reported, near, "the first tier")
         _nothing_lost(self._far, far, "the second tier")
         for step in far:
             assert () == verify_checkpoint(self.path / "far", f"step_{step}").problems
+        self._alone.clear()
         for step in near:
             assert _whole(hosts, step), f"step_{step} lacks files"
-            everywhere = all((host / f"step_{step}" / DONE).exists() for host in hosts)
-            if everywhere and step not in self._thin:
+            complete = sum((host / f"step_{step}" / DONE).exists() for host in hosts)
+            if complete == 1 and step not in reported:
+                self._alone.add(step)
+            if complete == HOSTS and step not in self._thin:
                 for host in hosts:
                     assert _whole([one for one in hosts if one != host], step), f"step_{step} needs {host}"
         self._near, self._far = near, far

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import Version
 from nxd_ckpt.storage.hosts import remote as remote_module
+from nxd_ckpt.storage.hosts import server as server_module
 from nxd_ckpt.storage.hosts.interface import address_of
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.wire import Channel
@@ -91,6 +93,38 @@ def test_strangers_that_say_nothing_keep_nobody_out(world: World) -> None:
         for _ in range(300):
             stack.enter_context(connected(world))
         assert b"0123456789" == world.remote(1).read("t/file")
+
+
+def test_a_host_that_may_have_no_more_threads_serves_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes meanwhile is dropped, and comes again."""
+    refused: list[object] = []
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            if len(refused) < 2:
+                refused.append(self)
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Refused)
+    assert b"0123456789" == world.remote(1).read("t/file")
+    assert 2 == len(refused)
+
+
+def test_a_host_without_descriptors_waits_for_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not take the processor from the training until there are."""
+    tried: list[object] = []
+
+    def accept(listener: socket.socket) -> None:
+        tried.append(listener)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    monkeypatch.setattr(server_module, "_PAUSE", 600.0)
+    world = World(tmp_path, 1)
+    until(lambda: bool(tried))
+    world.close()
+    assert 1 == len(tried)
 
 
 def test_another_host_of_the_job_is_not_taken_for_this_one(world: World) -> None:

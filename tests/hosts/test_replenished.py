@@ -17,6 +17,7 @@ from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.runtime.paths import FETCHED
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, save, state, tier
+from tests.hosts.views import World
 from tests.protocol.job import Job, until
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -76,8 +77,10 @@ def saved(rank: int, path: Path) -> None:
 
 
 def test_files_that_are_lost_or_damaged_on_a_host_are_copied_to_it_anew(tmp_path: Path) -> None:
-    """Though it was not replaced: weights and an index are gone, other weights and a manifest have changed."""
+    """Though it was not replaced: weights and an index are gone, other weights and a manifest have changed. What
+    somebody put into a tag is copied like its files, else each load would begin anew."""
     Job(RANKS, saved, tmp_path, group=True).values()
+    (host_of(tmp_path, 0) / "step_1" / "notes.txt").write_text("the best so far")
     hosts = [host_of(tmp_path, rank) / "step_2" for rank in range(RANKS)]
     model = "model/dp_rank_00_tp_rank_{:02d}_pp_rank_00.pt"
     lost = [hosts[3] / model.format(2), next(hosts[0].rglob("*tp_rank_03*.json"))]
@@ -115,6 +118,19 @@ def test_a_save_ends_it(tmp_path: Path) -> None:
     assert {RANKS} == {found.pop(name) for name in (MARKER, MANIFEST, DONE)}
     assert {2} == {*found.values()}
     assert RANKS * [9] == Job(RANKS, load, tmp_path, group=True).values()
+
+
+def test_of_a_tag_that_was_removed_nothing_is_brought_back(tmp_path: Path) -> None:
+    """Nor looked for by each load: what was damaged of the save before may be no file of the one that has its name."""
+    world = World(tmp_path, 2, replicas=2)
+    view = world.views[0]
+    view.write("step_1/optim/of_before", b"damaged")
+    view.distrusted |= {("step_1/optim/of_before", 1), ("step_10/model/of_another", 1)}
+    view.remove("step_1")
+    view.write("step_1/model/anew", b"good")
+    assert not view.is_short("step_1")
+    assert {("step_10/model/of_another", 1)} == view.distrusted
+    world.close()
 
 
 def test_who_fetches_what() -> None:

@@ -15,6 +15,7 @@ from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import CheckpointError
 from tests.hosts.jobs import TIMEOUT, host_of, state, tier
 from tests.protocol.job import Job, until
+from tests.rigs.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -98,7 +99,7 @@ def fill(rank: int, path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+@needs_mounts()
 def test_a_host_whose_disk_is_full(small_disk: Path) -> None:
     """The save fails on all ranks, which name what is full, and leaves nothing; a smaller one is saved."""
     for first, second, third in Job(HOSTS, fill, small_disk, group=True).values():

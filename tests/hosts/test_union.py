@@ -169,6 +169,26 @@ def test_a_replica_that_cannot_be_written_fails_the_file(make: Make) -> None:
         put(world.views[0], "t/model/0.pt", b"x" * 100)
 
 
+@pytest.mark.parametrize(("hosts", "has_it"), [(3, [True, False, True]), (2, [False, False])])
+def test_what_says_that_a_tag_is_complete_is_on_as_many_hosts(
+    make: Make, monkeypatch: pytest.MonkeyPatch, hosts: int, has_it: list[bool]
+) -> None:
+    """Where one is lost meanwhile, on all that answer, and on none if that is fewer than replicas are: it would be lost
+    with them, though the files are not."""
+    world = make(hosts, 2)
+    world.views[0].link_new("t/checkpoint", b"1 run-1")
+    home = world.own[0].link_new
+
+    def lose_another(key: str, data: bytes) -> bool:
+        world.lose(1)
+        return home(key, data)
+
+    monkeypatch.setattr(world.own[0], "link_new", lose_another)
+    with pytest.raises(ConnectionError, match="host 1"):
+        world.views[0].link_new("t/done", b"5 run-1")
+    assert has_it == [(path / "t" / "done").exists() for path in world.paths]
+
+
 def test_it_is_used_together_or_not_at_all(tmp_path: Path) -> None:
     """One host's view alone reads and writes nothing."""
     alone = HostsStorage(OwnDirectory(tmp_path), ON_HOSTS)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from nxd_ckpt.errors import DigestMismatch, MalformedFile
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, StorageError
 from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
+from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
+from tests.runtime.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -25,7 +32,7 @@ def save(root: Path, content: bytes, name: str = "weights") -> None:
     Path(directory.staged, name).write_bytes(content)
     with directory.publishing(is_rank_0=True):
         pass
-    directory.wait()
+    directory.wait(None)
 
 
 def content(root: Path) -> bytes:
@@ -89,3 +96,60 @@ def test_another_library_s_manifest_is_a_file_like_others(tmp_path: Path) -> Non
     (tmp_path / NAME / "manifest.json").write_bytes(b"new")
     with pytest.raises(DigestMismatch, match=r"manifest\.json: its bytes are not those that were saved"):
         verify_files(str(tmp_path / NAME), "model")
+
+
+def saved_by_two(root: Path, async_save: bool) -> list[object]:
+    """What each of two ranks is told of a checkpoint with a tag: None, or what is raised."""
+
+    def call(agreement: Agreement) -> None:
+        directory, rank = SealedDirectory(str(root), NAME, durable=False), agreement.rank
+        if rank == 0:
+            directory.begin()
+        with Checkpointer(directory.tags, topology=Topology(dp=2, rank=rank), run_id="run", durable=False) as saver:
+            with directory.publishing(is_rank_0=rank == 0) as saves:
+                saves.append(saver.save("state", {"weight": torch.ones(2)}, async_save=async_save))
+            directory.wait(agreement)
+
+    return on_ranks(2, call)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_rank_that_cannot_read_the_verdict_is_told_of_it_by_rank_0(
+    async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the tag has left the place where that rank looks for it."""
+    moved, read, rename = threading.Event(), LocalStorage.read, LocalStorage.rename
+
+    def damaged(storage: LocalStorage, key: str, *args: Any) -> bytes:
+        if not key.endswith("verdict.json"):
+            return read(storage, key, *args)
+        assert moved.wait(60)
+        return b"{"
+
+    def seen(storage: LocalStorage, old: str, new: str) -> None:
+        rename(storage, old, new)
+        if old == ".incomplete/tags/state":
+            moved.set()
+
+    monkeypatch.setattr(LocalStorage, "read", damaged)
+    monkeypatch.setattr(LocalStorage, "rename", seen)
+    assert [None, None] == saved_by_two(tmp_path, async_save)
+    assert not verify_checkpoint(tmp_path / NAME, "state").problems
+
+
+def test_what_fails_after_the_tags_are_saved_is_raised_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone makes the directory visible."""
+    rename = LocalStorage.rename
+
+    def fails(storage: LocalStorage, old: str, new: str) -> None:
+        if new == NAME:
+            raise OSError("no")
+        rename(storage, old, new)
+
+    monkeypatch.setattr(LocalStorage, "rename", fails)
+    found = saved_by_two(tmp_path, async_save=True)
+    assert [StorageError, StorageError] == [type(each) for each in found]
+    assert "on rank 0: OSError: no" in str(found[1])
+    assert not (tmp_path / NAME).exists()

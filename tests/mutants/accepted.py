@@ -75,6 +75,7 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "_empty: storage.make_dir(tag) -> (removed)": "the marker, written next, makes it as well",
     },
     "runtime/save/commit": {
+        "commit: 0.0 -> 1.0": "the clock says more than a second after 1970",
         "_clean_up: int(number) < counter -> int(number) <= counter": "on that attempt all have voted, which is enough",
     },
     "core/retention": {

@@ -123,10 +123,13 @@ def run(
 
 
 class Campaign:
-    """The directory and what must be true of it. ``fallen`` lists each kill's (rank, phase)."""
+    """The directory and what must be true of it. ``fallen`` lists each kill's (rank, phase).
 
-    def __init__(self, base: Path, random: Random) -> None:
-        self.path, self._diaries, self._random = base / "checkpoints", base / "diaries", random
+    ``base`` is where notes are kept, and the directory itself unless its ``path`` is given.
+    """
+
+    def __init__(self, base: Path, random: Random, path: Path | None = None) -> None:
+        self.path, self._diaries, self._random = path or base / "checkpoints", base / "diaries", random
         self._diaries.mkdir()
         self._number = 0
         self._values: dict[str, int] = {}

@@ -15,12 +15,14 @@ from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.retention import pin_checkpoint, prune_checkpoints, unpin_checkpoint
+from nxd_ckpt.runtime.coordination import intents
 from nxd_ckpt.runtime.save import commit
 from nxd_ckpt.runtime.save import retention as save_retention
 from nxd_ckpt.runtime.save.retention import pin
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -157,6 +159,32 @@ def test_what_is_pinned_while_rules_are_applied_stays(five: Path, monkeypatch: p
     unpin_checkpoint(five, "step_2")
     save_checkpoint(five, "step_6", STATE, retain=[Last(1)])
     assert ["step_2", "step_6"] == visible_tags(five)
+
+
+def test_what_is_pinned_while_it_is_removed_stays(storage: Storage) -> None:
+    """Who pins it finds it there, just before it goes: then it goes not, or comes back."""
+    found: list[Any] = []
+
+    def pin_it(operation: Operation) -> None:
+        if operation.name in ("rename", "write") and ".nxd_ckpt/trash/" in operation.key and not found:
+            pin(storage, "step_1")
+            found.append("step_1" in {info.tag for info in list_tags(storage) if info.complete})
+
+    assert ["step_1", "step_5"] == save_all(HookedStorage(storage, pin_it), num_kept_ckpts=1)
+    assert [True] == found
+    assert [] == storage.list(".nxd_ckpt/trash")
+
+
+def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store, it is announced before it is gone: rules may not see a pin that comes later."""
+    store = MemoryStorage()
+    save_all(store)
+    intents.declare(store, ".nxd_ckpt/trash/run-1-0", "step_2")
+    monkeypatch.setattr(retention, "open_storage", lambda path, storage_options: store)
+    pin_checkpoint("memory://run", "step_1")
+    with pytest.raises(CheckpointNotFound, match="step_2 is being removed by the rules of a job"):
+        pin_checkpoint("memory://run", "step_2")
+    assert {"step_1"} == save_retention.pinned(store)
 
 
 def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:

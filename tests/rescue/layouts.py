@@ -27,6 +27,7 @@ from tests.rescue.written_presharded import write_presharded
 
 JOB = Job(Model(layers=1, heads=4, head_dim=2), tp=2, qkv="linear", copies=1)
 PLAIN = Job(Model(layers=1, heads=4, head_dim=2), tp=2)
+APART = Job(Model(layers=1, heads=4, head_dim=2), tp=2, fused_mlp=False)
 STAGES = Job(Model(layers=2, heads=4, head_dim=2), tp=2, pp=2)
 
 
@@ -63,8 +64,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "nxd 0.1": Layout(lambda folder: write_legacy(folder / "last", untrained(PLAIN)), names=True),
     "nxdt": Layout(lambda folder: write_nxdt(folder, untrained(JOB), dp=2), job=JOB),
     "optimum": Layout(lambda folder: write_optimum(folder, untrained(STAGES), dp=2), job=STAGES),
-    "optimum 0.1": Layout(lambda folder: write_pickled_optimum(folder, untrained(PLAIN))),
-    "optimum 0.0": Layout(lambda folder: write_old_optimum(folder, untrained(PLAIN))),
+    "optimum 0.1": Layout(lambda folder: write_pickled_optimum(folder, untrained(APART)), job=APART),
+    "optimum 0.0 xser": Layout(lambda folder: write_old_optimum(folder, untrained(APART)), job=APART),
     "adapter": Layout(lambda folder: write_adapter(folder, PLAIN), form="hf"),
     "nemo": Layout(lambda folder: write_nemo(folder / "ckpt", untrained(STAGES), NemoJob(pp=2, dp=2)), job=STAGES),
     "tiered": Layout(lambda folder: write_tiered(folder / "job", by_name(untrained(PLAIN)), STEPS)),

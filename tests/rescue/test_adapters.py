@@ -16,7 +16,7 @@ from nxd_ckpt.layout.names import rank_file
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, write_config
 from tests.lora.adapters import adapters_of
-from tests.rescue.written_adapter import ABOVE, write_adapter
+from tests.rescue.written_adapter import ABOVE, write_adapter, write_pickled_adapter
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -44,6 +44,22 @@ def test_each_adapter_is_that_of_its_layer(tmp_path: Path, name: str) -> None:
     assert [] == differences(expected, load_file(tmp_path / "out" / "adapter_model.safetensors"))
     written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert json.loads((place / "adapter_default" / "adapter_config.json").read_text()) == written
+
+
+@pytest.mark.parametrize("qkv", ["separate", "linear", "fused"])
+def test_an_adapter_of_which_optimum_neuron_pickled_the_metadata(tmp_path: Path, qkv: str) -> None:
+    """Each layer has its own B and A, but q, k and v, which lost theirs where they became one layer; the columns of the
+    output layer's A are in the order of the base's heads again. What was trained whole is there too."""
+    job = Job(Model(heads=8, kv_heads=8), tp=2, fused_mlp=False)
+    if qkv != "separate":
+        job = Job(Model(heads=8), tp=4, fused_mlp=False, qkv=qkv, copies=2)
+    done = migrate(write_pickled_adapter(tmp_path, job), tmp_path / "out", config=config_of(tmp_path, job))
+    assert "optimum-neuron, a PEFT adapter" == done.writer
+    expected: State = {f"{ABOVE}lm_head.weight": job.model.state()["lm_head.weight"]}
+    for layer, (a, b) in adapters_of(job.model).items():
+        if qkv == "separate" or not layer.endswith(("q_proj", "k_proj", "v_proj")):
+            expected |= {f"{ABOVE}{layer}.lora_A.weight": a, f"{ABOVE}{layer}.lora_B.weight": b}
+    assert [] == differences(expected, load_file(tmp_path / "out" / "adapter_model.safetensors"))
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt.convert import migrate
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from tests.rescue.layouts import LAYOUTS, options_of
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -80,7 +80,10 @@ MISSING: dict[str, list[tuple[str, str]]] = {
         ("shards/mp_metadata_*.pt", r"files of 1 pipeline stages, but metadata .* of stages \[\]"),
         ("shards/*/*_tp_rank_01_*", "are the files of all ranks there"),
     ],
-    "optimum 0.0": [("tensor_parallel_shards/tp_rank_01_pp_rank_00", "are the files of all ranks there")],
+    "optimum 0.0 xser": [
+        ("*/tp_rank_01_pp_rank_00*", "are the files of all ranks there"),
+        ("*/tp_rank_01_pp_rank_00.tensors/tensor_0.pt", r"no file holds model/model\.embed_tokens\.weight"),
+    ],
     "adapter": [
         ("*/*/mp_metadata_*", "mp_metadata"),
         ("*/*/model/*_tp_rank_01_*", "metadata is of 2 tensor-parallel ranks, its files are of 1"),
@@ -130,7 +133,7 @@ MAIN_FILES = {
     "nxdt": "model/*_tp_rank_00_pp_rank_00.pt",
     "optimum": "shards/model/*_tp_rank_00_pp_rank_00.pt",
     "optimum 0.1": "shards/model/*_tp_rank_00_pp_rank_00.pt",
-    "optimum 0.0": "tensor_parallel_shards/tp_rank_00_pp_rank_00/checkpoint.pt",
+    "optimum 0.0 xser": "*/tp_rank_00_pp_rank_00.tensors/tensor_0.pt",
     "adapter": "*/*/model/*_tp_rank_00_pp_rank_00.pt",
     "nemo": "tp_rank_00_pp_rank_000/*.ckpt",
     "tiered": "rank_0/*/checkpoint.pt",
@@ -160,7 +163,7 @@ LAST_RANKS = {
     "nxdt": "model/*_tp_rank_01_pp_rank_00.pt",
     "optimum": "shards/model/*_tp_rank_01_pp_rank_01.pt",
     "optimum 0.1": "shards/optim/*_tp_rank_01_pp_rank_00.pt",
-    "optimum 0.0": "tensor_parallel_shards/tp_rank_01_pp_rank_00/checkpoint.pt",
+    "optimum 0.0 xser": "*/tp_rank_01_pp_rank_00.tensors/tensor_0.pt",
     "adapter": "*/*/model/*_tp_rank_01_pp_rank_00.pt",
     "nemo": "tp_rank_01_pp_rank_001/*.ckpt",
     "presharded": "tp1_*",
@@ -210,3 +213,32 @@ def test_a_rank_contradicts_the_others(tmp_path: Path, written: dict[str, Path],
         (path,) = place.glob(LAST_RANKS[name])
         changed(path, change)
         refused(name, place, CONTRADICTIONS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_output_inside_what_is_migrated(tmp_path: Path, written: dict[str, Path], name: str) -> None:
+    """Also where the ranks' files are in one place of several in it."""
+    place = copied(written[name], tmp_path)
+    options = options_of(name, tmp_path)
+    with pytest.raises(InvalidArgument, match="a conversion never touches its input"):
+        migrate(place, place / "sub" / "out", **options)
+    assert not (place / "sub").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "key"),
+    [
+        ("nxd 0.1", "tp_rank_01_pp_rank_00/checkpoint.pt", "epoch"),
+        ("nemo", "tp_rank_01_pp_rank_001/*.ckpt", "global_step"),
+        ("fsdp", "*rank-00000002*", "epoch"),
+    ],
+)
+def test_a_rank_counts_other_steps(
+    tmp_path: Path, written: dict[str, Path], name: str, last: str, key: str
+) -> None:
+    """As where a run was killed while its ranks wrote over the last checkpoint."""
+    place = copied(written[name], tmp_path)
+    (path,) = place.glob(last)
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, key: 1000}, path)
+    refused(name, place, rf"is of {key} 1000, .* of \d+; files of two saves are mixed")

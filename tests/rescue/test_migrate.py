@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -16,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from transformers import LlamaForCausalLM
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxd_ckpt import load_checkpoint
+from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import Migration, migrate
 from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from tests.hugging_face.reference import Job, Model
@@ -161,6 +162,23 @@ def test_torchtitan_begins_anew_with_the_model_alone(tmp_path: Path, runs: dict[
     assert names == from_dcp(tmp_path / "checkpoint" / "step-0").keys()
 
 
+def test_what_is_tied_has_both_names_for_torch_dcp(tmp_path: Path) -> None:
+    """It loads all names of a live module, and those that transformers ties are in no file of Hugging Face's."""
+    job = Job(Model(layers=1))
+    config = {**job.model.config, "tie_word_embeddings": True}
+    model, fresh = (LlamaForCausalLM(LlamaConfig(**config)) for _ in range(2))
+    save_checkpoint(tmp_path / "run", "step_1", model)
+    options: dict[str, Any] = {"config": write_config(tmp_path / "config", config), "model_only": True}
+    migrate(tmp_path / "run" / "step_1", tmp_path / "dcp", to="dcp", **options)
+    state = {"model": fresh.state_dict()}
+    assert "lm_head.weight" in state["model"]
+    load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert [] == differences(dict(model.state_dict()), state["model"])
+    migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", **options)
+    found = from_dcp(tmp_path / "checkpoint" / "step-0")
+    assert torch.equal(model.lm_head.weight, found["lm_head.weight"])
+
+
 @cache
 def titan_table() -> dict[str, str]:
     """TorchTitan's own table of names. Read, not imported: its models need a GPU's compiler."""
@@ -265,6 +283,29 @@ def test_a_run_of_which_optimum_neuron_pickled_the_metadata_continues(tmp_path: 
     done = migrate(write_pickled_optimum(tmp_path, run, dp=2), tmp_path / "run" / "step_3", to="tag")
     assert ("optimum-neuron", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS, "epoch": 0.5, "log_history": []}})
+
+
+def test_metadata_of_0_2_0_say_nothing_of_adapters(tmp_path: Path, runs: dict[str, OldRun]) -> None:
+    """v0.2.0, ``transformations_utils.py``: its specs have no ``peft_type``."""
+    run = runs["q k v apart"]
+    place = write_optimum(tmp_path, run)
+    for path in place.glob("shards/mp_metadata_*"):
+        content = json.loads(path.read_text())
+        for module in content["model_weight_transformation_specs"]:
+            for _, spec in module["specs"]:
+                del spec["peft_type"]
+        path.write_text(json.dumps(content))
+    assert "optimum-neuron" == migrated(place, tmp_path / "out", run).writer
+
+
+def test_an_optimizer_beside_the_shards_is_named(tmp_path: Path) -> None:
+    """optimum-neuron 0.2.0 to 0.4.5 on one rank or data parallel: shards of the model alone, and optimizer.pt."""
+    run = old_run(Job(Model(layers=1)))
+    place = write_optimum(tmp_path, run)
+    shutil.rmtree(place / "shards" / "optim")
+    torch.save({"state": {}, "param_groups": []}, place / "optimizer.pt")
+    done = migrate(place, tmp_path / "out")
+    assert "the optimizer in optimizer.pt, of a run without tensor and pipeline parallelism" in done.left_out
 
 
 def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[str, OldRun]) -> None:

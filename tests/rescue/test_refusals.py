@@ -243,6 +243,13 @@ def test_a_number_in_the_place_of_a_moment(tmp_path: Path) -> None:
     assert not (tmp_path / "step_3").exists()
 
 
+def test_torchtitan_needs_to_know_the_model(tmp_path: Path) -> None:
+    """Names that a script's files hold do not say it."""
+    write_xm_save(tmp_path / "last.pth", untrained())
+    with pytest.raises(UnsupportedState, match=r"not known which model this is, .* pass its config\.json"):
+        migrate(tmp_path / "last.pth", tmp_path / "out", to="torchtitan")
+
+
 def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
     """An optimizer without one is not put at step 0. The model alone is; other forms need no count."""
     named = write_nxdt(tmp_path, untrained(), zero1=False)

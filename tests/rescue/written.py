@@ -91,7 +91,7 @@ def write_nxdt(folder: Path, run: OldRun, **options: Any) -> Path:
 
 
 def write_optimum(folder: Path, run: OldRun, **options: Any) -> Path:
-    """``checkpoint-N`` of optimum-neuron 0.2.1 to 0.4.5."""
+    """``checkpoint-N`` of optimum-neuron 0.2.1 to 0.4.5; 0.2.0 did not say ``peft_type``."""
     place = folder / f"checkpoint-{STEPS}"
     shards = write_nxd(place / "shards", run, **options)
     for stage in range(run.job.pp):
@@ -106,7 +106,8 @@ def write_optimum(folder: Path, run: OldRun, **options: Any) -> Path:
 
 def write_pickled_optimum(folder: Path, run: OldRun, **options: Any) -> Path:
     """``checkpoint-N`` of optimum-neuron 0.0.22 to 0.2.0 (v0.2.0, ``distributed/base.py`` and ``utils.py``):
-    its metadata are pickled."""
+    its metadata are pickled. Gate and up are apart (``decoder_models.py``, ``LLamaParallelMLP``)."""
+    assert not run.job.fused_mlp
     place = write_optimum(folder, run, **options)
     for stage in range(run.job.pp):
         path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
@@ -268,11 +269,12 @@ def _shard(tensor: torch.Tensor, dp: int, dp_rank: int) -> torch.Tensor:
 
 
 def write_old_optimum(folder: Path, run: OldRun) -> Path:
-    """``checkpoint-N`` of optimum-neuron before 0.0.22 (v0.0.20, ``distributed/base.py``): NxD's files of ranks."""
+    """``checkpoint-N`` of optimum-neuron before 0.0.22 (v0.0.20, ``distributed/base.py``): NxD's files of ranks, xser.
+    Gate and up are apart (``decoder_models.py``, ``LLamaParallelMLP``)."""
+    assert not run.job.fused_mlp
     place = folder / f"checkpoint-{STEPS}"
+    (place / "tensor_parallel_shards").mkdir(parents=True)
     for pp, tp in product(range(run.job.pp), range(run.job.tp)):
-        rank = place / "tensor_parallel_shards" / f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
-        rank.mkdir(parents=True)
         held = _local(run, run.weights, tp, pp)
         cuts = {name: _cut(run, name) for name in held}
         content = {
@@ -280,7 +282,7 @@ def write_old_optimum(folder: Path, run: OldRun) -> Path:
             "sharded_metadata": {name: _kind(cut) for name, cut in cuts.items()},
             "optimizer_state_dict": _plain(run, tp, pp),
         }
-        torch.save(content, rank / "checkpoint.pt")
+        save_xser(content, place / "tensor_parallel_shards" / f"tp_rank_{tp:02d}_pp_rank_{pp:02d}")
     (place / "config.json").write_text(json.dumps(run.job.model.config))
     (place / "trainer_state.json").write_text(json.dumps({"global_step": STEPS}))
     torch.save(run.scheduler, place / "scheduler.pt")

@@ -15,6 +15,7 @@ from nxd_ckpt import host
 from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_index, load_manifest
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
@@ -22,7 +23,7 @@ from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.names import MANIFEST
 from nxd_ckpt.runtime.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
-from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
+from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit, retire
 from nxd_ckpt.runtime.save.publication import Staged
 from nxd_ckpt.runtime.save.retention import pin
 from nxd_ckpt.storage.base import Storage
@@ -88,6 +89,34 @@ def test_a_manifest_says_what_the_votes_said(disk: LocalStorage) -> None:
     assert ({"torch": "2"}, {"loss": 2.0}, Parts(model=True)) == (found.versions, found.metrics, found.parts)
     assert found.leaders is None
     assert {"w": WHOLE} == found.parameters
+
+
+@pytest.mark.parametrize(("earlier", "seconds"), [({}, 2.876543), ({"commit_seconds": 2.0}, 4.876543)])
+def test_a_manifest_says_how_long_the_commit_took(
+    disk: LocalStorage, monkeypatch: pytest.MonkeyPatch, earlier: dict[str, float], seconds: float
+) -> None:
+    """Since the votes were there, beside what it took before."""
+    monkeypatch.setattr(host, "monotonic", lambda: 100.0)
+    prepared(disk, TP)
+    found = committed(disk, TP, votes(TP), timings=earlier, voted=97.1234567)
+    assert seconds == found.timings["commit_seconds"]
+
+
+def test_a_manifest_says_how_each_of_several_ranks_took_part(disk: LocalStorage) -> None:
+    """If the votes say on which host it was, as those of live saves do."""
+    prepared(disk, TP)
+    ballots = [
+        replace(ballot, stage_seconds=0.5 + ballot.rank, seconds=2.0, nbytes=8, host="node") for ballot in votes(TP)
+    ]
+    phases = (RankPhases(0.5, 2.0, 8, "node"), RankPhases(1.5, 2.0, 8, "node"))
+    assert phases == committed(disk, TP, ballots).phases
+    prepared(disk, TP)
+    assert () == committed(disk, TP, [ballots[0], replace(ballots[1], host="")]).phases
+
+
+def test_of_a_single_rank_the_timings_say_it(disk: LocalStorage) -> None:
+    prepared(disk, Topology())
+    assert () == committed(disk, Topology(), votes(Topology(), host="node")).phases
 
 
 def test_a_rank_without_an_index_has_an_empty_line(disk: LocalStorage) -> None:
@@ -211,6 +240,23 @@ def test_a_tag_that_is_pinned_meanwhile_stays(disk: LocalStorage) -> None:
     request = Commit(PUBLICATION, Parts(model=True), rules=[Last(1)])
     commit(session(HookedStorage(disk, hook)), TP, votes(TP), request)
     assert ["b", TAG] == tags_of(disk)
+
+
+def test_a_tag_is_removed_on_request(disk: LocalStorage) -> None:
+    """With what lies in the trash; not by a job that was taken over, and nothing that is no checkpoint."""
+    prepared(disk, TP)
+    committed(disk, TP, votes(TP))
+    disk.make_dir("other")
+    job = session(disk)
+    job.counter = 3
+    assert not retire(job, "other")
+    taken = session(disk, lease=DirectoryInUse("taken"))
+    taken.counter = 3
+    with pytest.raises(DirectoryInUse):
+        retire(taken, TAG)
+    assert disk.is_dir(TAG)
+    assert retire(job, TAG)
+    assert (["other"], []) == ([entry.name for entry in disk.list() if entry.name[0] != "."], disk.list(TRASH))
 
 
 def test_a_retention_that_fails_does_not_fail_the_save(disk: LocalStorage, caplog: pytest.LogCaptureFixture) -> None:

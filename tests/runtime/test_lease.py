@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import Topology
-from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.errors import DirectoryInUse, StorageError
 from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
@@ -215,6 +215,24 @@ def test_a_lost_lease_file_comes_back(storage: LocalStorage) -> None:
     found = lease.read(storage)
     assert found is not None
     assert "one" == found.run_id
+
+
+def test_a_lease_does_not_come_back_on_another_file_system(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the path leads to once it was unmounted is not the job's; where its lease is, it may have any number."""
+    held = lease.acquire(storage, "one", 1.0)
+    monkeypatch.setattr(storage, "file_system", lambda: -1)
+    lease.require(storage, held)
+    data = storage.read(LEASE)
+    storage.remove(LEASE)
+    with pytest.raises(StorageError, match="on another file system than when this job took it"):
+        lease.require(storage, held)
+    monkeypatch.setattr(HookedStorage, "file_system", lambda self: -1, raising=False)
+    beat_twice(held, storage)
+    assert lease.read(storage) is None
+    storage.write(LEASE, data)
+    lease.require(storage, held)
 
 
 def test_the_error_of_an_acquisition_is_told_and_not_that_of_giving_back(storage: LocalStorage) -> None:

@@ -65,6 +65,20 @@ def test_strangers_are_not_ranks() -> None:
     assert comes_true(lambda: hub.is_gone(1))
 
 
+def test_strangers_that_say_nothing_hold_up_nobody() -> None:
+    """Neither a rank that connects, nor that the end of one is noticed."""
+    hub = Hub()
+    address = ("127.0.0.1", hub.address()["port"])
+    first = Spoke(1, hub.address())
+    silent = [socket.create_connection(address) for _ in range(20)]
+    for number in range(2, 5):
+        Spoke(number, hub.address()).leave()
+        assert comes_true(lambda number=number: hub.is_gone(number))  # type: ignore[misc]
+    assert (False, False) == (hub.is_gone(1), first.is_gone(0))
+    for connection in silent:
+        connection.close()
+
+
 @pytest.mark.parametrize("line", [b"nonsense\n", b"\xff\n", b"1\n", b"[[], 1]\n"], ids=repr)
 def test_who_sends_no_words_is_gone(line: bytes) -> None:
     """On both ends; the thread goes on, and notices the end of others."""

@@ -248,12 +248,14 @@ def test_a_tag_in_place_is_emptied_first(store: MemoryStorage) -> None:
     assert ([f"{TAG}/{MARKER}"], []) == ([key for key in store.keys if key.startswith(TAG)], store.unfinished)
 
 
-def test_in_place_what_is_no_checkpoint_is_left_alone(store: MemoryStorage) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+def test_in_place_what_is_no_checkpoint_is_left_alone(store: MemoryStorage, resumes: bool) -> None:
     """Nothing of it is removed."""
-    store.write(f"{TAG}/mine.txt", b"mine")
+    for name in ("mine.txt", DONE):
+        store.write(f"{TAG}/{name}", b"mine")
     with pytest.raises(SaveFailed, match="is not a checkpoint"):
-        InPlace(ATTEMPT, TAG, overwrite=True).begin(session(store))
-    assert b"mine" == store.read(f"{TAG}/mine.txt")
+        InPlace(ATTEMPT, TAG, overwrite=True, resumes=resumes).begin(session(store))
+    assert [b"mine", b"mine"] == [store.read(f"{TAG}/{name}") for name in ("mine.txt", DONE)]
 
 
 @pytest.mark.parametrize("answers", [[TAKEN], [None, TAKEN]], ids=["at once", "before it removes"])

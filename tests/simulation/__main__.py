@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tests.reliability import date_and_commit, number, put, rows_of, table
+from tests.reliability import add_run, date_and_commit, number, put, rows_of, table
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
@@ -110,13 +110,11 @@ def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
 
 def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -> None:
     """Add a run to those that docs/reliability.md has."""
-    runs = [row for row in rows_of("runs of schedules") if row[0] != "all"]
     seeds = f"{first:,} to {first + total.schedules - 1:,}"
     counts = [f"{total.schedules:,}", f"{len(total.failures):,}", f"{total.rate:.0f}"]
-    runs.append([*(value for _, value in origin), platform.python_version(), place, seeds, *counts])
-    sums = [f"{sum(number(row[column]) for row in runs):,}" for column in (5, 6)]
+    run = [*(value for _, value in origin), platform.python_version(), place, seeds, *counts]
     header = ["date", "commit", "Python", "place", "seeds", "schedules", "broken promises", "a second and core"]
-    put("runs of schedules", table([*runs, ["all", "", "", "", "", *sums, ""]], header))
+    add_run("runs of schedules", header, run, sums=("schedules", "broken promises"))
     write_faults(place, total.faults)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,44 @@ def test_a_file_that_is_damaged_is_loaded_from_the_next(tiers: list[Tier], caplo
     flip(next((Path(tiers[0].path) / "step_1" / "model").iterdir()), 300)
     assert (1, "near") == loaded_from(tiers, caplog, fallback=True)
     assert any("lacks files of its save" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("tag", ["step_1", None])
+def test_a_tag_that_is_removed_from_the_nearest_while_it_is_loaded(
+    tiers: list[Tier], caplog: pytest.LogCaptureFixture, tag: str | None
+) -> None:
+    """Retention there need not wait for readers: the tag is loaded from the next tier, named or not."""
+    near = Path(tiers[0].path)
+    shutil.rmtree(near / "step_2")
+
+    def remove(operation: Operation) -> None:
+        if operation.name == "open" and "/model/" in operation.key and (near / "step_1").exists():
+            (near / "step_1").rename(near / ".removed")
+
+    removed_from = Tier(near, storage=HookedStorage(LocalStorage(near), remove))
+    assert (1, "far") == loaded_from([removed_from, tiers[1]], caplog, tag=tag)
+    with pytest.raises(CheckpointNotFound, match="no tag 'step_1'"):
+        loaded_from([removed_from, Tier(near.parent / "absent")], caplog, tag="step_1")
+
+
+@pytest.mark.parametrize("tag", ["step_1", None])
+def test_a_tag_that_is_removed_while_its_files_are_looked_for(
+    tiers: list[Tier], caplog: pytest.LogCaptureFixture, tag: str | None
+) -> None:
+    """As storage that may lose some is asked before; then what the other tier has is loaded."""
+    near, looked = Path(tiers[0].path), threading.Event()
+    shutil.rmtree(near / "step_2")
+
+    def remove(operation: Operation) -> None:
+        if operation.name == "is_dir" and operation.key == "step_1":
+            if (tag is None or looked.is_set()) and (near / "step_1").exists():
+                (near / "step_1").rename(near / ".removed")
+            looked.set()
+
+    storage = HookedStorage(LocalStorage(near), remove)
+    storage.may_lack_files = True
+    assert (1, "far") == loaded_from([Tier(near, storage=storage), tiers[1]], caplog, tag=tag)
+    assert not (near / "step_1").exists()
 
 
 def test_a_tier_that_cannot_be_reached_is_passed_over(tiers: list[Tier], caplog: pytest.LogCaptureFixture) -> None:

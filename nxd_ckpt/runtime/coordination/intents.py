@@ -15,7 +15,7 @@ from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import DONE
 from nxd_ckpt.runtime.coordination.control_files import read_note
-from nxd_ckpt.runtime.paths import STAGING
+from nxd_ckpt.runtime.paths import STAGING, TRASH
 from nxd_ckpt.storage.base import Storage
 
 
@@ -29,8 +29,17 @@ def declare(storage: Storage, key: str, tag: str) -> None:
 
 def saves_of(storage: Storage, tag: str) -> list[str]:
     """The attempts whose saves of ``tag`` are under way, or ended without being cleared."""
-    found = [entry.name for entry in storage.list(STAGING) if not entry.is_dir]
-    return [attempt for attempt in found if _tag(storage, f"{STAGING}/{attempt}") == tag]
+    return _of(storage, STAGING, tag)
+
+
+def is_being_removed(storage: Storage, tag: str) -> bool:
+    """Whether the removal of ``tag`` is under way, or ended without being cleared."""
+    return bool(_of(storage, TRASH, tag))
+
+
+def _of(storage: Storage, folder: str, tag: str) -> list[str]:
+    found = [entry.name for entry in storage.list(folder) if not entry.is_dir]
+    return [name for name in found if _tag(storage, f"{folder}/{name}") == tag]
 
 
 def clear(storage: Storage, key: str) -> None:

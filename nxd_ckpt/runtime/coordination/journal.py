@@ -112,11 +112,15 @@ def _announced(storage: Storage) -> tuple[str, str] | None:
         raise MalformedFile(f"{storage.url}/{JOURNAL}: it names no swap ({type(error).__name__}: {error})") from error
 
 
-def remove_tag(storage: Storage, tag: str, attempt: str) -> None:
-    """Make a tag invisible with one rename, then delete it."""
+def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[], bool] = lambda: False) -> bool:
+    """Make a tag invisible with one rename; False where it is ``spared`` then, and has its name again."""
     storage.make_dir(TRASH)
     storage.rename(tag, trash_file(attempt, tag))
+    if spared():
+        storage.rename(trash_file(attempt, tag), tag)
+        return False
     storage.sync_dir("")
+    return True
 
 
 def discard_trash(storage: Storage) -> None:

@@ -11,17 +11,17 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nxd_ckpt import host
 from nxd_ckpt.core import document
 from nxd_ckpt.core.entries import integers
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.limits import NOTE
-from nxd_ckpt.errors import DirectoryInUse, MalformedFile
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.runtime.coordination.control_files import set_aside
 from nxd_ckpt.runtime.paths import LEASE
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, file_system_of
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -32,6 +32,8 @@ _EXCHANGE_TAKES = 1.0
 @dataclass(frozen=True)
 class Lease:
     """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
+
+    ``file_system`` is where it was taken, as this process sees it. It is not part of the file.
     """
 
     run_id: str
@@ -41,10 +43,15 @@ class Lease:
     beat: int = 0
     known: bool = True
     """False for a damaged lease: its holder is not known, and it does not beat."""
+    file_system: int | None = field(default=None, compare=False)
 
     @staticmethod
-    def of_this_process(run_id: str) -> Lease:
-        return Lease(run_id, host.processes(), host.pid(), host.born(host.pid()) or "")
+    def of_this_process(run_id: str, file_system: int | None = None) -> Lease:
+        born = host.born(host.pid()) or ""
+        return Lease(run_id, host.processes(), host.pid(), born, file_system=file_system)
+
+    def is_of_process_of(self, other: Lease) -> bool:
+        return (self.host, self.pid, self.born) == (other.host, other.pid, other.born)
 
     def holder_runs_here(self) -> bool | None:
         """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
@@ -68,7 +75,7 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
     Raises:
         DirectoryInUse: another live job holds it.
     """
-    mine = Lease.of_this_process(run_id)
+    mine = Lease.of_this_process(run_id, file_system_of(storage))
     try:
         return _acquired(storage, mine, patience, sign)
     except DirectoryInUse:
@@ -85,7 +92,7 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
         if found is None:
             continue  # released in between
         data, holder = found
-        if holder.pid == mine.pid and holder.host == mine.host and holder.born == mine.born:
+        if holder.is_of_process_of(mine):
             if holder.run_id == mine.run_id:
                 return mine
             raise DirectoryInUse(
@@ -125,7 +132,7 @@ def require(storage: Storage, mine: Lease) -> None:
 
     That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
     tags are written in place nothing would show it, so a lease that is gone counts as lost. A damaged lease counts as
-    gone until the next heartbeat writes it again.
+    gone until the next heartbeat writes it again, which it does not where the path leads to another file system.
     """
     holder = _looked_twice(_known, storage)
     if holder is None and not storage.renames:
@@ -135,9 +142,20 @@ def require(storage: Storage, mine: Lease) -> None:
             "it anew"
         )
     if holder is not None and holder.run_id != mine.run_id:
+        if holder.is_of_process_of(mine):
+            raise DirectoryInUse(
+                f"{storage.url} leads to a directory that this process saves to as another one, {holder.describe()}: a "
+                "link to it, or a mount of it, came in its place. Nothing is saved there until it leads to where it did"
+            )
         raise DirectoryInUse(
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
             "too long; it must not publish there any more. Stop one of the two jobs"
+        )
+    if holder is None and _is_elsewhere(storage, mine):
+        raise StorageError(
+            f"{storage.url} is on another file system than when this job took it, and its lease is not there: it was "
+            "unmounted, or something else is mounted in its place. Nothing is saved there until it is back; to use "
+            "what is there now, start the job anew"
         )
 
 
@@ -176,7 +194,8 @@ class Heartbeat:
         if data is None:
             if holder is not None:
                 set_aside(self._storage, LEASE, "it cannot be read; its holder writes it anew")
-            if self._storage.renames:  # elsewhere it was lost, see require
+            # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
+            if self._storage.renames and not _is_elsewhere(self._storage, self._lease):
                 self._storage.link_new(LEASE, renewed)
         elif self._storage.renames:
             self._storage.write(LEASE, renewed)  # there an exchange leaves a moment without a lease
@@ -196,6 +215,11 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
         if found != holder:
             return found is not None  # else it was given back
     return False
+
+
+def _is_elsewhere(storage: Storage, mine: Lease) -> bool:
+    found = file_system_of(storage)
+    return None not in (found, mine.file_system) and found != mine.file_system
 
 
 def _looked_twice(look: Callable[[Storage], Lease | None], storage: Storage) -> Lease | None:
@@ -224,7 +248,8 @@ def _found(storage: Storage) -> tuple[bytes | None, Lease] | None:
 
 
 def _encode(lease: Lease) -> bytes:
-    return json.dumps({name: value for name, value in vars(lease).items() if name != "known"}).encode()
+    fields = {name: value for name, value in vars(lease).items() if name not in ("known", "file_system")}
+    return json.dumps(fields).encode()
 
 
 def _decode(data: bytes) -> Lease:

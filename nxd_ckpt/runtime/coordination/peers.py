@@ -23,6 +23,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from nxd_ckpt import host
+
 logger = logging.getLogger("nxd_ckpt")
 
 Address = dict[str, Any]
@@ -30,6 +32,8 @@ Address = dict[str, Any]
 
 _CONNECTING = 2.0
 """Seconds that connecting to one address may take."""
+_NO_ROOM = 0.1
+"""Seconds to wait where no connection can be taken."""
 
 
 Heard = Callable[[int, Any], None]
@@ -57,6 +61,8 @@ class Hub:
         self._listener = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, float] = {}
+        """Who has not said who it is, and since when."""
         self._ranks: dict[socket.socket, int] = {}
         self._telling = threading.RLock()  # signal handlers make steps too
         self._lines: dict[socket.socket, _Lines] = {}
@@ -81,7 +87,7 @@ class Hub:
 
     def leave(self) -> None:
         """In a forked child: close what is the parent's, which keeps it open."""
-        for held in (*self._ranks, self._listener):
+        for held in (*self._strangers, *self._ranks, self._listener):
             held.close()
 
     def _watch(self) -> None:
@@ -89,10 +95,10 @@ class Hub:
             for key, _ in self._selector.select():
                 ready: Any = key.fileobj
                 if ready is self._listener:
-                    self._admit()
-                    continue
-                rank = self._ranks[ready]
-                if not self._lines[ready].read(partial(self._hear, rank)):
+                    self._meet()
+                elif ready in self._strangers:
+                    self._admit(ready)
+                elif ready in self._ranks and not self._lines[ready].read(partial(self._hear, self._ranks[ready])):
                     self._lose(ready)
 
     def _hear(self, rank: int, channel: int, word: Any) -> None:
@@ -108,22 +114,40 @@ class Hub:
             for channel in list(self._listeners):
                 self._hear(rank, channel, None)
 
-    def _admit(self) -> None:
-        with suppress(OSError, ValueError):
+    def _meet(self) -> None:
+        """Take a connection, and give up those that have said nothing for long. Nobody is waited for."""
+        now = host.monotonic()
+        for silent in [one for one, since in self._strangers.items() if now - since > _CONNECTING]:
+            self._forget(silent)
+            silent.close()
+        try:
             connection, _ = self._listener.accept()
-            connection.settimeout(_CONNECTING)
+        except OSError:  # no descriptors are left; who connects stays ready
+            host.sleep(_NO_ROOM)
+            return
+        connection.setblocking(False)
+        self._strangers[connection] = now
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _admit(self, connection: socket.socket) -> None:
+        """A rank, if it knows the token."""
+        self._forget(connection)
+        with suppress(OSError, ValueError):
             token, _, rank = connection.recv(64).partition(b" ")
-            if not hmac.compare_digest(token, self._token.encode()):
-                connection.close()
+            if hmac.compare_digest(token, self._token.encode()):
+                number = int(rank)
+                with self._telling:
+                    connection.sendall(b"1")  # from now on it gets every word
+                    self._lines[connection] = _Lines(connection)
+                    self._ranks[connection] = number
+                    self._gone.discard(number)  # another process group, in the same processes
+                    self._selector.register(connection, selectors.EVENT_READ)
                 return
-            number = int(rank)
-            connection.setblocking(False)
-            with self._telling:
-                connection.sendall(b"1")  # from now on it gets every word
-                self._lines[connection] = _Lines(connection)
-                self._ranks[connection] = number
-                self._gone.discard(number)  # another process group, in the same processes
-                self._selector.register(connection, selectors.EVENT_READ)
+        connection.close()
+
+    def _forget(self, stranger: socket.socket) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
 
 
 class Spoke:
@@ -170,9 +194,9 @@ class Spoke:
 
     def _connect(self, rank: int, address: Address) -> socket.socket:
         problem: OSError | None = None
-        for host in address["hosts"]:
+        for name in address["hosts"]:
             try:
-                connection = socket.create_connection((host, address["port"]), timeout=_CONNECTING)
+                connection = socket.create_connection((name, address["port"]), timeout=_CONNECTING)
                 connection.sendall(f"{address['token']} {rank}".encode())
                 if connection.recv(1) == b"1":
                     connection.setblocking(False)

@@ -93,7 +93,8 @@ def load(
             report("loaded", prepared.where, prepared.nbytes, started)
         return prepared.user_content
 
-    return of_latest(wanted is None, read)
+    # A tag that is named may be on another tier, too, when it goes from the nearest.
+    return of_latest(wanted is None or len(storages) > 1, read)
 
 
 def _load(

@@ -36,7 +36,7 @@ from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import Publication, publication_of
-from nxd_ckpt.runtime.save.retention import judged, pinned
+from nxd_ckpt.runtime.save.retention import judged, retire_unpinned
 from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.runtime.tier import Draining
 from nxd_ckpt.storage.base import Storage
@@ -138,12 +138,12 @@ def retire(session: Session, tag: str) -> bool:
     Raises DirectoryInUse where another job took the directory over.
     """
     storage = session.storage
-    if tag in pinned(storage) or not is_checkpoint_of_ours_or_nxd(storage, tag):
+    if not is_checkpoint_of_ours_or_nxd(storage, tag):
         return False
     session.require()
-    publication_of(session, session.counter, tag, None).retire(storage, tag)
+    removed = retire_unpinned(storage, publication_of(session, session.counter, tag, None), tag)
     journal.discard_trash(storage)
-    return True
+    return removed
 
 
 def clean_up(session: Session, counter: int) -> None:
@@ -243,7 +243,7 @@ def retain(
     """Make surplus tags invisible, but those that are ``held``. Never fails the save: the new tag is already safe."""
     try:
         for tag in judged(storage, list_tags(storage), rules).surplus:
-            if tag not in (publication.tag, *held) and tag not in pinned(storage):  # it may have been pinned since
-                publication.retire(storage, tag)
+            if tag not in (publication.tag, *held):
+                retire_unpinned(storage, publication, tag)
     except (OSError, CheckpointError) as error:
         logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

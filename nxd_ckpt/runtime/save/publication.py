@@ -12,6 +12,7 @@ A publication is plain data, so that processes that only write files (a conversi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -62,8 +63,12 @@ class Publication(Protocol):
             OutcomeUnknown: the storage does not say.
         """
 
-    def retire(self, storage: Storage, tag: str) -> None:
-        """Make another tag invisible at once; journal.discard_trash deletes it."""
+    def retire(self, storage: Storage, tag: str, spared: Callable[[], bool] = lambda: False) -> bool:
+        """Make another tag invisible at once; journal.discard_trash deletes it.
+
+        False where it is ``spared``, which is asked once others can see that it goes: who says so then or before, and
+        finds that it is still there, is heard.
+        """
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ class Staged:
             if not is_visible(storage, self.tag, self.attempt):
                 raise
 
-    def retire(self, storage: Storage, tag: str) -> None:
-        journal.remove_tag(storage, tag, self.attempt)
+    def retire(self, storage: Storage, tag: str, spared: Callable[[], bool] = lambda: False) -> bool:
+        return journal.remove_tag(storage, tag, self.attempt, spared)
 
 
 @dataclass(frozen=True)
@@ -179,9 +184,14 @@ class InPlace:
             raise
         self._withdraw_if_swept(session, mark)
 
-    def retire(self, storage: Storage, tag: str) -> None:
-        intents.declare(storage, trash_file(self.attempt, tag), tag)
+    def retire(self, storage: Storage, tag: str, spared: Callable[[], bool] = lambda: False) -> bool:
+        intent = trash_file(self.attempt, tag)
+        intents.declare(storage, intent, tag)
+        if spared():
+            storage.remove(intent)
+            return False
         storage.remove(f"{tag}/{DONE}")
+        return True
 
     def _await_writers(self, session: Session, attempts: list[str]) -> None:
         """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""

@@ -10,6 +10,7 @@ from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd
 from nxd_ckpt.runtime.paths import PINS
+from nxd_ckpt.runtime.save.publication import Publication
 from nxd_ckpt.storage.base import Storage
 
 
@@ -43,6 +44,15 @@ def unpin(storage: Storage, tag: str) -> bool:
 def pinned(storage: Storage) -> set[str]:
     """The names of the tags that are pinned."""
     return {entry.name for entry in storage.list(PINS) if not entry.is_dir}
+
+
+def retire_unpinned(storage: Storage, publication: Publication, tag: str) -> bool:
+    """Make a tag invisible, unless it is pinned by the time at which that cannot be taken back: whether it is."""
+
+    def is_pinned() -> bool:
+        return tag in pinned(storage)
+
+    return not is_pinned() and publication.retire(storage, tag, is_pinned)
 
 
 def _metrics(storage: Storage, info: TagInfo) -> Metrics:

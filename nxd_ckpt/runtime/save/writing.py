@@ -172,12 +172,12 @@ class FileWriter:
     def finish(self) -> None:
         """Make the names of all files durable."""
         for folder in tensors_dirs(planned.key for planned in self._files):
-            with _naming(f"{folder}/"):
+            with _naming(folder):
                 self._storage.make_dir(f"{self._folder}/{folder}")
         # Parents too: the first to write below a directory created it, and its own name must last as well.
         folders = {"", *(parent for planned in self._files for parent in _parents(planned.key))}
         for folder in sorted(folders, reverse=True):
-            with _naming(f"{folder or '.'}/"):
+            with _naming(folder or self._folder):
                 self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
 
     def abort(self) -> None:

@@ -88,16 +88,17 @@ class Identity:
         return TagReplaced(f"{where} was {what} while it was read; read it again, or another tag{met}")
 
 
-def of_latest(unnamed: bool, read: Callable[[], T]) -> T:
-    """``read()``; where no tag was named, again with the tag that is the latest then, if it was replaced or removed.
+def of_latest(looks_again: bool, read: Callable[[], T]) -> T:
+    """``read()``; again with the tag that is the latest then, if it was replaced or removed. Not where only one was
+    named: then it ``looks_again`` for none.
 
-    Raises TagReplaced where a tag was named, or too many in a row were replaced.
+    Raises TagReplaced there, and where too many in a row were replaced.
     """
     for _ in range(_TRIES - 1):
         try:
             return read()
         except TagReplaced:
-            if not unnamed:
+            if not looks_again:
                 raise
     return read()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
-from nxd_ckpt.errors import CheckpointError, PartLost
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartLost, TagReplaced
 from nxd_ckpt.layout import names
 from nxd_ckpt.runtime.tag.choosing import choose
 from nxd_ckpt.runtime.tag.union import Listed, SameSave, Taken, manifest_of, same_save, survey
@@ -54,7 +54,7 @@ def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collec
     files which no place after it has either.
 
     Raises what the nearest place raised if no place has it: CheckpointNotFound, CorruptCheckpoint, OSError. PartLost if
-    that has lost files.
+    that has lost files. TagReplaced if it is removed meanwhile.
     """
     lost: dict[Copy, PartLost] = {}
     while True:
@@ -71,6 +71,9 @@ def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collec
         except PartLost as error:
             logger.warning("%s/%s is passed over: %s", storages[copy.place].url, copy.tag, error)
             lost[copy] = error
+        except CheckpointNotFound as error:
+            where = f"{storages[copy.place].url}/{copy.tag}"
+            raise TagReplaced(f"{where} was removed since it was looked up; read it again, or another tag") from error
 
 
 def _newest(storages: Sequence[Storage], tag: Tag | None, without: Collection[Copy]) -> Copy:

@@ -309,6 +309,7 @@ class LeafReader(Closing):
     def _pread_into(self, file: str) -> torch_zip.PreadInto:
         return lambda offset, memory: self._ranges.read_ranges(file, [(offset, memory)])
 
+
 def _takes_all(fragment: Fragment, block: int) -> bool:
     return True
 

@@ -38,6 +38,7 @@ class HuggingFaceTerms:
         mapping, sizes: of the model.
         param_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
         torchtitan: TorchTitan's names, where it is to have those in place of Hugging Face's.
+        both_names: what is tied is there under both names, as in the state dict of a module, and not as in files.
         dtype: what the model's numbers of floating point are cast to, if anything.
         optimizer: whether the optimizer is wanted, where there is one.
         scheduler, content: the scheduler's state dict and the user content, None for none.
@@ -47,6 +48,7 @@ class HuggingFaceTerms:
     sizes: Sizes
     param_names: Sequence[Sequence[Sequence[str]]] | None = None
     torchtitan: TorchTitanNames | None = None
+    both_names: bool = False
     dtype: str | None = None
     optimizer: bool = True
     scheduler: Any = field(default=None, repr=False)
@@ -114,8 +116,11 @@ class HuggingFaceTag(OpenTag):
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         dtype = self._terms.dtype
-        held = self._mapped.file_tensors
-        return {self._name(one.name): self._leaf(one, cast_dtype(one.dtype, dtype)) for one in held}
+        held = {one.name: one for one in self._mapped.file_tensors}
+        if self._terms.both_names:
+            ties = self._mapped.ties.items()
+            held |= {name: held[other] for name, other in ties if other in held and name not in held}
+        return {self._name(name): self._leaf(one, cast_dtype(one.dtype, dtype)) for name, one in held.items()}
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         if self._optimizer is None:

@@ -6,7 +6,7 @@ of replicated heads do not tell all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -105,6 +105,11 @@ class MappedTag:
     def in_file(self, name: str) -> str:
         """Under which name files have what rules call ``name``."""
         return self._mapping.in_files([name])[0]
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Of tied tensors the one that files leave out, and the one that they hold."""
+        return self._mapping.tied if self._mapping.are_tied(self.sizes) else {}
 
     @property
     def left_out(self) -> set[str]:
@@ -223,8 +228,7 @@ class MappedTag:
 
     def _is_left_out(self, tensor: HfTensor) -> bool:
         """Whether it is tied to another one that files hold in its place."""
-        tied = self._mapping.tied if self._mapping.are_tied(self.sizes) else {}
-        other = self._mapped.get(tied.get(tensor.name, ""))
+        other = self._mapped.get(self.ties.get(tensor.name, ""))
         if other is None:
             return False
         digests = [digest_of(self._model.value(one.source.name)) for one in (tensor, other)]

@@ -35,6 +35,8 @@ _ADMITTING = 5.0
 """Seconds within which who connects must prove to belong to the job."""
 _STRANGERS = 64
 """Who may be about to prove it at the same time. More are dropped at once."""
+_PAUSE = 0.1
+"""Seconds before the next connection is looked for, where this process has no descriptor left for it."""
 
 Answer = tuple[Fields, bytes]
 
@@ -84,7 +86,7 @@ class HostServer:
         self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
         self._connections: set[socket.socket] = set()
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed = threading.Lock(), threading.Event()
         _serving.add(self)
         threading.Thread(target=self._listen, name="nxd_ckpt-host", daemon=True).start()
 
@@ -96,7 +98,7 @@ class HostServer:
     def close(self) -> None:
         """Serve nobody any more. Safe to call again."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             open_ones = list(self._connections)
         for held in (self._listener, *open_ones):
             with suppress(OSError):
@@ -109,17 +111,23 @@ class HostServer:
             held.close()
 
     def _listen(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._closed:
-                    return
-                continue  # the other end was gone before it was accepted
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._meet, args=(connection,), name="nxd_ckpt-host", daemon=True).start()
-            else:
+                self._closed.wait(_PAUSE)
+                continue
+            if not (self._strangers.acquire(blocking=False) and self._is_met(connection)):
                 connection.close()
+
+    def _is_met(self, connection: socket.socket) -> bool:
+        """Begin to; not where this process may have no more threads. Who belongs to the job comes again."""
+        try:
+            threading.Thread(target=self._meet, args=(connection,), name="nxd_ckpt-host", daemon=True).start()
+        except RuntimeError:
+            self._strangers.release()
+            return False
+        return True
 
     def _meet(self, connection: socket.socket) -> None:
         with connection:
@@ -142,9 +150,9 @@ class HostServer:
 
     def _keep(self, connection: socket.socket) -> bool:
         with self._lock:
-            if not self._closed:
+            if not self._closed.is_set():
                 self._connections.add(connection)
-            return not self._closed
+            return not self._closed.is_set()
 
 
 class _Conversation:

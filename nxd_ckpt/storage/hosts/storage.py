@@ -154,9 +154,28 @@ class HostsStorage:
         if at_home and is_elsewhere():  # another job, whose home is another host, was as fast: neither has it
             self._home.remove(key)
             return False
-        for directory in others if mirrored else ():
-            directory.write(key, data)
+        if mirrored:
+            self._mirror(key, data, others)
         return True
+
+    def _mirror(self, key: str, data: bytes, others: Sequence[Directory]) -> None:
+        """Write what is at home to the ``others``, also where one of them does not answer. Raises what that raised.
+
+        What would then be on fewer hosts than replicas are, and lost with them, is nowhere.
+        """
+        there, problem = [self._home], None
+        for directory in others:
+            try:
+                directory.write(key, data)
+                there.append(directory)
+            except (OSError, CheckpointError) as error:
+                problem = problem or error
+        if problem is None:
+            return
+        for directory in there if len(there) <= len(self.hosts.replicas) else ():
+            with suppress(OSError, CheckpointError):
+                directory.remove(key)
+        raise problem
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         there = next((directory for directory in self.hosts.directories if directory.is_file(key)), None)
@@ -194,6 +213,7 @@ class HostsStorage:
             except (OSError, CheckpointError) as error:
                 problem = problem or error
         self._members.pop(top_of(key), None)
+        self.distrusted.difference_update([one for one in self.distrusted if f"{one[0]}/".startswith(f"{key}/")])
         if problem is not None:
             raise problem
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from nxd_ckpt import host
+from nxd_ckpt.storage.retrying import pause_after
 from nxd_ckpt.storage.s3.body import Body, crc32
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3.errors import ConditionFailed
@@ -42,7 +43,7 @@ def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **
                 raise
             if not error.conflict:
                 return False
-            wait_before_retry(tries)
+            host.sleep(pause_after(tries))
     raise AssertionError("unreachable")
 
 
@@ -52,8 +53,3 @@ def written_by(bucket: Bucket, key: str) -> str | None:
     with contextlib.suppress(OSError):
         return bucket.token(key)
     return None
-
-
-def wait_before_retry(tries: int) -> None:
-    """Longer each time, and not in step with others."""
-    host.sleep(host.uniform(0, min(20.0, 0.1 * 2**tries)))

@@ -7,11 +7,12 @@ from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
+from nxd_ckpt import host
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import checked_length
 from nxd_ckpt.storage.ranges import HOLE, ByteRun, Range, runs
+from nxd_ckpt.storage.retrying import pause_after
 from nxd_ckpt.storage.s3.bucket import Bucket
-from nxd_ckpt.storage.s3.conditions import wait_before_retry
 from nxd_ckpt.storage.s3.errors import ConditionFailed
 
 _TRIES = 10
@@ -93,7 +94,7 @@ class S3Reader:
                     if tries > self._bucket.options.retries:
                         where = f"{self._url}: broke off at byte {done} {tries} times"
                         raise ConnectionError(f"{where}: {error}") from error
-                    wait_before_retry(tries)
+                    host.sleep(pause_after(tries))
 
     def _request(self, begin: int, end: int) -> Any:
         """The body of bytes ``begin`` to ``end``."""
