@@ -101,7 +101,7 @@ def test_json_says_the_same_as_a_dry_run_but_for_what_happened(writing: Writing)
 
 @needs_mounts("/dev/fuse")
 @pytest.mark.parametrize("command", WRITERS)
-@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--overwrite"], marks=pytest.mark.soak)])
 def test_what_was_reported_lasts(
     command: str, more: list[str], run: Run, examples: Path, models: Path, tmp_path: Path
 ) -> None:

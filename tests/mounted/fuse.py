@@ -97,7 +97,7 @@ def listing(entries: list[tuple[int, str, bool]], begin: int, most: int) -> byte
 
 def mounted(path: Path) -> int:
     """Mount at ``path``; the descriptor that requests come from. Raises OSError for whoever is not root."""
-    fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,allow_other"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"nxd_ckpt", os.fsencode(path), b"fuse", 0, options.encode()):
@@ -117,7 +117,7 @@ def serve_one(fd: int, answer: Callable[[Request], bytes]) -> bool:
     """Answer the next request, by an error if ``answer`` raises OSError. False once nothing is mounted any more."""
     try:
         data = os.read(fd, _BUFFER)
-    except OSError as error:
+    except OSError as error:  # EAGAIN: there was a request, and whoever asked was killed since
         return error.errno != errno.ENODEV
     _, number, unique, node, *_ = _HEADER.unpack_from(data)
     request = Request(NAMES.get(number, ""), node, data[_HEADER.size :])

@@ -22,8 +22,13 @@ def visible(storage: Storage) -> dict[str, int]:
     of several saves.
     """
     folders = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
-    tags = {folder: _value(storage, folder) for folder in folders if storage.is_file(f"{folder}/done")}
+    tags = {folder: _value(storage, folder) for folder in folders if _claims(storage, folder)}
     return tags | {folder: _unsharded(storage, folder) for folder in folders if storage.is_file(f"{folder}/model.pt")}
+
+
+def _claims(storage: Storage, folder: str) -> bool:
+    """Whether it says that it is a tag: it has ``done``, and not ``done`` alone, in which no reader sees a tag."""
+    return storage.is_file(f"{folder}/done") and any(entry.name != "done" for entry in storage.list(folder))
 
 
 def strays(storage: Storage) -> list[str]:

@@ -117,6 +117,11 @@ FOUND = [
         1018414, (Save("a", 1, True, 2, True), Save("b", 2, False, 2, True)), "late", rank=0, at=40,
         machines=("one", "two", "three"), times=3, page=2,
     ),
+    # A late request wrote `done` after the next launch had removed the rest of the tag.
+    StoreSchedule(
+        1088251, (Save("a", 1, True, 2), Save("b", 2, False, 2)), "late", rank=0, at=29, has_group=True,
+        machines=("one", "one", "one"), times=3, part=2**20,
+    ),
 ]
 
 
