@@ -163,7 +163,7 @@ def _add_stage(found: OptimumMetadata, content: Mapping[str, Any], where: str) -
     made: set[str] = set()
     for module in content["model_weight_transformation_specs"]:
         for kind, spec in module["specs"]:
-            peft_type = spec.get("peft_type")  # since 0.2.1
+            peft_type = checked(dict, spec).get("peft_type")  # since 0.2.1
             if peft_type is not None and (found.adapter is None or peft_type != "lora"):
                 raise UnsupportedState(
                     f"{where}: {module['module_fully_qualified_name']} has {peft_type} adapters, which are "
