@@ -15,20 +15,24 @@ from nxd_ckpt.storage.base import Storage
 HIDDEN = ".nxd_ckpt"
 
 
-def visible(storage: Storage) -> dict[str, int]:
+def visible(storage: Storage, late: bool = False) -> dict[str, int]:
     """The number of the save that each visible tag holds, and each directory with an unsharded model.
+
+    ``late`` says that requests may happen after whoever made them has given them up: where they bring back the manifest
+    and ``done`` of a tag that was removed, these alone are passed over.
 
     Raises AssertionError for a tag that claims more than is there: a file that is missing, short or damaged, or parts
     of several saves.
     """
     folders = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
-    tags = {folder: _value(storage, folder) for folder in folders if _claims(storage, folder)}
+    tags = {folder: _value(storage, folder) for folder in folders if _claims(storage, folder, late)}
     return tags | {folder: _unsharded(storage, folder) for folder in folders if storage.is_file(f"{folder}/model.pt")}
 
 
-def _claims(storage: Storage, folder: str) -> bool:
+def _claims(storage: Storage, folder: str, late: bool) -> bool:
     """Whether it says that it is a tag: it has ``done``, and not ``done`` alone, in which no reader sees a tag."""
-    return storage.is_file(f"{folder}/done") and any(entry.name != "done" for entry in storage.list(folder))
+    passed_over = {"done", "manifest.json"} if late else {"done"}
+    return storage.is_file(f"{folder}/done") and not {entry.name for entry in storage.list(folder)} <= passed_over
 
 
 def strays(storage: Storage) -> list[str]:

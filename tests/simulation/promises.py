@@ -17,7 +17,8 @@ class Promises:
 
     ``in_place`` says that nothing can be renamed: there a tag that is saved over is removed first, if the caller allows
     it, and a rank waits for rank 0 twice, before it writes and after. ``late`` says that requests happen after they
-    were given up: a tag whose ``done`` is among them is visible, and whole, though its save was called failed.
+    were given up: a tag whose ``done`` is among them is visible, and whole, though its save was called failed, or the
+    remains of one that the next launch removed are visible, and no reader takes them for whole.
     """
 
     def __init__(self, world: World) -> None:
@@ -27,7 +28,7 @@ class Promises:
         self.late = False
 
     def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
-        tags = oracle.visible(storage)  # complete or invisible
+        tags = oracle.visible(storage, self.late)  # complete or invisible
         saves = [save for job in jobs for _, save in job.begun]
         outcomes = [outcome for job in jobs for outcome in job.outcomes]
         self.nothing_good_is_lost(tags, jobs)

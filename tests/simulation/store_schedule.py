@@ -30,7 +30,11 @@ SECOND = 0.01
 RETRIES = 2
 """How often a client repeats a request."""
 
-SPOILED = ("was written by somebody else", "is being written by another live job, run first")
+SPOILED = (
+    "was written by somebody else",
+    "is being written by another job",
+    "is being written by another live job, run first",
+)
 """What ranks are told whose save a late request of an earlier job spoiled."""
 
 LATE = 2.0
