@@ -34,7 +34,7 @@ from nxd_ckpt.layout.directory import (
 )
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.grid import describe, holes
-from nxd_ckpt.runtime.save.retention import pinned
+from nxd_ckpt.runtime.coordination.pins import pinned
 from nxd_ckpt.runtime.tag.choosing import choose, settled_tags
 from nxd_ckpt.runtime.tag.identity import Identity, of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag

@@ -21,7 +21,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.layout.directory import require_directory
 from nxd_ckpt.options.tags import PruneKeywords, PruneOptions
-from nxd_ckpt.runtime.coordination import intents, journal
+from nxd_ckpt.runtime.coordination import intents, journal, pins
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.save import retention
 from nxd_ckpt.runtime.save.publication import publication_of
@@ -94,7 +94,7 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
     """
     storage = open_storage(path, storage_options=storage_options)
     chosen = choose_tag(storage, tag)
-    retention.pin(storage, chosen)
+    pins.pin(storage, chosen)
     try:
         choose_tag(storage, chosen)  # rules that were being applied may have removed it before they saw the pin
         if intents.is_being_removed(storage, chosen):
@@ -104,7 +104,7 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
             )
     except CheckpointNotFound:
         if not intents.saves_of(storage, chosen):  # else it is only being replaced
-            retention.unpin(storage, chosen)
+            pins.unpin(storage, chosen)
             raise
 
 
@@ -113,7 +113,7 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     """Leave a tag to the rules again; whether it was pinned. The tag itself may be gone."""
     storage = open_storage(path, storage_options=storage_options)
     require_directory(storage)
-    return retention.unpin(storage, validate_tag(tag))
+    return pins.unpin(storage, validate_tag(tag))
 
 
 def _judged(storage: Storage, rules: Sequence[Rule]) -> Retention:

@@ -80,4 +80,13 @@ def spared_file(attempt: str) -> str:
 
 
 def trash_file(attempt: str, tag: str) -> str:
-    return f"{TRASH}/{attempt}-{zlib.crc32(tag.encode()):08x}"  # a tag may be as long as a name may be
+    return f"{TRASH}/{attempt}{_trash_end(tag)}"
+
+
+def is_trash_of(name: str, tag: str) -> bool:
+    """Whether ``tag`` gets such a name in the trash."""
+    return name.endswith(_trash_end(tag))
+
+
+def _trash_end(tag: str) -> str:
+    return f"-{zlib.crc32(tag.encode()):08x}"  # a tag may be as long as a name may be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 from pathlib import Path
@@ -10,19 +11,30 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Best, Checkpointer, Every, Last, Within, open_checkpoint, retention, save_checkpoint
+from nxd_ckpt import (
+    Best,
+    Checkpointer,
+    Every,
+    Last,
+    Within,
+    load_checkpoint,
+    open_checkpoint,
+    retention,
+    save_checkpoint,
+)
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
 from nxd_ckpt.retention import pin_checkpoint, prune_checkpoints, unpin_checkpoint
-from nxd_ckpt.runtime.coordination import intents
+from nxd_ckpt.runtime.coordination import intents, pins
+from nxd_ckpt.runtime.coordination.pins import pin
 from nxd_ckpt.runtime.save import commit
 from nxd_ckpt.runtime.save import retention as save_retention
-from nxd_ckpt.runtime.save.retention import pin
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -175,6 +187,31 @@ def test_what_is_pinned_while_it_is_removed_stays(storage: Storage) -> None:
     assert [] == storage.list(".nxd_ckpt/trash")
 
 
+def test_what_is_pinned_while_a_process_that_ends_removes_it_comes_back(five: Path) -> None:
+    """If that did not put it back, the next job does. What is saved over a pinned tag stays."""
+    storage = LocalStorage(five)
+
+    def pin_it_and_end(operation: Operation) -> None:
+        if operation.name == "rename" and ".nxd_ckpt/trash/" in operation.key:
+            if pins.pinned(storage):
+                raise OSError(errno.EIO, "no more from here on")
+            pin(storage, "step_1")
+            pin(storage, "step_9")
+
+    with Checkpointer("", storage=HookedStorage(storage, pin_it_and_end)) as saver:
+        saver.save("step_6", STATE, num_kept_ckpts=5)
+    assert [f"step_{number}" for number in range(2, 7)] == visible_tags(five)
+    save_checkpoint(five, "step_7", STATE)
+    assert [f"step_{number}" for number in range(1, 8)] == visible_tags(five)
+    assert [] == storage.list(".nxd_ckpt/trash")
+    assert () == verify_checkpoint(five, "step_1").problems
+    save_checkpoint(five, "step_1", {"weight": torch.zeros(2)}, overwrite=True)
+    loaded: dict[str, torch.Tensor] = {}
+    load_checkpoint(five, "step_1", model=loaded)
+    assert [0.0, 0.0] == loaded["weight"].tolist()
+    assert [] == storage.list(".nxd_ckpt/trash")
+
+
 def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a store, it is announced before it is gone: rules may not see a pin that comes later."""
     store = MemoryStorage()
@@ -184,7 +221,7 @@ def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
     pin_checkpoint("memory://run", "step_1")
     with pytest.raises(CheckpointNotFound, match="step_2 is being removed by the rules of a job"):
         pin_checkpoint("memory://run", "step_2")
-    assert {"step_1"} == save_retention.pinned(store)
+    assert {"step_1"} == pins.pinned(store)
 
 
 def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +231,10 @@ def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.Mo
         shutil.rmtree(five / tag)
         pin(storage, tag)
 
-    monkeypatch.setattr(save_retention, "pin", pin_late)
+    monkeypatch.setattr(pins, "pin", pin_late)
     with pytest.raises(CheckpointNotFound, match="step_2"):
         pin_checkpoint(five, "step_2")
-    assert set() == save_retention.pinned(LocalStorage(five))
+    assert set() == pins.pinned(LocalStorage(five))
 
 
 def test_tags_without_metrics_follow_other_rules(tmp_path: Path) -> None:

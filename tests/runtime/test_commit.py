@@ -22,10 +22,10 @@ from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.names import MANIFEST
+from nxd_ckpt.runtime.coordination.pins import pin
 from nxd_ckpt.runtime.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit, retire
 from nxd_ckpt.runtime.save.publication import Staged
-from nxd_ckpt.runtime.save.retention import pin
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage

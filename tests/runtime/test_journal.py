@@ -11,7 +11,8 @@ import pytest
 
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.coordination import journal
-from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir
+from nxd_ckpt.runtime.coordination.pins import pin
+from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -353,6 +354,37 @@ def test_a_removal_is_durable(tmp_path: Path) -> None:
     log: list[Operation] = []
     journal.remove_tag(HookedStorage(prepare(tmp_path, old=True), recording(log)), TAG, ATTEMPT)
     assert [("make_dir", TRASH), ("rename", f"{TAG} -> "), ("sync_dir", "")] == changes(log)
+
+
+def test_what_is_pinned_comes_back_from_the_trash(tmp_path: Path) -> None:
+    """Durably, and only if nothing has its name; what is not pinned is deleted."""
+    storage = prepare(tmp_path, old=True)
+    for tag in (TAG, "other"):
+        storage.write(f"{trash_file(ATTEMPT, tag)}/done", b"older")
+    pin(storage, TAG)
+    pin(storage, "elsewhere")
+    journal.discard_trash(storage)
+    assert {b"old"} == content(storage)
+    assert [] == storage.list(TRASH)
+    journal.remove_tag(storage, TAG, ATTEMPT)
+    log: list[Operation] = []
+    journal.discard_trash(HookedStorage(storage, recording(log)))
+    assert {b"old"} == content(storage)
+    moved = ("rename", f"{trash_file(ATTEMPT, TAG)} -> {TAG}")
+    assert [moved, *(("sync_dir", folder) for folder in ("", STAGING, TRASH))] == changes(log)[:4]
+    assert [] == storage.list(TRASH)
+
+
+def test_what_cannot_be_put_back_is_not_deleted(tmp_path: Path) -> None:
+    """The next time is soon enough."""
+    storage = prepare(tmp_path, old=True)
+    pin(storage, TAG)
+    journal.remove_tag(storage, TAG, ATTEMPT)
+    away = trash_file(ATTEMPT, TAG)
+    journal.discard_trash(HookedStorage(storage, failing("rename", f"{away} -> *", OSError(errno.EIO, "no"))))
+    assert storage.is_file(f"{away}/done")
+    journal.discard_trash(storage)
+    assert {b"old"} == content(storage)
 
 
 def test_what_cannot_be_deleted_does_not_keep_the_rest(tmp_path: Path) -> None:

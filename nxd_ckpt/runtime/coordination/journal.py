@@ -18,8 +18,9 @@ from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.coordination import intents
 from nxd_ckpt.runtime.coordination.control_files import read_note, set_aside
+from nxd_ckpt.runtime.coordination.pins import pinned
 from nxd_ckpt.runtime.coordination.replacement import Replacement
-from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
+from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, is_trash_of, staging_dir, trash_file
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -132,7 +133,20 @@ def discard_trash(storage: Storage) -> None:
             return
         for entry in storage.list(TRASH):
             with suppress(OSError):
-                intents.clear(storage, f"{TRASH}/{entry.name}")
+                discard(storage, entry.name)
+
+
+def discard(storage: Storage, name: str) -> None:
+    """Delete what is called ``name`` in the trash. Raises OSError.
+
+    If it is a tag that is pinned, it gets its name back: whoever was to remove it ended before that saw the pin.
+    """
+    key = f"{TRASH}/{name}"
+    if storage.is_dir(key):  # in a store it is an intent
+        for tag in (tag for tag in pinned(storage) if is_trash_of(name, tag)):
+            Replacement(storage, key, tag, key).put_back()
+            _sync(storage)
+    intents.clear(storage, key)
 
 
 def _sync(storage: Storage) -> None:

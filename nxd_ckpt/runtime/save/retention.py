@@ -9,7 +9,7 @@ from nxd_ckpt.core.retention import Best, Metrics, Retention, Rule, decide
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd
-from nxd_ckpt.runtime.paths import PINS
+from nxd_ckpt.runtime.coordination.pins import pinned
 from nxd_ckpt.runtime.save.publication import Publication
 from nxd_ckpt.storage.base import Storage
 
@@ -23,27 +23,6 @@ def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> 
     # Only where they are asked for: reading a manifest of many parameters takes its time.
     asked = ours if any(isinstance(rule, Best) for rule in rules) else []
     return decide(ours, rules, {info.tag: _metrics(storage, info) for info in asked}, pinned(storage))
-
-
-def pin(storage: Storage, tag: str) -> None:
-    """Keep ``tag`` whatever the rules say. It is done by name: a later save of the same name is pinned too."""
-    storage.make_dir(PINS)
-    storage.write(f"{PINS}/{tag}", b"1")
-    storage.sync_dir(PINS)
-
-
-def unpin(storage: Storage, tag: str) -> bool:
-    """Leave ``tag`` to the rules; whether it was pinned."""
-    was_pinned = tag in pinned(storage)
-    if was_pinned:
-        storage.remove(f"{PINS}/{tag}")
-        storage.sync_dir(PINS)
-    return was_pinned
-
-
-def pinned(storage: Storage) -> set[str]:
-    """The names of the tags that are pinned."""
-    return {entry.name for entry in storage.list(PINS) if not entry.is_dir}
 
 
 def retire_unpinned(storage: Storage, publication: Publication, tag: str) -> bool:

@@ -275,7 +275,10 @@ def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
                 if folder == VOTES and not is_ours and _may_be_read(storage, entry.name):
                     continue
                 session.require()
-                intents.clear(storage, f"{folder}/{entry.name}")
+                if folder == TRASH:
+                    journal.discard(storage, entry.name)
+                else:
+                    intents.clear(storage, f"{folder}/{entry.name}")
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
 
