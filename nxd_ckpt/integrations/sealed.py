@@ -97,7 +97,7 @@ class SealedDirectory:
 
     def begin(self) -> None:
         """Finish what a killed run was about to replace, remove what else it left, and make room."""
-        for folder in ("", self._folder):
+        for folder in dict.fromkeys(("", self._folder)):  # often one: what leads to it is synced once
             self._storage.make_dir(folder)
         self._storage.sync_dir("")  # the library may have made the folder
         for entry in self._storage.list(_INCOMPLETE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def test_every_rank_is_told_that_a_file_system_is_read_only(tmp_path: Path, size
 
     with ThreadPoolExecutor(size) as ranks:
         for error in ranks.map(save, range(size)):
-            assert "Read-only file system: '/fsx/" in str(error)
+            # Rank 0 makes the directory itself lasting first; the others begin in what is hidden there.
+            assert re.search(r"Read-only file system: '/fsx/('|\.nxd_ckpt)", str(error))
             assert errno.EROFS == getattr(error, "errno", None)
 
 

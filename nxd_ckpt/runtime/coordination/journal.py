@@ -143,9 +143,10 @@ def discard(storage: Storage, name: str) -> None:
     """
     key = f"{TRASH}/{name}"
     if storage.is_dir(key):  # in a store it is an intent
-        for tag in (tag for tag in pinned(storage) if is_trash_of(name, tag)):
-            Replacement(storage, key, tag, key).put_back()
-            _sync(storage)
+        for tag in pinned(storage):
+            if is_trash_of(name, tag):
+                Replacement(storage, key, tag, key).put_back()
+                _sync(storage)
     intents.clear(storage, key)
 
 
