@@ -8,6 +8,7 @@ from nxd_ckpt.layout.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.storage.hosts.keys import Names
 
 LEASE = f"{HIDDEN}/lease.json"
+HEARTBEAT = f"{HIDDEN}/heartbeat.json"
 JOURNAL = f"{HIDDEN}/journal.json"
 STAGING = f"{HIDDEN}/staging"
 VOTES = f"{HIDDEN}/votes"

@@ -91,6 +91,7 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`index/*.json`: `tensors` entry": lambda found: found[INDEX]["tensors"][0],
     "`dcp_names.json`": lambda found: json.loads(DcpNames().to_json()),
     "`lease.json`": lambda found: found["lease.json"],
+    "`heartbeat.json`": lambda found: found["heartbeat.json"],
     "`rank_%05d.vote.json`": lambda found: found[VOTE],
     "`rank_%05d.vote.json`: `plan`": lambda found: found[VOTE]["plan"],
     "`rank_%05d.vote.json`: `index`": lambda found: found[VOTE]["index"],
@@ -110,7 +111,7 @@ def test_documented_keys_are_those_that_are_written(written: Written, heading: s
 
 def test_every_json_document_is_described(written: Written) -> None:
     """No other JSON file is written, and no other table of keys stands in the document."""
-    described = {"manifest.json", INDEX, "lease.json", VOTE, "verdict.json", "journal.json"}
+    described = {"manifest.json", INDEX, "lease.json", "heartbeat.json", VOTE, "verdict.json", "journal.json"}
     assert described == written.documents.keys()
     with_keys = {heading for heading in tables(FORMAT) if heading.startswith("`")}
     assert DOCUMENTED.keys() == with_keys

@@ -36,7 +36,7 @@ from nxd_ckpt.layout.mappings import find_mapping
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
 from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.coordination import intents, journal, lease
-from nxd_ckpt.runtime.paths import JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
+from nxd_ckpt.runtime.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
 from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
@@ -114,7 +114,10 @@ def _holding(files: dict[str, bytes], renames: bool = True) -> MemoryStorage:
 
 
 def _lease(data: bytes) -> None:
-    lease.read(_holding({LEASE: data}))
+    storage = _holding({LEASE: data, HEARTBEAT: data})
+    holder = lease.read(storage)
+    assert holder is not None
+    lease.last_beat(storage, holder)
 
 
 def _journal(data: bytes) -> None:

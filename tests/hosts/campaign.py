@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.layout.names import DONE, HIDDEN
-from nxd_ckpt.runtime.paths import LEASE, VOTES
+from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, VOTES
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory, RemoteWriter
 from nxd_ckpt.storage.local import LocalStorage
@@ -82,7 +82,7 @@ class Watch:
     def disk(self, name: str, key: str) -> None:
         """An operation on this host's directory."""
         received = threading.current_thread().name == "nxd_ckpt-host"
-        if key == LEASE:
+        if key in (LEASE, HEARTBEAT):
             phase = "lease"
         elif key.startswith(VOTES):
             phase = "vote"

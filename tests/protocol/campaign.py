@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.names import HIDDEN
-from nxd_ckpt.runtime.paths import JOURNAL, LEASE
+from nxd_ckpt.runtime.paths import HEARTBEAT, JOURNAL, LEASE
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Died, Job, Raised
 from tests.protocol.states import checkpointer, lose_patience, moments, save, saved_value, visible_tags
@@ -139,7 +139,8 @@ class Campaign:
         """A run that nobody kills: (rank, phase, moment) of every effect of its second save.
 
         But for the creation of files: several threads do that, and which file is the first, with which the writing
-        begins, differs from run to run. And but for the lease, which is written again as time goes by.
+        begins, differs from run to run. And but for the lease and its heartbeat, which is
+        written again as time goes by.
         """
         tag = self._start(overwrite=overwrite)
         Job(WORLD, run, self.path, self._diaries, self._number, tag, -1, None, 0.0, False).values()
@@ -149,7 +150,7 @@ class Campaign:
             moments = Diary.read(self._diaries / f"{self._number}.{rank}")
             phases = [phase_of(rank, moments[:position]) for position in range(len(moments))]
             found += [(rank, phase, moment) for phase, moment in zip(phases, moments, strict=True)]
-        return [one for one in found if one[2].name not in (*_POLLS, "create") and one[2].key != LEASE]
+        return [one for one in found if one[2].name not in (*_POLLS, "create") and one[2].key not in (LEASE, HEARTBEAT)]
 
     def lasts(self) -> list[float]:
         """Seconds from begin to ``done`` of a second save that :meth:`kill_after` interrupts, by rank."""

@@ -24,7 +24,7 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     SaveFailed,
 )
-from nxd_ckpt.runtime.paths import LEASE, VOTES
+from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, VOTES
 from nxd_ckpt.runtime.save import session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
@@ -157,9 +157,11 @@ def test_a_dead_job_is_taken_over(tmp_path: Path) -> None:
     assert ["first", "other"] == visible_tags(tmp_path / "ckpt")
 
 
-def lease_of_another_host(path: Path, beat: int) -> None:
-    lease = {"run_id": "abroad", "host": "another/boot/namespace", "pid": 1, "born": "1", "beat": beat}
-    LocalStorage(path).write(".nxd_ckpt/lease.json", json.dumps(lease).encode())
+ABROAD = {"run_id": "abroad", "host": "another/boot/namespace", "pid": 1, "born": "1"}
+
+
+def lease_of_another_host(path: Path) -> None:
+    LocalStorage(path).write(LEASE, json.dumps(ABROAD).encode())
 
 
 def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
@@ -167,10 +169,10 @@ def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
     beats = itertools.count()
 
     def beat(operation: Operation) -> None:
-        if operation == Operation("read", LEASE):  # whoever looks twice sees another beat
-            lease_of_another_host(tmp_path, next(beats))
+        if operation == Operation("read", HEARTBEAT):  # whoever looks twice sees another beat
+            LocalStorage(tmp_path).write(HEARTBEAT, json.dumps({**ABROAD, "beat": next(beats)}).encode())
 
-    lease_of_another_host(tmp_path, 0)
+    lease_of_another_host(tmp_path)
     saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), beat), timeout=2)
     error = error_of(saver, "t", {"weight": torch.ones(3)})
     assert DirectoryInUse is type(error)
@@ -180,21 +182,21 @@ def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
 
 def test_a_job_on_another_host_that_is_silent_is_taken_over(tmp_path: Path) -> None:
     """After the patience without a heartbeat."""
-    lease_of_another_host(tmp_path, 7)
+    lease_of_another_host(tmp_path)
     with Checkpointer(tmp_path, timeout=1) as saver:
         saver.save("t", {"weight": torch.ones(3)})
     assert ["t"] == visible_tags(tmp_path)
 
 
 def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -> None:
-    """It was silent for too long, and is back: it neither publishes nor beats over the new holder's lease."""
+    """It was silent for too long, and is back: it neither publishes nor takes the new holder's lease away."""
     take_over, looked = threading.Event(), threading.Semaphore(0)
 
     def look(operation: Operation) -> None:
         if operation == Operation("read", LEASE) and threading.current_thread().name == "nxd_ckpt-lease":
-            if take_over.is_set():  # before this beat, not between its look and its writing
+            if take_over.is_set():
                 take_over.clear()
-                lease_of_another_host(tmp_path, 7)
+                lease_of_another_host(tmp_path)
             looked.release()
 
     with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), look), timeout=0.6) as saver:

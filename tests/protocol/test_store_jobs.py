@@ -109,10 +109,9 @@ def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment
     ("ended", "step"),
     [(False, 2), (True, 2), *(pytest.param(ended, 1, marks=pytest.mark.soak) for ended in (False, True))],
 )
-def test_of_two_jobs_the_later_ones_save_stays(monkeypatch: pytest.MonkeyPatch, ended: bool, step: int) -> None:
+def test_of_two_jobs_the_later_ones_save_stays(ended: bool, step: int) -> None:
     """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
     back; the other says what it knows."""
-    monkeypatch.setattr("nxd_ckpt.runtime.coordination.lease._EXCHANGE_TAKES", 0.0)  # here an exchange takes no time
     rehearsal = Process(MemoryStorage())
     rehearsal.save("first", 1)
     rehearsal.arm(lambda operation: False)

@@ -21,8 +21,9 @@ from nxd_ckpt.errors import DirectoryInUse, StorageError
 from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.runtime.paths import LEASE, STAGING, staging_dir
+from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, STAGING, staging_dir
 from nxd_ckpt.runtime.save.session import open_session
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
@@ -38,13 +39,21 @@ def storage(tmp_path: Path) -> LocalStorage:
     return storage
 
 
-def abroad(beat: int = 0) -> Lease:
-    """A lease of a job on another host."""
-    return Lease("abroad", "another/boot/namespace", 1, "1", beat)
+ABROAD = Lease("abroad", "another/boot/namespace", 1, "1")
+"""That of a job on another host."""
 
 
-def write(storage: LocalStorage, held: Lease) -> None:
-    storage.write(LEASE, json.dumps(held.__dict__).encode())
+def document(held: Lease, **more: int) -> bytes:
+    return json.dumps({"run_id": held.run_id, "host": held.host, "pid": held.pid, "born": held.born, **more}).encode()
+
+
+def write(storage: Storage, held: Lease) -> None:
+    storage.write(LEASE, document(held))
+
+
+def beat(storage: Storage, holder: Lease, number: int) -> None:
+    """What the holder's heartbeat does."""
+    storage.write(HEARTBEAT, document(holder, beat=number))
 
 
 def test_a_lease_is_taken_and_given_back(storage: LocalStorage) -> None:
@@ -77,9 +86,9 @@ def test_what_an_acquisition_took_before_it_failed_is_given_back(storage: LocalS
 
 def test_nobody_gives_back_what_another_job_holds(storage: LocalStorage) -> None:
     """Not even one with the same run_id."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     lease.release(storage, Lease.of_this_process("abroad"))
-    assert abroad() == lease.read(storage)
+    assert ABROAD == lease.read(storage)
 
 
 def acquire_and_end(rank: int, path: Path) -> Lease:
@@ -104,7 +113,7 @@ def test_a_reused_pid_is_not_the_holder(storage: LocalStorage) -> None:
 
 def test_a_silent_holder_on_another_host_is_replaced(storage: LocalStorage) -> None:
     """After the patience, without a heartbeat in it."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     assert lease.acquire(storage, "new", 0.2) == lease.read(storage)
 
 
@@ -112,13 +121,63 @@ def test_a_beating_holder_on_another_host_is_not(storage: LocalStorage) -> None:
     """The message names it, and what to do if it is known to be gone."""
     beats = itertools.count()
 
-    def beat(operation: Operation) -> None:
-        if operation == Operation("read", LEASE):  # whoever looks twice sees another beat
-            write(storage, abroad(next(beats)))
+    def live(operation: Operation) -> None:
+        if operation == Operation("read", HEARTBEAT):  # whoever looks twice sees another beat
+            beat(storage, ABROAD, next(beats))
 
-    write(storage, abroad())
+    write(storage, ABROAD)
     with pytest.raises(DirectoryInUse, match=r"run abroad \(pid 1 on another\).*remove .*lease\.json"):
-        lease.acquire(HookedStorage(storage, beat), "new", 2.0)
+        lease.acquire(HookedStorage(storage, live), "new", 2.0)
+
+
+def test_a_holder_whose_first_beat_comes_while_one_watches_lives(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the lease just now; until then the heartbeat was another job's, or there was none."""
+    for before in (None, b"{", document(Lease.of_this_process("earlier"), beat=5)):
+        write(storage, ABROAD)
+        storage.remove(HEARTBEAT)
+        if before is not None:
+            storage.write(HEARTBEAT, before)
+        monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: beat(storage, ABROAD, 1))
+        assert lease.job_lives(storage, 60.0)
+
+
+@pytest.mark.parametrize(
+    "later", [b"", b"[]", b'{"beat": 7}', document(replace(ABROAD, run_id="x"), beat=7), document(ABROAD), None]
+)
+def test_what_is_no_beat_of_the_holder_is_no_sign_of_its_life(
+    storage: LocalStorage, later: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged heartbeat, one that is gone, or the last of a job that woke up after it was taken over."""
+
+    def become(seconds: float) -> None:
+        slept.append(seconds)
+        if later is None:
+            storage.remove(HEARTBEAT)
+        else:
+            storage.write(HEARTBEAT, later)
+
+    write(storage, ABROAD)
+    beat(storage, ABROAD, 6)
+    slept = list[float]()
+    monkeypatch.setattr("nxd_ckpt.host.monotonic", lambda: sum(slept))
+    monkeypatch.setattr("nxd_ckpt.host.sleep", become)
+    assert not lease.job_lives(storage, 10.0)
+    assert 20 == len(slept)
+
+
+def test_the_heartbeat_is_there_before_the_lease(storage: LocalStorage) -> None:
+    """NFS goes on to miss a file that was not there when it was asked for first: a holder would look dead. What is
+    there already stays: it may be that of a live job."""
+    log = list[Operation]()
+    held = lease.acquire(HookedStorage(storage, log.append), "one", 1.0)
+    assert [HEARTBEAT, LEASE] == [done.key for done in log if done.name == "link_new"]
+    assert 0 == lease.last_beat(storage, held)
+    write(storage, ABROAD)
+    beat(storage, ABROAD, 7)
+    lease.acquire(storage, "two", 0.1)
+    assert 7 == lease.last_beat(storage, ABROAD)
 
 
 WRONG = b'{"run_id": 5, "host": [], "pid": "x", "born": null, "beat": 0}'
@@ -185,23 +244,26 @@ def beat_twice(held: Lease, storage: LocalStorage) -> None:
     heartbeat.stop()
 
 
-def test_a_heartbeat_changes_the_lease(storage: LocalStorage) -> None:
-    """And nothing of it but the beat."""
+def test_a_heartbeat_changes_and_the_lease_does_not(storage: LocalStorage) -> None:
+    """So a take-over cannot be undone by a holder that stood still in the middle of a beat."""
     held = lease.acquire(storage, "one", 1.0)
+    written, log = storage.read(LEASE), list[Operation]()
     beat_twice(held, storage)
-    found = lease.read(storage)
-    assert found is not None
-    assert found.beat > held.beat
-    assert held == replace(found, beat=held.beat)
+    Heartbeat(HookedStorage(storage, log.append), held, 0.001).stop()
+    assert (lease.last_beat(storage, held) or 0) >= 2
+    assert written == storage.read(LEASE)
+    assert LEASE not in [done.key for done in log if done.name not in ("read", "is_file")]
 
 
 def test_a_heartbeat_respects_a_new_holder(storage: LocalStorage) -> None:
-    """It was taken over: it does not write over the other's lease, give it back, or let its job publish."""
+    """It was taken over: it writes over neither the other's lease nor its heartbeat, gives nothing back, and does not
+    let its job publish."""
     held = lease.acquire(storage, "one", 1.0)
-    write(storage, abroad())
+    write(storage, ABROAD)
+    beat(storage, ABROAD, 7)
     beat_twice(held, storage)
     lease.release(storage, held)
-    assert abroad() == lease.read(storage)
+    assert (ABROAD, 7) == (lease.read(storage), lease.last_beat(storage, ABROAD))
     with pytest.raises(DirectoryInUse, match="taken over by run abroad"):
         lease.require(storage, held)
 
@@ -248,7 +310,7 @@ def test_the_error_of_an_acquisition_is_told_and_not_that_of_giving_back(storage
 
 def test_a_lease_that_is_given_back_meanwhile_is_taken(storage: LocalStorage) -> None:
     """It was there when this job tried to make it, and gone when it looked whose it is."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     freed = HookedStorage(storage, lambda done: storage.remove(LEASE) if done.name == "read" else None)
     assert lease.acquire(freed, "new", 1.0) == lease.read(storage)
 
@@ -261,7 +323,7 @@ def test_who_holds_the_lease_is_told_so_again(storage: LocalStorage) -> None:
 
 def test_a_lease_that_was_taken_over_lasts(storage: LocalStorage) -> None:
     """Its name is durable before anything relies on it."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     log = list[Operation]()
     lease.acquire(HookedStorage(storage, log.append), "new", 0.1)
     assert Operation("sync_dir", ".nxd_ckpt") == log[-1]
@@ -269,7 +331,7 @@ def test_a_lease_that_was_taken_over_lasts(storage: LocalStorage) -> None:
 
 def test_a_holder_is_watched_for_the_whole_patience(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times in it, and at least once a second."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     slept = list[float]()
     monkeypatch.setattr("nxd_ckpt.host.monotonic", lambda: sum(slept))
     monkeypatch.setattr("nxd_ckpt.host.sleep", slept.append)
@@ -283,18 +345,18 @@ def test_a_lease_that_is_given_back_while_it_is_watched_is_taken(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its holder ended well: that is no sign of life."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: storage.remove(LEASE))
     assert lease.acquire(storage, "new", 60.0) == lease.read(storage)
 
 
 def test_who_watches_a_holder_shows_that_it_goes_on(storage: LocalStorage) -> None:
     """Each time that it looks: other ranks wait for it meanwhile."""
-    write(storage, abroad())
+    write(storage, ABROAD)
     signs = list[Lease | None]()
     lease.acquire(storage, "new", 0.1, lambda: signs.append(lease.read(storage)))
     assert 1 < len(signs) <= 20
-    assert {abroad()} == {*signs}
+    assert {ABROAD} == {*signs}
 
 
 def test_who_removes_what_a_dead_job_left_shows_that_it_goes_on(storage: LocalStorage) -> None:
@@ -319,7 +381,7 @@ def test_of_a_damaged_lease_nobody_is_the_holder(storage: LocalStorage) -> None:
     storage.write(LEASE, b"{")
     found = lease.read(storage)
     assert found is not None
-    assert Lease("unknown", "unknown", 0, "", found.beat, known=False) == found
+    assert Lease("unknown", "unknown", 0, "", known=False) == found
 
 
 @pytest.fixture
@@ -327,38 +389,13 @@ def store() -> MemoryStorage:
     return MemoryStorage()
 
 
-def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it is there a second later: some mounts show none while it is exchanged."""
-    held, slept = lease.acquire(store, "one", 1.0), list[float]()
-    data = store.read(LEASE)
-    monkeypatch.setattr("nxd_ckpt.host.sleep", slept.append)
+def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage) -> None:
+    """Nobody but another job takes it away."""
+    held = lease.acquire(store, "one", 1.0)
     lease.require(store, held)
-    assert [] == slept
     store.remove(LEASE)
     with pytest.raises(DirectoryInUse, match="is gone: another job took over from run one"):
         lease.require(store, held)
-    assert [1.0] == slept
-    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: store.write(LEASE, data))
-    lease.require(store, held)
-
-
-def test_on_a_store_a_lease_that_is_exchanged_is_not_given_back(
-    store: MemoryStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some mounts show none for a moment, and then the next beat."""
-    beats = [None, *(json.dumps(abroad(beat).__dict__).encode() for beat in (1, 2))]
-
-    def pass_time(seconds: float) -> None:
-        beat = beats.pop(0)
-        store.remove(LEASE)
-        if beat is not None:
-            store.write(LEASE, beat)
-
-    store.write(LEASE, json.dumps(abroad().__dict__).encode())
-    monkeypatch.setattr("nxd_ckpt.host.sleep", pass_time)
-    with pytest.raises(DirectoryInUse, match="another live job, run abroad"):
-        lease.acquire(store, "new", 60.0)
-    assert [json.dumps(abroad(2).__dict__).encode()] == beats
 
 
 class AtOnce:
@@ -399,42 +436,50 @@ def test_a_heartbeat_ends_with_its_process_and_is_waited_for(storage: LocalStora
 
 
 @pytest.mark.usefixtures("three_beats")
-@pytest.mark.parametrize("name", ["read", "write"])
-def test_a_heartbeat_that_fails_is_followed_by_others(storage: LocalStorage, name: str) -> None:
+@pytest.mark.parametrize(("name", "key"), [("read", LEASE), ("write", HEARTBEAT)])
+def test_a_heartbeat_that_fails_is_followed_by_others(storage: LocalStorage, name: str, key: str) -> None:
     """A full or absent disk shows in the save itself."""
     held, errors = lease.acquire(storage, "one", 1.0), iter([OSError(errno.ENOSPC, "full")])
 
     def fail_once(operation: Operation) -> None:
-        if operation == Operation(name, LEASE):
+        if operation == Operation(name, key):
             for error in errors:
                 raise error
 
     Heartbeat(HookedStorage(storage, fail_once), held, 1.0)
-    assert replace(held, beat=3) == lease.read(storage)
+    assert 3 == lease.last_beat(storage, held)
 
 
 @pytest.mark.usefixtures("three_beats")
-@pytest.mark.parametrize(("renames", "way"), [(True, "write"), (False, "exchange")])
-def test_a_lease_is_renewed_in_the_way_of_its_place(renames: bool, way: str) -> None:
-    """On a store if it is still what was read; on a file system at once, as an exchange leaves a moment without."""
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_damaged_lease_is_written_anew_by_its_holder(renames: bool) -> None:
+    """And not twice."""
     place = MemoryStorage(renames=renames)
     held, log = lease.acquire(place, "one", 1.0), list[Operation]()
+    place.write(LEASE, b"{")
     Heartbeat(HookedStorage(place, log.append), held, 1.0)
-    assert [way] * 3 == [done.name for done in log if done.name in ("write", "exchange", "link_new")]
-    assert replace(held, beat=3) == lease.read(place)
+    assert ["exchange", *["write"] * 3] == [done.name for done in log if done.name in ("write", "exchange", "link_new")]
+    assert (held, 3) == (lease.read(place), lease.last_beat(place, held))
 
 
 @pytest.mark.usefixtures("three_beats")
-def test_on_a_store_a_take_over_is_not_undone(store: MemoryStorage) -> None:
-    """Not one that happens between the look and the renewal."""
-    held, other = lease.acquire(store, "one", 1.0), json.dumps(abroad().__dict__).encode()
+@pytest.mark.parametrize("renames", [True, False])
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_take_over_while_a_holder_beats_is_not_undone(renames: bool, damaged: bool) -> None:
+    """Not one between its look and its writing, of a lease that it would have written anew either."""
+    place = MemoryStorage(renames=renames)
+    held = lease.acquire(place, "one", 1.0)
+    if damaged:
+        place.write(LEASE, b"{")
 
     def taken_over(operation: Operation) -> None:
-        if operation.name == "exchange":
-            store.write(LEASE, other)
+        if operation.name == ("exchange" if damaged else "write"):
+            write(place, ABROAD)
 
-    Heartbeat(HookedStorage(store, taken_over), held, 1.0)
-    assert abroad() == lease.read(store)
+    Heartbeat(HookedStorage(place, taken_over), held, 1.0)
+    assert ABROAD == lease.read(place)
+    with pytest.raises(DirectoryInUse, match="taken over by run abroad"):
+        lease.require(place, held)
 
 
 @pytest.mark.usefixtures("three_beats")
@@ -443,4 +488,13 @@ def test_on_a_store_a_heartbeat_makes_no_lease_anew(store: MemoryStorage) -> Non
     held = lease.acquire(store, "one", 1.0)
     store.remove(LEASE)
     Heartbeat(store, held, 1.0)
-    assert None is lease.read(store)
+    assert (None, 0) == (lease.read(store), lease.last_beat(store, held))
+
+
+@pytest.mark.usefixtures("three_beats")
+def test_who_gave_the_lease_back_takes_its_heartbeat_along(storage: LocalStorage) -> None:
+    """Nothing is left of a job that was closed."""
+    held = lease.acquire(storage, "one", 1.0)
+    Heartbeat(storage, held, 1.0)
+    lease.release(storage, held)
+    assert [] == storage.list(".nxd_ckpt")

@@ -249,11 +249,12 @@ BREAKS = [
         _stands_still,
     ),
     Break(
-        "The lease is renewed without the condition that it is what was read.", "store",
+        "A heartbeat writes the lease, too.", "store",
         {
             _LEASE: (
-                "            self._storage.exchange(LEASE, data, renewed)",
-                "            self._storage.write(LEASE, renewed)",
+                "                    self._storage.write(HEARTBEAT,",
+                "                    self._storage.write(LEASE, _encode(self._lease))\n"
+                "                    self._storage.write(HEARTBEAT,",
             )
         },
         _stands_still,

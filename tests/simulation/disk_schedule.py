@@ -79,7 +79,9 @@ class DiskRun(Run):
             run_to_end(self.world, [self.world.spawn(reader.process, partial(_read, reader, save))])
 
     def _before(self, process: Process, call: str, path: str) -> None:
-        if not self.is_victim(process) or (self.schedule.at_rename and call != "rename"):
+        if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
+            return
+        if self.schedule.at_rename and call != "rename":
             return
         self._effects += 1
         count, fault, at = self._effects, self.schedule.fault, self.schedule.at

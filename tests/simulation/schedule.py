@@ -49,6 +49,8 @@ class Schedule(ABC):
     reads: bool = False
     rival: tuple[Save, ...] = ()
     late: float | None = 0.0
+    looks: bool = False
+    """Whether ``at`` also counts what changes nothing."""
 
     @property
     def dedups(self) -> bool:

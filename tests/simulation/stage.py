@@ -17,8 +17,8 @@ SECONDS = {"look": 5e-5, "fsync": 8e-4}
 SECOND = 1e-4
 
 Before = Callable[[Process, str, str], None]
-"""Called with a process, its call, and the path, before what changes something; what it raises is what the call raises.
-"""
+"""Called with a process, its call ("look" for one that changes nothing), and the path, before it happens; what it
+raises is what the call raises."""
 
 
 class Stage(ABC):
@@ -106,6 +106,6 @@ def disk_storage(stage: Stage, disk: Disk, process: Process, before: Before, *, 
         trace.append((world.now, pid, call, path))
         if call != "look":
             stage.notice()
-            before(process, call, path)
+        before(process, call, path)
 
     return DiskStorage(disk, turn, swaps=swaps)

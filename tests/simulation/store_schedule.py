@@ -153,13 +153,14 @@ class StoreRun(Run):
         schedule = self.schedule
         if not self.is_victim(process):
             return "happens"
-        self._effects += changes
+        counts = changes or schedule.looks
+        self._effects += counts
         since = self._effects - schedule.at
         if schedule.fault == "outage":
             self._failed += since >= 0
             return "outage" if 0 < self._failed <= schedule.times else "happens"
         lasts = schedule.times if schedule.fault in ("lost", "late") else 1
-        return schedule.fault if changes and 0 <= since < lasts else "happens"
+        return schedule.fault if counts and 0 <= since < lasts else "happens"
 
     def _happen_late(self, happen: Callable[[], Reply]) -> None:
         self.world.pause(self.world.random.uniform(0.0, LATE))

@@ -120,6 +120,11 @@ FOUND = [
         1018414, (Save("a", 1, True, 2, True), Save("b", 2, False, 2, True)), "late", rank=0, at=40,
         machines=("one", "two", "three"), times=3, page=2,
     ),
+    # Rank 0 stood still in the middle of a heartbeat, and wrote its lease when another job had taken over.
+    DiskSchedule(
+        1256267, (Save("a", 1),), "stall", rank=0, at=6, late=None, swaps=False, rots=True, at_rename=True,
+        rival=(Save("x", 5, is_async=True), Save("y", 6, is_async=True)),
+    ),
     # A late request wrote `done` after the next launch had removed the rest of the tag.
     StoreSchedule(
         1088251, (Save("a", 1, True, 2), Save("b", 2, False, 2)), "late", rank=0, at=29, has_group=True,

@@ -2,6 +2,9 @@
 
 The holder is alive while its heartbeat changes. Clocks are never compared: a job on another host is judged by whether
 the heartbeat *changes* while one watches, and one on this host by whether its process still runs.
+
+The heartbeat is a file of its own. The lease is written once, so a holder that stood still until another job took over
+cannot bring its own back when it wakes.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nxd_ckpt import host
 from nxd_ckpt.core import document
@@ -20,13 +24,10 @@ from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.runtime.coordination.control_files import set_aside
-from nxd_ckpt.runtime.paths import LEASE
+from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE
 from nxd_ckpt.storage.base import Storage, file_system_of
 
 logger = logging.getLogger("nxd_ckpt")
-
-_EXCHANGE_TAKES = 1.0
-"""Seconds for which a mounted store may show no lease while the heartbeat replaces it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Lease:
     host: str
     pid: int
     born: str
-    beat: int = 0
     known: bool = True
     """False for a damaged lease: its holder is not known, and it does not beat."""
     file_system: int | None = field(default=None, compare=False)
@@ -87,6 +87,8 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
 
 
 def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
+    # Before the lease: NFS goes on to miss a file, for up to a minute, that was not there when it was asked for first.
+    storage.link_new(HEARTBEAT, _encode(mine, beat=0))
     while not storage.link_new(LEASE, _encode(mine)):
         found = _found(storage)
         if found is None:
@@ -117,14 +119,14 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
 def read(storage: Storage) -> Lease | None:
     """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
     found = _found(storage)
-    return None if found is None else found[1]
+    return None if found is None else found.lease
 
 
 def release(storage: Storage, lease: Lease) -> None:
     """Give the lease back, if it is still ours."""
-    holder = read(storage)
-    if holder is not None and replace(holder, beat=lease.beat) == lease:
+    if read(storage) == lease:
         storage.remove(LEASE)
+        storage.remove(HEARTBEAT)
 
 
 def require(storage: Storage, mine: Lease) -> None:
@@ -132,9 +134,10 @@ def require(storage: Storage, mine: Lease) -> None:
 
     That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
     tags are written in place nothing would show it, so a lease that is gone counts as lost. A damaged lease counts as
-    gone until the next heartbeat writes it again, which it does not where the path leads to another file system.
+    gone until the next heartbeat writes it anew, which it does not where the path leads to another file system.
     """
-    holder = _looked_twice(_known, storage)
+    holder = read(storage)
+    holder = holder if holder is not None and holder.known else None
     if holder is None and not storage.renames:
         raise DirectoryInUse(
             f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
@@ -165,8 +168,18 @@ def job_lives(storage: Storage, patience: float) -> bool:
     return holder is not None and _lives(storage, holder, patience)
 
 
+def last_beat(storage: Storage, holder: Lease) -> int | None:
+    """The number of the holder's last heartbeat; None if there is none, or another job's came after it."""
+    try:
+        data = storage.read(HEARTBEAT, NOTE)
+        [beat] = integers([document.small(data, HEARTBEAT)["beat"]])
+    except (FileNotFoundError, MalformedFile, KeyError, ValueError):
+        return None
+    return beat if holder.known and _decode(data) == holder else None
+
+
 class Heartbeat:
-    """Renews the lease from a daemon thread, so that it stops with the process and not before."""
+    """Shows that the holder lives, from a daemon thread, so that it stops with the process and not before."""
 
     def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
         self._storage, self._lease, self._interval = storage, lease, interval
@@ -179,41 +192,41 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
+        beat = 0
         while not self._stop.wait(self._interval):
-            self._lease = replace(self._lease, beat=self._lease.beat + 1)
+            beat += 1
             try:
-                self._beat()
+                if self._holds():
+                    self._storage.write(HEARTBEAT, _encode(self._lease, beat=beat))
             except (OSError, MalformedFile):
                 continue  # a full or absent disk shows in the save itself; the next beat may succeed
 
-    def _beat(self) -> None:
-        found, renewed = _found(self._storage), _encode(self._lease)
-        data, holder = (None, None) if found is None else found
-        if holder is not None and holder.known and holder.run_id != self._lease.run_id:
-            return  # it was taken over: the next save says so
-        if data is None:
-            if holder is not None:
-                set_aside(self._storage, LEASE, "it cannot be read; its holder writes it anew")
-            # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
-            if self._storage.renames and not _is_elsewhere(self._storage, self._lease):
-                self._storage.link_new(LEASE, renewed)
-        elif self._storage.renames:
-            self._storage.write(LEASE, renewed)  # there an exchange leaves a moment without a lease
-        else:
-            self._storage.exchange(LEASE, data, renewed)  # a take-over since it was read is not undone
+    def _holds(self) -> bool:
+        """Whether the lease is ours; a damaged one is written anew. If it was taken over, the next save says so."""
+        storage, mine, found = self._storage, self._lease, _found(self._storage)
+        if found is not None and found.lease.known:
+            return found.lease == mine
+        if found is not None and found.data is not None:
+            return storage.exchange(LEASE, found.data, _encode(mine))
+        if found is not None:
+            set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
+        # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
+        return storage.renames and not _is_elsewhere(storage, mine) and storage.link_new(LEASE, _encode(mine))
 
 
 def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], None] = lambda: None) -> bool:
     runs = holder.holder_runs_here()
     if runs is not None:
         return runs
-    deadline = host.monotonic() + patience
+    deadline, beat = host.monotonic() + patience, last_beat(storage, holder)
     while host.monotonic() < deadline:
         host.sleep(min(patience / 20, 1.0))
         sign()
-        found = _looked_twice(read, storage)
+        found = read(storage)
         if found != holder:
             return found is not None  # else it was given back
+        if last_beat(storage, holder) not in (None, beat):
+            return True
     return False
 
 
@@ -222,41 +235,33 @@ def _is_elsewhere(storage: Storage, mine: Lease) -> bool:
     return None not in (found, mine.file_system) and found != mine.file_system
 
 
-def _looked_twice(look: Callable[[Storage], Lease | None], storage: Storage) -> Lease | None:
-    """What ``look`` finds, for longer than a heartbeat may take where names are not replaced at once."""
-    found = look(storage)
-    if found is None and not storage.renames:
-        host.sleep(_EXCHANGE_TAKES)
-        found = look(storage)
-    return found
+class _Found(NamedTuple):
+    """The lease's file: its bytes, None where it cannot be read, and what they say."""
+
+    data: bytes | None
+    lease: Lease
 
 
-def _known(storage: Storage) -> Lease | None:
-    holder = read(storage)
-    return holder if holder is not None and holder.known else None
-
-
-def _found(storage: Storage) -> tuple[bytes | None, Lease] | None:
-    """The file's bytes, None where it cannot be read, and what they say."""
+def _found(storage: Storage) -> _Found | None:
     try:
         data = storage.read(LEASE, NOTE)
     except FileNotFoundError:
         return None
     except MalformedFile:
-        return None, _decode(b"")
-    return data, _decode(data)
+        return _Found(None, _decode(b""))
+    return _Found(data, _decode(data))
 
 
-def _encode(lease: Lease) -> bytes:
+def _encode(lease: Lease, **more: int) -> bytes:
     fields = {name: value for name, value in vars(lease).items() if name not in ("known", "file_system")}
-    return json.dumps(fields).encode()
+    return json.dumps({**fields, **more}).encode()
 
 
 def _decode(data: bytes) -> Lease:
     try:
         fields = document.small(data, LEASE)
         run_id, host, born = (checked_text(fields[name]) for name in ("run_id", "host", "born"))
-        pid, beat = integers([fields["pid"], fields["beat"]])
-        return Lease(run_id, host, pid, born, beat)
+        [pid] = integers([fields["pid"]])
+        return Lease(run_id, host, pid, born)
     except (MalformedFile, KeyError, ValueError):
-        return Lease("unknown", "unknown", 0, "", hash(data), known=False)
+        return Lease("unknown", "unknown", 0, "", known=False)

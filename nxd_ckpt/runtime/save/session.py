@@ -221,13 +221,14 @@ def _must_be_live(session: Session) -> None:
     """Raise unless rank 0 of this very run holds the directory: the mark that was found may be of an earlier launch."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
     deadline = host.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
-    first, backoff = None, Backoff(session.storage)
+    beats, backoff = set[int | None](), Backoff(session.storage)
     while host.monotonic() < deadline:
         holder = backoff.timed(lambda: lease.read(session.storage))
         if holder is not None and holder.run_id == session.run_id:
-            first = first or holder
             runs = holder.holder_runs_here()
-            if runs or (runs is None and holder != first):  # on another host, its heartbeat has to change
+            if runs is None:  # on another host: its heartbeat has to change
+                beats.add(lease.last_beat(session.storage, holder))
+            if runs or len(beats - {None}) > 1:
                 return
         backoff.pause()
     raise InvalidArgument(
