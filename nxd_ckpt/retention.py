@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.core.options import takes
 from nxd_ckpt.core.retention import Retention, Rule, rules_of
-from nxd_ckpt.core.tags import Tag, validate_tag
+from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -69,19 +69,20 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
     if chosen.dry_run:
-        found = _judged(storage, rules)
+        found = _judged(storage, settled_tags(storage), rules)
     else:
         with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
-            found = _judged(storage, rules)
+            tags = {info.tag: info for info in settled_tags(storage)}
+            found = _judged(storage, tags.values(), rules)
             removed = []
             for tag in found.surplus:
                 session.require()
-                if retention.retire_unpinned(storage, publication_of(session, 1, tag, None), tag):
+                if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
                     removed.append(tag)
             if len(removed) < len(found.surplus):
                 kept = retention.judged(storage, settled_tags(storage), rules).kept
                 found = Retention(kept, tuple(removed))
-            journal.discard_trash(storage)
+            journal.discard_trash(storage, session.confirm)
     return Pruned(storage.url, found.kept, found.surplus)
 
 
@@ -116,9 +117,9 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     return pins.unpin(storage, validate_tag(tag))
 
 
-def _judged(storage: Storage, rules: Sequence[Rule]) -> Retention:
-    """What the rules say. Raises CorruptCheckpoint where nothing would be left that loads."""
-    found = retention.judged(storage, settled_tags(storage), rules)
+def _judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
+    """What the rules say of ``tags``. Raises CorruptCheckpoint where nothing would be left that loads."""
+    found = retention.judged(storage, tags, rules)
     if found.surplus and not any(_opens(storage, tag) for tag in reversed(list(found.kept))):
         raise CorruptCheckpoint(
             f"{storage.url}: none of the tags that would stay ({', '.join(found.kept)}) can be opened; nothing was "

@@ -102,9 +102,9 @@ def _clean_up(session: Session) -> None:
         if storage.is_file(JOURNAL):
             return  # a swap that could not be finished: whoever opens the directory next needs what is there
         session.require()
-        intents.clear(storage, staging_dir(attempt))
+        intents.clear(storage, staging_dir(attempt), session.confirm)
         storage.remove(votes_dir(attempt))
-        journal.discard_trash(storage)
+        journal.discard_trash(storage, session.confirm)
     except (OSError, DirectoryInUse) as error:
         logger.warning("could not clean up %s: %s", storage.url, error)
 

@@ -149,7 +149,7 @@ def copy_files(
         opened.require_kept()
     session.require()
     try:
-        publication.publish(session, order_time)
+        publication.publish(session, order_time, [file.name for file in files])
     except OSError as error:
         where = f"{session.storage.url}/{publication.tag}"
         raise CheckpointError(f"could not complete {where}: {type(error).__name__}: {error}") from error

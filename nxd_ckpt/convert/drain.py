@@ -193,7 +193,7 @@ class Drain:
         publication = copy_publication(session, handed.tag, handed.overwrite, saved, session.counter)
         is_there = _has(session.storage, opened)
         if not is_there:
-            with opened.kept(verified=True), _noted(session.storage, handed.tag):
+            with opened.kept(verified=True), _noted(session, handed.tag):
                 copy_files(
                     opened,
                     files,
@@ -219,8 +219,8 @@ class Drain:
         rules = self.tier.rules
         if rules is not None:
             session.require()
-            retain(session.storage, publication, rules)
-            journal.discard_trash(session.storage)
+            retain(session, publication, rules)
+            journal.discard_trash(session.storage, session.confirm)
 
     def _report(self, handed: Handed, nbytes: int, started: float) -> None:
         now, waiting = host.monotonic(), self._waiting
@@ -317,15 +317,16 @@ def _has(storage: Storage, opened: OpenTag) -> bool:
 
 
 @contextmanager
-def _noted(storage: Storage, tag: str) -> Iterator[None]:
+def _noted(session: Session, tag: str) -> Iterator[None]:
     """Within, ``tag`` is copied. What interrupted copies of other tags left is removed first: nobody goes on with them.
 
     On a file system a copy gathers under its name in COPIES. Where tags are written in place an intent of that name
     stands for it.
     """
+    storage = session.storage
     for entry in storage.list(COPIES):
         if entry.name != tag:
-            intents.clear(storage, f"{COPIES}/{entry.name}")
+            intents.clear(storage, f"{COPIES}/{entry.name}", session.confirm)
     note = f"{COPIES}/{tag}"
     if not storage.renames:
         intents.declare(storage, note, tag)

@@ -80,6 +80,11 @@ def spared_file(attempt: str) -> str:
     return f"{votes_dir(attempt)}/spared"
 
 
+def unfinished_dir(key: str) -> str:
+    """Where an unfinished tag, or copy of one, goes at once that is to be deleted."""
+    return f"{TRASH}/{zlib.crc32(key.encode()):08x}.unfinished"
+
+
 def trash_file(attempt: str, tag: str) -> str:
     return f"{TRASH}/{attempt}{_trash_end(tag)}"
 

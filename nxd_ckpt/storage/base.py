@@ -22,7 +22,7 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -177,6 +177,30 @@ class Duplicating(Protocol):
 
         False where that cannot be done, or with an OSError: ``target`` is then as it was.
         """
+
+
+@runtime_checkable
+class Confirming(Protocol):
+    """What a storage may also be able to do."""
+
+    def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
+        """Remove a file or a whole directory, as it is before ``confirm`` is asked, which says whether it is to go.
+
+        What comes under these keys after that stays, however long this process stands still.
+        """
+
+
+def remove_if(storage: Storage, key: str, confirm: Callable[[], bool]) -> bool:
+    """Remove a file or a whole directory if ``confirm`` says that it is to go; whether it did. Absent is fine.
+
+    Only a :class:`Confirming` storage leaves alone what comes there between that word and the removal.
+    """
+    if isinstance(storage, Confirming):
+        return storage.remove_if(key, confirm)
+    if not confirm():
+        return False
+    storage.remove(key)
+    return True
 
 
 @runtime_checkable

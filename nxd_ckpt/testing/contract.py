@@ -25,7 +25,7 @@ from threading import Barrier
 import pytest
 
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Duplicating, Storage, Version, Writer
+from nxd_ckpt.storage.base import Confirming, DirEntry, Duplicating, Storage, Version, Writer, remove_if
 from nxd_ckpt.storage.s3.upload import PART
 
 LARGE = os.urandom(2 * PART + 12_345)
@@ -229,6 +229,33 @@ class StorageContract:
         assert not storage.exchange("key", b"before", b"later")
         assert not storage.exchange("absent", b"before", b"later")
         assert not storage.is_file("absent")
+
+    @pytest.mark.parametrize("key", ["folder", "folder/key"])
+    def test_what_is_to_stay_is_not_removed(self, storage: Storage, key: str) -> None:
+        """A file or a directory, as whoever asks says at the last moment. What is absent is not asked about."""
+        storage.write("folder/key", b"1")
+        assert not remove_if(storage, key, lambda: False)
+        assert b"1" == storage.read("folder/key")
+        assert remove_if(storage, key, lambda: True)
+        assert not storage.is_file("folder/key")
+        assert remove_if(storage, "absent", lambda: True)
+
+    @pytest.mark.parametrize("key", ["folder", "folder/key"])
+    def test_what_comes_while_it_is_decided_is_not_removed(self, storage: Storage, key: str) -> None:
+        """Where the storage can tell: another file under the same key, and one beside it."""
+        if not isinstance(storage, Confirming):
+            pytest.skip("this storage cannot tell what came since")
+
+        def change() -> bool:
+            storage.write("folder/key", b"other")
+            storage.write("folder/new", b"new")
+            return True
+
+        storage.write("folder/key", b"1")
+        storage.write("folder/old", b"1")
+        assert storage.remove_if(key, change)
+        assert (b"other", b"new") == (storage.read("folder/key"), storage.read("folder/new"))
+        assert (key == "folder") != storage.is_file("folder/old")
 
     @pytest.mark.parametrize("nbytes", [10, 40 * 2**20])
     def test_a_key_that_was_taken_meanwhile_stays_with_whoever_came_first(self, storage: Storage, nbytes: int) -> None:

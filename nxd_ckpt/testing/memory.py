@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -135,12 +135,21 @@ class MemoryStorage:
                 self._store.folders.add(target + folder[len(source) :])
 
     def remove(self, key: str) -> None:
+        self.remove_if(key, lambda: True)
+
+    def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
         with self._store.lock:
-            for name in [key, *self._below(key)]:
-                self._store.files.pop(name, None)
+            found = {name: self._store.files[name] for name in [key, *self._below(key)] if name in self._store.files}
+        if found and not confirm():
+            return False
+        with self._store.lock:
+            for name, file in found.items():
+                if self._store.files.get(name) is file:
+                    del self._store.files[name]
             self._store.folders = {
                 name for name in self._store.folders if name != key and not name.startswith(f"{key}/")
             }
+        return True
 
     def discard_unfinished(self, key: str) -> None:
         with self._store.lock:

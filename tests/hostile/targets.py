@@ -130,7 +130,7 @@ def _journal(data: bytes) -> None:
 def _intent(data: bytes) -> None:
     storage = _holding({staging_dir("run-1"): data, f"half/{MARKER}": b"1"}, renames=False)
     intents.saves_of(storage, "step_3")
-    intents.clear(storage, staging_dir("run-1"))
+    intents.clear(storage, staging_dir("run-1"), lambda: True)
     assert storage.is_file(f"step_3/{DONE}")
 
 

@@ -55,7 +55,7 @@ class Process:
     """One rank of a job. From :meth:`arm` on, ``then`` happens once, at the given moment."""
 
     def __init__(self, store: MemoryStorage, rank: int = 0, world: int = 1, run: str | None = None, **options: Any):
-        self._connection = _Connection(store.name)
+        self._connection = _Connection(store.name, store.renames)
         self._lock, self._armed = threading.Lock(), False
         self._moment: Moment = lambda operation: False
         self._then: Callable[[], Any] = lambda: None
@@ -128,8 +128,8 @@ def value_in(store: MemoryStorage, tag: str, world: int = 1) -> int:
     values = set()
     for rank in range(world):
         model: dict[str, torch.Tensor] = {}
-        topology = Topology(tp=world, rank=rank)
-        content = Checkpointer(store.url, topology=topology, storage=MemoryStorage(store.name)).load(tag, model)
+        topology, storage = Topology(tp=world, rank=rank), MemoryStorage(store.name, store.renames)
+        content = Checkpointer(store.url, topology=topology, storage=storage).load(tag, model)
         expected = weights(content["value"], rank)
         assert all(torch.equal(expected[name], model[name]) for name in expected)
         values.add(int(content["value"]))

@@ -7,8 +7,8 @@
         storage = open_storage("s3://bucket/run", storage_options=server.options)
 
 moto looks and then writes: here conditional requests go one at a time. It does not compare the CRC-32 of what arrives,
-answers 500 for an upload that is gone, and copies objects whatever their ETag: here that is refused as by S3. Needs
-``moto[s3]``, ``flask`` and ``flask-cors``.
+answers 500 for an upload that is gone, and copies and deletes objects whatever their ETag: here it refuses as S3 does.
+Needs ``moto[s3]``, ``flask`` and ``flask-cors``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from __future__ import annotations
 import base64
 import io
 import threading
+import xml.etree.ElementTree as ET
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, quote, unquote
+from xml.sax.saxutils import escape
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
+
+
+_NOTHING_DELETED = b"<DeleteResult></DeleteResult>"
 
 
 class S3Server:
@@ -111,7 +116,10 @@ class S3Server:
         if digest and digest != base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode():
             return _refuse(start_response, "400 Bad Request", "BadDigest")
         with self._one_at_a_time:
-            upload = parse_qs(environ.get("QUERY_STRING", "")).get("uploadId")
+            query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+            if method == "POST" and "delete" in query:
+                return [self._delete(environ, start_response, body, key.strip("/").partition("/")[0])]
+            upload = query.get("uploadId")
             if upload and not self._has_upload(key, upload[0]):
                 return _refuse(start_response, "404 Not Found", "NoSuchUpload")
             copied, etag = environ.get("HTTP_X_AMZ_COPY_SOURCE"), environ.get("HTTP_X_AMZ_COPY_SOURCE_IF_MATCH")
@@ -120,6 +128,27 @@ class S3Server:
             reply = b"".join(self._app(environ, start_response))
         self.sent[key] += len(reply) if method == "GET" else 0
         return [reply]
+
+    def _delete(self, environ: Environ, start_response: StartResponse, body: bytes, bucket: str) -> bytes:
+        """Of the objects that the ``body`` names, delete those that still have the ETag that it names."""
+        request = ET.fromstring(body)
+        space = request.tag.partition("}")[0] + "}" if request.tag.startswith("{") else ""
+        others = []
+        for item in request.findall(f"{space}Object"):
+            name, etag = item.findtext(f"{space}Key"), item.findtext(f"{space}ETag")
+            if etag is not None and (there := self._etag(quote(f"{bucket}/{name}"))) is not None and there != etag:
+                others.append(name)
+                request.remove(item)
+        left = ET.tostring(request, default_namespace=space.strip("{}") or None)
+        environ.update({"wsgi.input": io.BytesIO(left), "CONTENT_LENGTH": str(len(left))})
+        reply = b"".join(self._app(environ, lambda *_: None)) if request.findall(f"{space}Object") else _NOTHING_DELETED
+        errors = "".join(
+            f"<Error><Key>{escape(str(name))}</Key><Code>PreconditionFailed</Code><Message>ETag</Message></Error>"
+            for name in others
+        )
+        reply = reply.replace(b"</DeleteResult>", f"{errors}</DeleteResult>".encode())
+        start_response("200 OK", [("Content-Type", "application/xml"), ("Content-Length", str(len(reply)))])
+        return reply
 
     @staticmethod
     def _etag(source: str) -> str | None:

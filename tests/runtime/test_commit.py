@@ -46,8 +46,17 @@ def session(storage: Storage, topology: Topology = TP, lease: BaseException | No
         if lease is not None:
             raise lease
 
+    def confirm() -> bool:
+        require()
+        return True
+
     return SimpleNamespace(
-        storage=storage, require=require, run_id="run", topology=topology, attempt=lambda number: f"run-{number}"
+        storage=storage,
+        require=require,
+        confirm=confirm,
+        run_id="run",
+        topology=topology,
+        attempt=lambda number: f"run-{number}",
     )
 
 
@@ -316,7 +325,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(disk: LocalStorage, caplog: p
     for attempt in ("run-1", "run-2"):
         remains(disk, attempt, 0, 1)
     with caplog.at_level(logging.WARNING):
-        clean_up(session(HookedStorage(disk, failing("remove", "*staging/run-1", OSError(errno.EIO, "no")))), 3)
+        clean_up(session(HookedStorage(disk, failing("rename", "*staging/run-1 ->*", OSError(errno.EIO, "no")))), 3)
     assert ["run-1"] == left(disk)[0]
     assert "could not remove" in caplog.text
 

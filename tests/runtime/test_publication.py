@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.manifest import dump_manifest
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.runtime.coordination import intents, journal
@@ -20,7 +16,6 @@ from nxd_ckpt.runtime.paths import COPIES, STAGING, TRASH, staging_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.publication import (
     InPlace,
-    Publication,
     Staged,
     copy_publication,
     is_visible,
@@ -30,43 +25,9 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, recording
-from tests.core.documents import MANIFEST as DOCUMENT
+from tests.runtime.attempts import ATTEMPT, TAG, TAKEN, TIME, manifest, session, whole, written
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-ATTEMPT, TAG = "run-2", "one"
-TIME = 1_700_000_000.0
-
-
-def manifest(attempt: str = ATTEMPT) -> bytes:
-    return dump_manifest(replace(DOCUMENT, tag=TAG, attempt=attempt))
-
-
-def session(storage: Storage, *answers: BaseException | None) -> Any:
-    """One whose lease is asked for: ``answers`` in turn, the last again and again; none is a lease that holds."""
-    left = list(answers) or [None]
-
-    def require() -> None:
-        answer = left.pop(0) if len(left) > 1 else left[0]
-        if answer is not None:
-            raise answer
-
-    return SimpleNamespace(
-        storage=storage, require=require, run_id="run", topology=Topology(), timeout=0.1,
-        is_leaving=lambda: False, attempt=lambda number: f"run-{number}",
-    )  # fmt: skip
-
-
-def whole(storage: Storage, tag: str = TAG, attempt: str = "run-1") -> None:
-    """A complete tag of ours, with one file."""
-    for name, data in ((MARKER, b"1"), (MANIFEST, manifest(attempt)), ("model/x.pt", b"old"), (DONE, b"1")):
-        storage.write(f"{tag}/{name}", data)
-
-
-def written(storage: Storage, one: Publication) -> None:
-    """What a save writes before it is published."""
-    one.put(storage, "model/x.pt", b"new")
-    one.put(storage, MANIFEST, manifest())
 
 
 @pytest.fixture
@@ -77,9 +38,6 @@ def disk(tmp_path: Path) -> LocalStorage:
 @pytest.fixture
 def store() -> MemoryStorage:
     return MemoryStorage()
-
-
-TAKEN = DirectoryInUse("it was taken over")
 
 
 def test_the_storage_chooses_the_way(disk: LocalStorage, store: MemoryStorage) -> None:
@@ -97,7 +55,7 @@ def test_a_staged_tag_appears_whole(disk: LocalStorage) -> None:
     one.begin(session(disk))
     written(disk, one)
     assert staging_dir(ATTEMPT) == one.folder
-    one.publish(session(HookedStorage(disk, recording(log))), TIME)
+    one.publish(session(HookedStorage(disk, recording(log))), TIME, [])
     assert (b"1", b"1", b"new") == tuple(disk.read(f"{TAG}/{name}") for name in (MARKER, DONE, "model/x.pt"))
     assert TIME == disk.time(f"{TAG}/{DONE}")
     steps = [done.name for done in log if done.key.startswith(one.folder) and done.name not in ("is_dir", "is_file")]
@@ -112,7 +70,7 @@ def test_a_staged_tag_replaces_an_old_one(disk: LocalStorage, overwrite: bool | 
     one = Staged(ATTEMPT, TAG, overwrite)
     one.begin(session(disk))
     written(disk, one)
-    one.publish(session(disk), TIME)
+    one.publish(session(disk), TIME, [])
     assert b"new" == disk.read(f"{TAG}/model/x.pt")
     assert not is_visible(disk, TAG, "run-1")
 
@@ -123,7 +81,7 @@ def test_a_staged_tag_does_not_replace_one_unasked(disk: LocalStorage) -> None:
     one.begin(session(disk))
     written(disk, one)
     whole(disk)
-    for step in (one.begin, lambda session: one.publish(session, TIME)):
+    for step in (one.begin, lambda session: one.publish(session, TIME, [])):
         with pytest.raises(SaveFailed, match=r"one exists: .* pass overwrite=True$"):
             step(session(disk))
     assert b"old" == disk.read(f"{TAG}/model/x.pt")
@@ -136,7 +94,7 @@ def test_what_is_no_checkpoint_is_left_alone(disk: LocalStorage, made: str) -> N
     one = Staged(ATTEMPT, TAG)
     written(disk, one)
     with pytest.raises(SaveFailed, match="is not a checkpoint; it is left alone"):
-        one.publish(session(disk), TIME)
+        one.publish(session(disk), TIME, [])
     assert b"mine" == disk.read(made)
 
 
@@ -145,7 +103,7 @@ def test_a_copy_that_resumes_gathers_where_nobody_sweeps(disk: LocalStorage) -> 
     one = copy_publication(session(disk), TAG, False, None)
     written(disk, one)
     assert disk.is_file(f"{COPIES}/{TAG}/model/x.pt")
-    one.publish(session(disk), TIME)
+    one.publish(session(disk), TIME, [])
     assert b"new" == disk.read(f"{TAG}/model/x.pt")
     assert [] == disk.list(COPIES)
 
@@ -168,10 +126,10 @@ def test_a_replacement_that_another_job_took_over(
 
     publishing = session(HookedStorage(disk, taken_over))
     if is_published:
-        one.publish(publishing, TIME)
+        one.publish(publishing, TIME, [])
     else:
         with pytest.raises(FileNotFoundError):
-            one.publish(publishing, TIME)
+            one.publish(publishing, TIME, [])
     assert (b"new" if is_published else b"old") == disk.read(f"{TAG}/model/x.pt")
     assert is_published is is_visible(disk, TAG, ATTEMPT)
 
@@ -179,7 +137,7 @@ def test_a_replacement_that_another_job_took_over(
 def test_a_staged_tag_is_retired_by_a_rename(disk: LocalStorage) -> None:
     """Its bytes are deleted later."""
     whole(disk, "old")
-    Staged(ATTEMPT, TAG).retire(disk, "old")
+    Staged(ATTEMPT, TAG).retire(session(disk), "old")
     assert not disk.is_dir("old")
     assert 1 == len(disk.list(TRASH))
 
@@ -194,7 +152,7 @@ def test_a_tag_in_place_is_there_with_done(store: MemoryStorage) -> None:
     written(store, one)
     assert not is_visible(store, TAG, ATTEMPT)
     log: list[Operation] = []
-    one.publish(session(HookedStorage(store, recording(log))), TIME)
+    one.publish(session(HookedStorage(store, recording(log))), TIME, [])
     assert b"1700000000 run-2" == store.read(f"{TAG}/{DONE}")
     assert ["sync_dir", "link_new", "sync_dir"] == [done.name for done in log]
     assert is_visible(store, TAG, ATTEMPT)
@@ -204,7 +162,7 @@ def test_a_copy_of_nxds_has_its_done(store: MemoryStorage) -> None:
     """Ours would say that there is a manifest."""
     one = copy_publication(session(store), TAG, True, None)
     one.begin(session(store))
-    one.publish(session(store), TIME)
+    one.publish(session(store), TIME, [])
     assert b"1" == store.read(f"{TAG}/{DONE}")
 
 
@@ -324,7 +282,7 @@ def test_nothing_is_written_over_in_place(store: MemoryStorage) -> None:
 def test_a_job_that_was_taken_over_publishes_nothing(store: MemoryStorage) -> None:
     """It asks right before."""
     with pytest.raises(DirectoryInUse):
-        InPlace(ATTEMPT, TAG).publish(session(store, TAKEN), TIME)
+        InPlace(ATTEMPT, TAG).publish(session(store, TAKEN), TIME, [])
     assert not store.is_file(f"{TAG}/{DONE}")
 
 
@@ -332,7 +290,7 @@ def test_another_jobs_done_is_its(store: MemoryStorage) -> None:
     """It stays, and the save has failed."""
     store.write(f"{TAG}/{DONE}", b"1700000000 other-1")
     with pytest.raises(SaveFailed, match="another job"):
-        InPlace(ATTEMPT, TAG).publish(session(store), TIME)
+        InPlace(ATTEMPT, TAG).publish(session(store), TIME, [])
     assert b"1700000000 other-1" == store.read(f"{TAG}/{DONE}")
 
 
@@ -341,28 +299,28 @@ def test_a_lost_reply_is_looked_up(store: MemoryStorage) -> None:
     one, lost = InPlace(ATTEMPT, TAG), OSError(errno.ETIMEDOUT, "no reply")
     written(store, one)
     with pytest.raises(OSError, match="no reply"):
-        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME)
+        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
     assert not store.is_file(f"{TAG}/{DONE}")
     store.write(f"{TAG}/{DONE}", b"1700000000 run-2")
-    one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME)
+    one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
 
     store.write(f"{TAG}/{DONE}", b"1700000000 other-1")
     with pytest.raises(SaveFailed, match="another job"):
-        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME)
+        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
 
     def hook(operation: Operation) -> None:
         if operation.name in ("link_new", "is_file"):
             raise lost
 
     with pytest.raises(OutcomeUnknown, match="may or may not have been written"):
-        one.publish(session(HookedStorage(store, hook)), TIME)
+        one.publish(session(HookedStorage(store, hook)), TIME, [])
 
 
 def test_what_is_not_durable_is_withdrawn(store: MemoryStorage) -> None:
     """Else a failed save would be visible; another job's ``done`` stays."""
     error = OSError(errno.EIO, "not synced")
     with pytest.raises(OSError, match="not synced"):
-        InPlace(ATTEMPT, TAG).publish(session(HookedStorage(store, failing("sync_dir", TAG, error, after=1))), TIME)
+        InPlace(ATTEMPT, TAG).publish(session(HookedStorage(store, failing("sync_dir", TAG, error, after=1))), TIME, [])
     assert not store.is_file(f"{TAG}/{DONE}")
 
     def hook(operation: Operation) -> None:
@@ -371,7 +329,7 @@ def test_what_is_not_durable_is_withdrawn(store: MemoryStorage) -> None:
             raise error
 
     with pytest.raises(OSError, match="not synced"):
-        InPlace(ATTEMPT, TAG).publish(session(HookedStorage(store, hook)), TIME)
+        InPlace(ATTEMPT, TAG).publish(session(HookedStorage(store, hook)), TIME, [])
     assert b"1700000001 other-1" == store.read(f"{TAG}/{DONE}")
 
 
@@ -381,7 +339,7 @@ def test_a_tag_that_was_swept_is_withdrawn(store: MemoryStorage, holder: str | N
     if holder is not None:
         store.write(f"{TAG}/{MANIFEST}", manifest(holder))
     with pytest.raises(DirectoryInUse):
-        InPlace(ATTEMPT, TAG).publish(session(store, None, TAKEN), TIME)
+        InPlace(ATTEMPT, TAG).publish(session(store, None, TAKEN), TIME, [])
     assert not store.is_file(f"{TAG}/{DONE}")
 
 
@@ -390,17 +348,17 @@ def test_a_tag_that_is_whole_stays(store: MemoryStorage, answer: BaseException) 
     """Also if the lease was lost right after, or cannot be read."""
     one = InPlace(ATTEMPT, TAG)
     written(store, one)
-    one.publish(session(store, None, answer), TIME)
+    one.publish(session(store, None, answer), TIME, [])
     assert is_visible(store, TAG, ATTEMPT)
 
 
 def test_a_tag_in_place_is_retired_by_its_done(store: MemoryStorage) -> None:
     """After an intent, so that somebody removes the rest."""
     whole(store, "old")
-    InPlace(ATTEMPT, TAG).retire(store, "old")
+    InPlace(ATTEMPT, TAG).retire(session(store), "old")
     assert (False, True) == (store.is_file(f"old/{DONE}"), store.is_file(f"old/{MANIFEST}"))
     (intent,) = store.list(TRASH)
-    intents.clear(store, f"{TRASH}/{intent.name}")
+    intents.clear(store, f"{TRASH}/{intent.name}", lambda: True)
     assert not store.is_dir("old")
 
 

@@ -47,8 +47,8 @@ def voted(path: Path, ranks: int) -> LocalStorage:
     for rank in range(ranks):
         vote = Vote(rank, plan={"tag": "t"}, replica="same", index=RankLine(1, 1))
         voting.cast(storage, ATTEMPT, vote)
-    first = Topology(dp=ranks).coordinates
-    storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(first)}", dump_index(RankIndex(first, {}, ())))
+        at = Topology(dp=ranks).coordinates_of(rank)
+        storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(at)}", dump_index(RankIndex(at, {}, ())))
     return storage
 
 

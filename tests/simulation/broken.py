@@ -66,6 +66,18 @@ def _stands_still(schedule: Schedule) -> bool:
     return schedule.fault == "stall" or bool(schedule.rival)
 
 
+def _is_taken_over(schedule: Schedule) -> bool:
+    """Whether another job comes while rank 0 stands still."""
+    return schedule.late is None
+
+
+_BEATS_OVER = {
+    _LEASE: (
+        "                    self._storage.write(HEARTBEAT,",
+        "                    self._storage.write(LEASE, _encode(self._lease))\n"
+        "                    self._storage.write(HEARTBEAT,",
+    )
+}
 _VOTES = {_VOTING: ("        if not missing:\n", "        if found:\n")}
 _LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
 _LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
@@ -100,7 +112,15 @@ BREAKS = [
     ),
     Break(
         "The attempt's own directory is not synced before it is renamed.", "disk",
-        {_PUBLICATION: ("        storage.sync_dir(self.folder)\n        if self.resumes", "        if self.resumes")},
+        {_PUBLICATION: ("        storage.sync_dir(self.folder)\n        self.must", "        self.must")},
+    ),
+    Break(
+        "A tag is published without a look whether all ranks' files are still there.", "disk",
+        {_PUBLICATION: ("        self.must_hold(storage, self._not_listed(storage, files))\n", "")},
+        _is_taken_over,
+    ),
+    Break(
+        "A heartbeat writes the lease, too.", "disk", _BEATS_OVER, _is_taken_over,
     ),
     Break(
         "An old tag is removed before its successor is there.", "disk",
@@ -174,8 +194,8 @@ BREAKS = [
         "Retention removes one tag more.", "disk",
         {
             _COMMIT: (
-                "        for tag in judged(storage, list_tags(storage), rules).surplus:",
-                "        for tag in [info.tag for info in list_tags(storage)]:",
+                "        for tag in judged(storage, tags.values(), rules).surplus:",
+                "        for tag in tags:",
             )
         },
     ),
@@ -202,15 +222,15 @@ BREAKS = [
     ),
     Break(
         "A tag is not emptied before it is saved anew.", "store",
-        {_PUBLICATION: ("            _empty(storage, self.tag)\n        for", "            pass\n        for")},
+        {_PUBLICATION: ("            self._empty(session)\n        for", "            pass\n        for")},
     ),
     Break(
         "A tag is made visible before its manifest is written.", "store",
         {
             _COMMIT: (
                 "    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n"
-                "    publication.publish(session, order_time)\n",
-                "    publication.publish(session, order_time)\n"
+                "    publication.publish(session, order_time, indexes)\n",
+                "    publication.publish(session, order_time, indexes)\n"
                 "    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n",
             )
         },
@@ -236,7 +256,12 @@ BREAKS = [
     Break("The lease of a live job is taken.", "store", {_LEASE: _LEASE_IS_FREE}),
     Break(
         "`done` is not removed first.", "store",
-        {_PUBLICATION: ('    storage.remove(f"{tag}/{DONE}")\n    storage.remove(tag)\n', "    storage.remove(tag)\n")},
+        {
+            _PUBLICATION: (
+                '        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)\n        remove_if',
+                "        remove_if",
+            )
+        },
         _replaces,
     ),
     Break(
@@ -249,15 +274,12 @@ BREAKS = [
         _stands_still,
     ),
     Break(
-        "A heartbeat writes the lease, too.", "store",
-        {
-            _LEASE: (
-                "                    self._storage.write(HEARTBEAT,",
-                "                    self._storage.write(LEASE, _encode(self._lease))\n"
-                "                    self._storage.write(HEARTBEAT,",
-            )
-        },
-        _stands_still,
+        "A heartbeat writes the lease, too.", "store", _BEATS_OVER, _is_taken_over,
+    ),
+    Break(
+        "What a tag consists of is removed whoever holds the lease by then.", "store",
+        {_S3: ("            if not confirm():\n                return False\n", "")},
+        _is_taken_over,
     ),
     Break(
         "A reader does not look again whether the tag is the one that it opened.", "store", _IS_NOT_ASKED_AGAIN,

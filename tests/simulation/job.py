@@ -140,9 +140,11 @@ def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointe
     )
 
 
-def saving(job: Job, rank: int, storage: Storage, saves: list[Save], comes: Callable[[], None]) -> None:
-    """What a rank of the job does once it ``comes``: one save after the other, and what came of each. Asynchronous ones
-    are waited for before the next but one."""
+def saving(
+    job: Job, rank: int, storage: Storage, saves: list[Save], comes: Callable[[], None], trains: float = 0.0
+) -> None:
+    """What a rank of the job does once it ``comes``: it trains for so many seconds, then saves, then trains again; and
+    what came of each save. Asynchronous ones are waited for before the next but one."""
     world = job.world
     comes()
     saver = checkpointer(storage, rank, job.run_id)
@@ -164,6 +166,8 @@ def saving(job: Job, rank: int, storage: Storage, saves: list[Save], comes: Call
 
     try:
         for save in saves:
+            if trains:
+                world.pause(trains)
             began = world.now
             job.begun.append((rank, save))
             job.began.setdefault(save, began)

@@ -41,14 +41,20 @@ class Stage(ABC):
         """The place as it is."""
 
     def launch(
-        self, run_id: str, machines: tuple[str, ...], saves: list[Save], comes: Callable[[], None] = lambda: None
+        self,
+        run_id: str,
+        machines: tuple[str, ...],
+        saves: list[Save],
+        comes: Callable[[], None] = lambda: None,
+        trains: float = 0.0,
     ) -> list[Task]:
-        """Start a job's ranks, one on each machine, each of which first waits until it ``comes``."""
+        """Start a job's ranks, one on each machine, each of which first waits until it ``comes``, and ``trains`` for so
+        many seconds before each save."""
         processes = [self.world.start_process(machine) for machine in machines]
         job = Job(self.world, run_id, processes, self.has_group, is_rival=run_id == "rival")
         self.jobs.append(job)
         storages = [self.storage(process) for process in processes]
-        ranks = [partial(saving, job, rank, storage, saves, comes) for rank, storage in enumerate(storages)]
+        ranks = [partial(saving, job, rank, storage, saves, comes, trains) for rank, storage in enumerate(storages)]
         return [self.world.spawn(process, rank) for process, rank in zip(processes, ranks, strict=True)]
 
     def reader(self) -> Reader:

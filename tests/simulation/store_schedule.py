@@ -35,7 +35,8 @@ SPOILED = (
     "is being written by another job",
     "is being written by another live job, run first",
 )
-"""What ranks are told whose save a late request of an earlier job spoiled."""
+"""What ranks are told whose save a request of an earlier job spoiled, which came late, or from a rank that had stood
+still: see "What is not kept" in docs/reliability.md."""
 
 LATE = 2.0
 """Seconds after which a late request has happened."""
@@ -64,8 +65,6 @@ class StoreSchedule(Schedule):
         overwrite = True if "rival" in fields else random.choice((True, True, True, None))
         for name in fields.keys() & {"saves", "rival"}:
             fields[name] = tuple(replace(save, overwrite=overwrite) for save in fields[name])
-        if fields.get("late", 0.0) is None:  # who takes over a removal and saves that tag: docs/decisions/014
-            fields["rival"] = tuple(replace(save, tag=tag) for save, tag in zip(fields["rival"], "xy", strict=True))
         times = random.choice((1, RETRIES + 1, RETRIES + 1, 4 * RETRIES))
         part, page = random.choice((2**20, 400)), random.choice((1000, 2))
         return StoreSchedule(seed, **fields, times=times, part=part, page=page)
@@ -78,6 +77,7 @@ class StoreRun(Run):
     """A schedule under way."""
 
     schedule: StoreSchedule
+    excused = SPOILED[:2]
 
     def __init__(self, schedule: StoreSchedule) -> None:
         super().__init__(schedule)

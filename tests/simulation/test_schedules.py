@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,46 @@ def test_the_promises_hold_whatever_request_is_interrupted(fault: str, rank: int
     for at in range(4 * REQUESTS[rank]):
         for times in (1, 3):
             run(StoreSchedule(at, saves, fault, rank, at, times=times, part=400, page=2))
+
+
+TAKEN_OVER = {
+    "retention": (Save("a", 1), Save("b", 2, num_kept=1)),
+    "overwrite": (Save("a", 1), Save("a", 2, overwrite=True)),
+    "new": (Save("a", 1),),
+}
+"""What is saved by a job that another one takes over."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_promises_hold_where_another_job_takes_over(place: str) -> None:
+    """Rank 0 stands still, and wakes when the other one has taken over: before one in eleven of its calls, now joined
+    by a process group, now not."""
+    for at in range(1, CALLS[place] * 2, 11):
+        run(taken_over(place, "retention", "ab", at, has_group=at % 2 == 0))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("tags", ["ab", "ax", "ba", "bx"])
+@pytest.mark.parametrize("saves", TAKEN_OVER)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_promises_hold_whatever_instant_another_job_takes_over_at(place: str, saves: str, tags: str) -> None:
+    """Before each call of rank 0, those included that only look. The other job saves tags of these names."""
+    for at in range(1, CALLS[place] * len(TAKEN_OVER[saves])):
+        for has_group in (False, True):
+            run(taken_over(place, saves, tags, at, has_group=has_group))
+
+
+CALLS = {"disk": 210, "store": 130}
+"""At least as many calls rank 0 makes in a save."""
+
+
+def taken_over(place: str, saves: str, tags: str, at: int, *, has_group: bool) -> Schedule:
+    rival = tuple(Save(tag, value, at % 3 == 0, overwrite=True) for value, tag in enumerate(tags, start=5))
+    more: dict[str, Any] = {"has_group": has_group, "rival": rival, "late": None, "looks": True}
+    if place == "store":
+        return StoreSchedule(at, TAKEN_OVER[saves], "stall", 0, at, part=400 if at % 2 else 2**20, **more)
+    return DiskSchedule(at, TAKEN_OVER[saves], "stall", 0, at, swaps=at % 4 < 2, **more)
 
 
 @pytest.mark.soak

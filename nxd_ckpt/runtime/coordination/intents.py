@@ -10,13 +10,15 @@ with what is not a tag yet, or no longer; :func:`clear` removes either.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.layout.names import DONE
 from nxd_ckpt.runtime.coordination.control_files import read_note
-from nxd_ckpt.runtime.paths import STAGING, TRASH
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.runtime.paths import COPIES, STAGING, TRASH, unfinished_dir
+from nxd_ckpt.storage.base import Storage, remove_if
 
 
 def declare(storage: Storage, key: str, tag: str) -> None:
@@ -42,13 +44,30 @@ def _of(storage: Storage, folder: str, tag: str) -> list[str]:
     return [name for name in found if _tag(storage, f"{folder}/{name}") == tag]
 
 
-def clear(storage: Storage, key: str) -> None:
-    """Finish what an intent announced, or remove a directory. Nobody may be working there any more. Safe to repeat."""
+def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
+    """Finish what an intent announced, or remove a directory. Safe to repeat.
+
+    Nobody may be working there any more. ``confirm`` says whether that still holds, once it is known what an intent's
+    tag consists of.
+    """
     tag = _tag(storage, key) if storage.is_file(key) else None
     if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
-        storage.remove(tag)
+        if not (remove_if(storage, tag, confirm) and confirm()):
+            return
         storage.discard_unfinished(tag)
+    if storage.renames and key.rpartition("/")[0] in (STAGING, COPIES) and storage.is_dir(key):
+        key = _moved_away(storage, key)
     storage.remove(key)
+
+
+def _moved_away(storage: Storage, key: str) -> str:
+    """Where a directory is that was removed from its place: all of it at once, since a rank that wakes up there must
+    find all its files, or none."""
+    away = unfinished_dir(key)
+    storage.remove(away)  # an earlier one
+    with suppress(FileNotFoundError):
+        storage.rename(key, away)
+    return away
 
 
 def _tag(storage: Storage, key: str) -> str | None:

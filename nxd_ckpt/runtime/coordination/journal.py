@@ -113,30 +113,37 @@ def _announced(storage: Storage) -> tuple[str, str] | None:
         raise MalformedFile(f"{storage.url}/{JOURNAL}: it names no swap ({type(error).__name__}: {error})") from error
 
 
-def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[], bool] = lambda: False) -> bool:
-    """Make a tag invisible with one rename; False where it is ``spared`` then, and has its name again."""
+def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+    """Make a tag invisible with one rename; False where it is ``spared``, which is told where it lies then: it has its
+    name again."""
+    key, goes = trash_file(attempt, tag), False
     storage.make_dir(TRASH)
-    storage.rename(tag, trash_file(attempt, tag))
-    if spared():
-        storage.rename(trash_file(attempt, tag), tag)
-        return False
-    storage.sync_dir("")
-    return True
+    storage.rename(tag, key)
+    try:
+        goes = not spared(key)
+    finally:
+        if not goes:
+            storage.rename(key, tag)
+    if goes:
+        storage.sync_dir("")
+    return goes
 
 
-def discard_trash(storage: Storage) -> None:
+def discard_trash(storage: Storage, confirm: Callable[[], bool] = lambda: True) -> None:
     """Delete what was renamed away. Failures are left for the next time, because nothing visible depends on it. Nothing
     is deleted while there is a journal: an old tag may have to be put back.
+
+    In a store the intents there are finished; see intents.clear for ``confirm``.
     """
     with suppress(OSError):
         if is_open(storage):
             return
         for entry in storage.list(TRASH):
             with suppress(OSError):
-                discard(storage, entry.name)
+                discard(storage, entry.name, confirm)
 
 
-def discard(storage: Storage, name: str) -> None:
+def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
     """Delete what is called ``name`` in the trash. Raises OSError.
 
     If it is a tag that is pinned, it gets its name back: whoever was to remove it ended before that saw the pin.
@@ -147,7 +154,7 @@ def discard(storage: Storage, name: str) -> None:
             if is_trash_of(name, tag):
                 Replacement(storage, key, tag, key).put_back()
                 _sync(storage)
-    intents.clear(storage, key)
+    intents.clear(storage, key, confirm)
 
 
 def _sync(storage: Storage) -> None:

@@ -25,7 +25,7 @@ from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.runtime.coordination.control_files import set_aside
 from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE
-from nxd_ckpt.storage.base import Storage, file_system_of
+from nxd_ckpt.storage.base import Storage, file_system_of, remove_if
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -124,8 +124,7 @@ def read(storage: Storage) -> Lease | None:
 
 def release(storage: Storage, lease: Lease) -> None:
     """Give the lease back, if it is still ours."""
-    if read(storage) == lease:
-        storage.remove(LEASE)
+    if remove_if(storage, LEASE, lambda: read(storage) == lease):
         storage.remove(HEARTBEAT)
 
 

@@ -161,7 +161,8 @@ class CollectedSave:
     def discard(self) -> None:
         """Rank 0: remove what is left of the attempt. A tag that is visible stays."""
         with suppress(OSError, CheckpointError):  # else the next job sweeps it
-            intents.clear(self._session.storage, staging_dir(self._publication.attempt))
+            session = self._session
+            intents.clear(session.storage, staging_dir(self._publication.attempt), session.confirm)
 
     def close(self) -> None:
         self._session.close()

@@ -31,7 +31,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags
+from nxd_ckpt.layout.directory import find_tag, is_checkpoint_of_ours_or_nxd, list_tags
 from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
@@ -107,11 +107,13 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         metrics=request.metrics,
         phases=_phases(votes),
     )
+    indexes = [names.index_file(topology.coordinates_of(rank)) for rank in range(topology.world_size)]
+    session.require()  # again: in place, what is written may get into the way of who saves the same tag by now
     publication.put(storage, names.MANIFEST, dump_manifest(manifest))
-    publication.publish(session, order_time)
+    publication.publish(session, order_time, indexes)
     if request.rules is not None:
         held = () if request.draining is None else request.draining.held
-        retain(storage, publication, request.rules, held)
+        retain(session, publication, request.rules, held)
 
 
 def _timings(votes: Sequence[Vote], request: Commit) -> dict[str, float]:
@@ -137,12 +139,12 @@ def retire(session: Session, tag: str) -> bool:
 
     Raises DirectoryInUse where another job took the directory over.
     """
-    storage = session.storage
-    if not is_checkpoint_of_ours_or_nxd(storage, tag):
+    storage, found = session.storage, find_tag(session.storage, tag)
+    if found is None or not is_checkpoint_of_ours_or_nxd(storage, tag):
         return False
     session.require()
-    removed = retire_unpinned(storage, publication_of(session, session.counter, tag, None), tag)
-    journal.discard_trash(storage)
+    removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), found)
+    journal.discard_trash(storage, session.confirm)
     return removed
 
 
@@ -169,21 +171,21 @@ def _clean_up(session: Session, counter: int) -> None:
         if run != run_id or not number.isdigit():
             continue
         if (everyone_is_past and int(number) < counter) or voting.all_voted(storage, entry.name, world_size):
-            _clear(storage, staging_dir(entry.name))
+            _clear(session, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks may still have to read its verdict.
         for entry in storage.list(VOTES):
             run, _, number = entry.name.rpartition("-")
             if run == run_id and number.isdigit() and int(number) < counter:
-                _clear(storage, votes_dir(entry.name))
-    journal.discard_trash(storage)
+                _clear(session, votes_dir(entry.name))
+    journal.discard_trash(storage, session.confirm)
 
 
-def _clear(storage: Storage, key: str) -> None:
+def _clear(session: Session, key: str) -> None:
     try:
-        intents.clear(storage, key)
+        intents.clear(session.storage, key, session.confirm)
     except OSError as error:
-        logger.warning("could not remove %s/%s: %s", storage.url, key, error)
+        logger.warning("could not remove %s/%s: %s", session.storage.url, key, error)
 
 
 def _parameters(
@@ -238,12 +240,15 @@ def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
 
 
 def retain(
-    storage: Storage, publication: Publication, rules: Sequence[Rule], held: Collection[str] = ()
+    session: Session, publication: Publication, rules: Sequence[Rule], held: Collection[str] = ()
 ) -> None:
     """Make surplus tags invisible, but those that are ``held``. Never fails the save: the new tag is already safe."""
+    storage = session.storage
     try:
-        for tag in judged(storage, list_tags(storage), rules).surplus:
+        tags = {info.tag: info for info in list_tags(storage)}
+        for tag in judged(storage, tags.values(), rules).surplus:
             if tag not in (publication.tag, *held):
-                retire_unpinned(storage, publication, tag)
+                session.require()
+                retire_unpinned(session, publication, tags[tag])
     except (OSError, CheckpointError) as error:
         logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

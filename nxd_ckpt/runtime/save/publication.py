@@ -12,7 +12,9 @@ A publication is plain data, so that processes that only write files (a conversi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -25,7 +27,10 @@ from nxd_ckpt.runtime.coordination import intents, journal
 from nxd_ckpt.runtime.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.session import Session
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, remove_if
+
+_FEW = 8
+"""So many files are asked for one by one."""
 
 
 class Publication(Protocol):
@@ -54,20 +59,30 @@ class Publication(Protocol):
     def put(self, storage: Storage, name: str, data: bytes) -> None:
         """Write a small file into the folder; never over that of another job."""
 
-    def publish(self, session: Session, order_time: float) -> None:
+    def must_hold(self, storage: Storage, files: Collection[str]) -> None:
+        """Raise DirectoryInUse unless these names, which were written into the folder, are there.
+
+        Where a folder is staged, whoever takes the directory over moves it away, all of it at once. What is written
+        after that makes it anew, with nothing in it but that.
+        """
+
+    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
         """Rank 0, when all else is complete and durable: make the tag visible, and that durable.
+
+        ``files`` are names of what was written into the folder, of every rank one that it wrote after its others.
 
         Raises, with nothing visible but what was before:
             SaveFailed, OSError: it cannot be done.
+            DirectoryInUse: another job took the directory over, and may have removed some of it.
         Raises, where the tag may be visible:
             OutcomeUnknown: the storage does not say.
         """
 
-    def retire(self, storage: Storage, tag: str, spared: Callable[[], bool] = lambda: False) -> bool:
+    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
         """Make another tag invisible at once; journal.discard_trash deletes it.
 
-        False where it is ``spared``, which is asked once others can see that it goes: who says so then or before, and
-        finds that it is still there, is heard.
+        False where it is ``spared``, which is told where the tag lies, and is asked once others can see that it goes:
+        who says so then or before, and finds that it is still there, is heard.
         """
 
 
@@ -92,7 +107,7 @@ class Staged:
     def put(self, storage: Storage, name: str, data: bytes) -> None:
         storage.write(f"{self.folder}/{name}", data)
 
-    def publish(self, session: Session, order_time: float) -> None:
+    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
         storage = session.storage
         if self.overwrite is False:
             _refuse_existing(storage, self.tag)
@@ -101,6 +116,7 @@ class Staged:
         self.put(storage, DONE, b"1")
         storage.set_time(f"{self.folder}/{DONE}", order_time)
         storage.sync_dir(self.folder)
+        self.must_hold(storage, self._not_listed(storage, files))
         if self.resumes:
             storage.rename(self.folder, staging_dir(self.attempt))
         try:
@@ -110,8 +126,27 @@ class Staged:
             if not is_visible(storage, self.tag, self.attempt):
                 raise
 
-    def retire(self, storage: Storage, tag: str, spared: Callable[[], bool] = lambda: False) -> bool:
-        return journal.remove_tag(storage, tag, self.attempt, spared)
+    def must_hold(self, storage: Storage, files: Collection[str]) -> None:
+        for name in files if len(files) <= _FEW else self._not_listed(storage, files):
+            key = f"{self.folder}/{name}"
+            if not storage.is_file(key):
+                raise DirectoryInUse(
+                    f"{storage.url}/{key} was written, and is gone: another job took the directory over, because this "
+                    "one gave no sign of life for too long, or somebody removed it. Stop one of two jobs"
+                )
+
+    def _not_listed(self, storage: Storage, files: Collection[str]) -> list[str]:
+        """A network file system may show an old listing: those have to be asked for."""
+        folders = {os.path.dirname(name) for name in files}
+        there = {
+            os.path.join(folder, entry.name)
+            for folder in folders
+            for entry in storage.list(f"{self.folder}/{folder}".rstrip("/"))
+        }
+        return [name for name in files if name not in there]
+
+    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+        return journal.remove_tag(session.storage, tag, self.attempt, spared)
 
 
 @dataclass(frozen=True)
@@ -139,7 +174,7 @@ class InPlace:
             _refuse_existing(storage, self.tag)
         if self.resumes:
             _refuse_what_is_no_checkpoint(storage, self.tag)
-            storage.remove(f"{self.tag}/{DONE}")  # what is to be replaced is a checkpoint no more
+            remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # what is to be replaced is a checkpoint no more
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
             storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
@@ -150,8 +185,7 @@ class InPlace:
         self._await_writers(session, earlier)
         intents.declare(storage, staging_dir(self.attempt), self.tag)
         if earlier or storage.is_dir(self.tag):
-            session.require()  # again: this cannot be taken back, and waiting may have taken long
-            _empty(storage, self.tag)
+            self._empty(session)
         for attempt in earlier:
             storage.remove(staging_dir(attempt))
         # Not just "1": a late request that was to remove the marker of the tag before would take this one for it.
@@ -164,7 +198,7 @@ class InPlace:
         if not storage.link_new(key, data) and storage.read(key) != data:
             raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
 
-    def publish(self, session: Session, order_time: float) -> None:
+    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
         storage, done = session.storage, f"{self.tag}/{DONE}"
         mark = f"{order_time:.0f} {self.attempt}".encode() if self.attempt else b"1"
         storage.sync_dir(self.tag)
@@ -184,14 +218,25 @@ class InPlace:
             raise
         self._withdraw_if_swept(session, mark)
 
-    def retire(self, storage: Storage, tag: str, spared: Callable[[], bool] = lambda: False) -> bool:
-        intent = trash_file(self.attempt, tag)
+    def must_hold(self, storage: Storage, files: Collection[str]) -> None:
+        """Nothing: whoever takes over takes the lease, which is looked at before ``done`` is created and after it."""
+
+    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+        storage, intent = session.storage, trash_file(self.attempt, tag)
         intents.declare(storage, intent, tag)
-        if spared():
+        goes = remove_if(storage, f"{tag}/{DONE}", lambda: not spared(tag))
+        if not goes:
             storage.remove(intent)
-            return False
-        storage.remove(f"{tag}/{DONE}")
-        return True
+        return goes
+
+    def _empty(self, session: Session) -> None:
+        """Remove all there is of the tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
+        storage = session.storage
+        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)
+        remove_if(storage, self.tag, session.confirm)
+        session.require()  # again: listing may have taken long
+        storage.discard_unfinished(self.tag)
+        storage.make_dir(self.tag)
 
     def _await_writers(self, session: Session, attempts: list[str]) -> None:
         """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
@@ -218,8 +263,8 @@ class InPlace:
     def _withdraw(self, storage: Storage, mark: bytes) -> None:
         """Remove ``done``, unless it is that of another job by now."""
         done = f"{self.tag}/{DONE}"
-        if storage.is_file(done) and storage.read(done) == mark:
-            storage.remove(done)
+        with suppress(FileNotFoundError):
+            remove_if(storage, done, lambda: storage.read(done) == mark)
 
     def _withdraw_if_swept(self, session: Session, mark: bytes) -> None:
         """Whoever took over the directory before ``done`` was there removed what it would have completed."""
@@ -269,14 +314,6 @@ def _is_of(storage: Storage, tag: str, attempt: str) -> bool:
         return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == attempt
     except (FileNotFoundError, MalformedFile):
         return False
-
-
-def _empty(storage: Storage, tag: str) -> None:
-    """Remove all there is of a tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
-    storage.remove(f"{tag}/{DONE}")
-    storage.remove(tag)
-    storage.discard_unfinished(tag)
-    storage.make_dir(tag)
 
 
 def _refuse_existing(storage: Storage, tag: str) -> None:

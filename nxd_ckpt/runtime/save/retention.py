@@ -8,9 +8,10 @@ from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.retention import Best, Metrics, Retention, Rule, decide
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd
+from nxd_ckpt.layout.directory import find_tag, is_checkpoint_of_ours_or_nxd
 from nxd_ckpt.runtime.coordination.pins import pinned
 from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
 
 
@@ -25,13 +26,16 @@ def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> 
     return decide(ours, rules, {info.tag: _metrics(storage, info) for info in asked}, pinned(storage))
 
 
-def retire_unpinned(storage: Storage, publication: Publication, tag: str) -> bool:
-    """Make a tag invisible, unless it is pinned by the time at which that cannot be taken back: whether it is."""
+def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -> bool:
+    """Make a tag invisible, unless it is pinned by the time at which that cannot be taken back, or another save than
+    was judged: whether it is. (If this job stood still meanwhile, another may have taken over, and saved that tag.)"""
+    storage = session.storage
 
-    def is_pinned() -> bool:
-        return tag in pinned(storage)
+    def stays(key: str) -> bool:
+        found = find_tag(storage, key)
+        return info.tag in pinned(storage) or found is None or found.order_time != info.order_time
 
-    return not is_pinned() and publication.retire(storage, tag, is_pinned)
+    return not stays(info.tag) and publication.retire(session, info.tag, stays)
 
 
 def _metrics(storage: Storage, info: TagInfo) -> Metrics:

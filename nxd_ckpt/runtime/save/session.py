@@ -78,6 +78,11 @@ class Session:
         if self.lease is not None:
             lease.require(self.storage, self.lease)
 
+    def confirm(self) -> bool:
+        """As :meth:`require`: True, or it raises."""
+        self.require()
+        return True
+
     def is_leaving(self) -> bool:
         return host.monotonic() >= self.leaves_at
 
@@ -277,9 +282,9 @@ def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
                     continue
                 session.require()
                 if folder == TRASH:
-                    journal.discard(storage, entry.name)
+                    journal.discard(storage, entry.name, session.confirm)
                 else:
-                    intents.clear(storage, f"{folder}/{entry.name}")
+                    intents.clear(storage, f"{folder}/{entry.name}", session.confirm)
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
 

@@ -316,8 +316,13 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def write_index(storage: Storage, publication: Publication, key: str, index: RankIndex) -> FileEntry:
-    """Write the index durably; its size in bytes and CRC-32, for the vote."""
-    return write_small(storage, publication, key, dump_index(index))
+    """Write the index durably; its size in bytes and CRC-32, for the vote.
+
+    Raises DirectoryInUse if a file that it tells of is not there any more.
+    """
+    entry = write_small(storage, publication, key, dump_index(index))
+    publication.must_hold(storage, index.files)
+    return entry
 
 
 def write_small(storage: Storage, publication: Publication, key: str, data: bytes) -> FileEntry:

@@ -8,7 +8,7 @@ its reply was lost is not taken for somebody else's. The library is boto3; ``doc
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -116,11 +116,14 @@ class S3Storage:
         raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
 
     def remove(self, key: str) -> None:
-        if key:
-            with suppress(FileNotFoundError):
-                self._delete(key, [{"Key": self._bucket.full(key), "ETag": self._bucket.head(key)["ETag"]}])
-        for page in self._bucket.pages(key):
-            self._delete(key, page.get("Contents", ()))
+        self.remove_if(key, lambda: True)
+
+    def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
+        for found in self._found(key):
+            if not confirm():
+                return False
+            self._delete(key, found)
+        return True
 
     def discard_unfinished(self, key: str) -> None:
         for name, upload_id in self._bucket.uploads(key, self._bucket.below(key)):
@@ -138,6 +141,13 @@ class S3Storage:
 
     def set_time(self, key: str, seconds: float) -> None:
         """Nothing: times belong to the store, which keeps whole seconds."""
+
+    def _found(self, key: str) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """The object of that key, and those below it, as listed: some at a time."""
+        if key:
+            with suppress(FileNotFoundError):
+                yield [{"Key": self._bucket.full(key), "ETag": self._bucket.head(key)["ETag"]}]
+        yield from (found for page in self._bucket.pages(key) if (found := page.get("Contents", ())))
 
     def _delete(self, key: str, found: Sequence[Mapping[str, Any]]) -> None:
         """Delete objects as they were ``found``. One that is another by now stays: a request that the store carries out

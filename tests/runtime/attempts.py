@@ -1,0 +1,54 @@
+"""An attempt that is about to become a tag: one rank, its storage, and a session that says little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from nxd_ckpt.core.manifest import dump_manifest
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.runtime.save.publication import Publication
+from nxd_ckpt.storage.base import Storage
+from tests.core.documents import MANIFEST as DOCUMENT
+
+TAKEN = DirectoryInUse("it was taken over")
+ATTEMPT, TAG = "run-2", "one"
+TIME = 1_700_000_000.0
+
+
+def manifest(attempt: str = ATTEMPT) -> bytes:
+    return dump_manifest(replace(DOCUMENT, tag=TAG, attempt=attempt))
+
+
+def session(storage: Storage, *answers: BaseException | None) -> Any:
+    """One whose lease is asked for: ``answers`` in turn, the last again and again; none is a lease that holds."""
+    left = list(answers) or [None]
+
+    def require() -> None:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if answer is not None:
+            raise answer
+
+    def confirm() -> bool:
+        require()
+        return True
+
+    return SimpleNamespace(
+        storage=storage, require=require, confirm=confirm, run_id="run", topology=Topology(), timeout=0.1,
+        is_leaving=lambda: False, attempt=lambda number: f"run-{number}",
+    )  # fmt: skip
+
+
+def whole(storage: Storage, tag: str = TAG, attempt: str = "run-1") -> None:
+    """A complete tag of ours, with one file."""
+    for name, data in ((MARKER, b"1"), (MANIFEST, manifest(attempt)), ("model/x.pt", b"old"), (DONE, b"1")):
+        storage.write(f"{tag}/{name}", data)
+
+
+def written(storage: Storage, one: Publication) -> None:
+    """What a save writes before it is published."""
+    one.put(storage, "model/x.pt", b"new")
+    one.put(storage, MANIFEST, manifest())

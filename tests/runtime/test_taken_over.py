@@ -1,0 +1,152 @@
+"""What a job does that stood still until another one took its directory over, and wakes up: nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from pathlib import Path
+
+import pytest
+
+from nxd_ckpt.core.entries import FileEntry
+from nxd_ckpt.core.manifest import RankIndex
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.layout.directory import find_tag
+from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.runtime.coordination import intents
+from nxd_ckpt.runtime.paths import COPIES, PINS, TRASH, staging_dir, unfinished_dir
+from nxd_ckpt.runtime.save.publication import InPlace, Publication, Staged, is_visible
+from nxd_ckpt.runtime.save.retention import retire_unpinned
+from nxd_ckpt.runtime.save.writing import write_index
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.runtime.attempts import ATTEMPT, TAG, TAKEN, TIME, session, whole, written
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path)
+
+
+@pytest.fixture
+def store() -> MemoryStorage:
+    return MemoryStorage()
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("one", [Staged(ATTEMPT, TAG), Staged(ATTEMPT, TAG, resumes=True)])
+def test_a_staged_tag_that_lost_a_file_does_not_appear(disk: LocalStorage, one: Staged, count: int) -> None:
+    """Another job took over, and moved away what this one had staged; what was written since then is not all."""
+    files = [f"index/{number}.json" for number in range(count)]
+    written(disk, one)
+    for name in files:
+        one.put(disk, name, b"{}")
+    disk.remove(f"{one.folder}/{files[-1]}")
+    with pytest.raises(DirectoryInUse, match=rf"{files[-1]} was written, and is gone: another job took .* over"):
+        one.publish(session(disk), TIME, files)
+    assert not disk.is_dir(TAG)
+    one.put(disk, files[-1], b"{}")
+    one.publish(session(disk), TIME, files)
+    assert is_visible(disk, TAG, ATTEMPT)
+
+
+def test_a_file_that_a_listing_does_not_show_yet_is_asked_for(
+    disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems may show an old listing for a while."""
+    one, files = Staged(ATTEMPT, TAG), [f"index/{number}.json" for number in range(20)]
+    for name in files:
+        one.put(disk, name, b"{}")
+    listed = disk.list(f"{one.folder}/index")
+    monkeypatch.setattr(LocalStorage, "list", lambda self, key="": listed[:-1] if key.endswith("index") else [])
+    one.must_hold(disk, files)
+
+
+def test_a_rank_whose_files_were_moved_away_does_not_vote_for_them(disk: LocalStorage) -> None:
+    """They were written, then another job took over, then comes the index, which makes the folder anew."""
+    one = Staged(ATTEMPT, TAG)
+    written(disk, one)
+    index = RankIndex(Coordinates(), {"model/x.pt": FileEntry(3, 0)}, ())
+    write_index(disk, one, "index/x.json", index)
+    intents.clear(disk, one.folder, lambda: True)
+    with pytest.raises(DirectoryInUse, match=r"model/x.pt was written, and is gone"):
+        write_index(disk, one, "index/x.json", index)
+
+
+@pytest.mark.parametrize("place", [staging_dir("run-1"), f"{COPIES}/x"])
+def test_what_was_staged_is_moved_away_at_once(disk: LocalStorage, place: str) -> None:
+    """Before the first file is deleted: who wakes up finds all of it, or nothing. What a killed job had moved away
+    there is no obstacle."""
+    log = list[Operation]()
+    for _ in range(2):
+        for name in ("a", "b/c"):
+            disk.write(f"{place}/{name}", b"1")
+        disk.write(f"{unfinished_dir(place)}/x", b"1")
+        intents.clear(HookedStorage(disk, log.append), place, lambda: True)
+        assert (False, []) == (disk.is_dir(place), disk.list(TRASH))
+    changes = [done.key for done in log if done.name in ("rename", "remove")]
+    assert [unfinished_dir(place), f"{place} -> {unfinished_dir(place)}", unfinished_dir(place)] * 2 == changes
+
+
+def test_an_intent_is_not_finished_by_a_job_that_was_taken_over(store: MemoryStorage) -> None:
+    """Its successor may be saving that tag by now: all of it stays, and the intent."""
+    store.write(f"{TAG}/model/x.pt", b"1")
+    intents.declare(store, staging_dir(ATTEMPT), TAG)
+    with pytest.raises(DirectoryInUse):
+        intents.clear(store, staging_dir(ATTEMPT), session(store, TAKEN).confirm)
+    intents.clear(store, staging_dir(ATTEMPT), lambda: False)
+    assert [staging_dir(ATTEMPT), f"{TAG}/model/x.pt"] == store.keys
+
+
+def test_what_comes_into_a_tag_while_an_intent_is_finished_stays(store: MemoryStorage) -> None:
+    """Whoever was to finish it stood still after it had listed the tag, until another job saved there."""
+
+    def save() -> bool:
+        store.remove(TAG)
+        whole(store)
+        return True
+
+    store.write(f"{TAG}/model/x.pt", b"unfinished")
+    intents.declare(store, staging_dir(ATTEMPT), TAG)
+    intents.clear(store, staging_dir(ATTEMPT), save)
+    assert b"old" == store.read(f"{TAG}/model/x.pt")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_tag_that_was_saved_anew_since_it_was_judged_is_not_retired(
+    disk: LocalStorage, store: MemoryStorage, in_place: bool
+) -> None:
+    """A job that stood still until another one had saved the same tag. Nor one of which that cannot be told."""
+    storage: Storage = store if in_place else disk
+    one: Publication = InPlace(ATTEMPT, TAG) if in_place else Staged(ATTEMPT, TAG)
+    whole(storage, "old")
+    storage.write(f"old/{DONE}", b"5 run-1" if in_place else b"1")
+    storage.set_time(f"old/{DONE}", 5.0)
+    judged = find_tag(storage, "old")
+    assert judged is not None
+
+    def saved_anew(operation: Operation) -> None:
+        """Just before it is removed, or moved away."""
+        if operation.name == "rename" and operation.key.startswith("old ->"):
+            disk.set_time(f"old/{DONE}", 6.0)
+        if operation.name == "write" and operation.key.startswith(TRASH):
+            store.write(f"old/{DONE}", b"6 run-9")
+
+    def fails(operation: Operation) -> None:
+        if operation.name == "list" and operation.key == PINS and next(asked) > 0:
+            raise OSError(errno.EIO, "no")
+
+    asked = itertools.count()
+    assert not retire_unpinned(session(HookedStorage(storage, saved_anew)), one, judged)
+    again = find_tag(storage, "old")
+    assert again is not None
+    with pytest.raises(OSError, match="no"):
+        retire_unpinned(session(HookedStorage(storage, fails)), one, again)
+    assert storage.is_file(f"old/{DONE}")
+    assert retire_unpinned(session(storage), one, again)
+    assert not storage.is_file(f"old/{DONE}")
