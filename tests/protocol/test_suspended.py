@@ -57,6 +57,7 @@ def stops(rank: int, path: Path, at: int | str) -> Told:
             armed = False
             (path.parent / "stopped").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.1)  # the signal may stop another thread first
 
     session._beat_interval = lambda session: 0.2
     saver = checkpointer(path, rank, WORLD, stop if rank == 0 else None)
