@@ -82,7 +82,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
             if len(removed) < len(found.surplus):
                 kept = retention.judged(storage, settled_tags(storage), rules).kept
                 found = Retention(kept, tuple(removed))
-            journal.discard_trash(storage, session.confirm)
+            journal.discard_trash(storage, session.run_id, session.confirm)
     return Pruned(storage.url, found.kept, found.surplus)
 
 

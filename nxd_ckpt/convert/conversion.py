@@ -104,7 +104,7 @@ def _clean_up(session: Session) -> None:
         session.require()
         intents.clear(storage, staging_dir(attempt), session.confirm)
         storage.remove(votes_dir(attempt))
-        journal.discard_trash(storage, session.confirm)
+        journal.discard_trash(storage, session.run_id, session.confirm)
     except (OSError, DirectoryInUse) as error:
         logger.warning("could not clean up %s: %s", storage.url, error)
 

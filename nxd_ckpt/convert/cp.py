@@ -133,10 +133,17 @@ def copy_files(
     publication.begin(session)
     folder = publication.folder
     bringing = Bringing(
-        opened, session.storage, folder, hard_links=hard_links, progress=pace.moved, readers=readers, hosts=hosts
+        opened,
+        session.storage,
+        folder,
+        hard_links=hard_links,
+        progress=pace.moved,
+        readers=readers,
+        hosts=hosts,
+        confirm=session.confirm,
     )
     for name in bringing.surplus(files):
-        session.storage.remove(f"{folder}/{name}")
+        bringing.remove(name)
     if hosts is not None:
         session.storage.make_dir(folder)  # by it they see that it is the same place
         files = hosts.side_by_side(files)

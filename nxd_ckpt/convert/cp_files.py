@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from enum import Enum
@@ -17,7 +17,7 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.union import changed_everywhere
-from nxd_ckpt.storage.base import Replicated, Storage
+from nxd_ckpt.storage.base import Replicated, Storage, remove_if
 from nxd_ckpt.verify import DigestsInside, files_of
 
 _MEMORY = 8 * 2**20
@@ -76,7 +76,7 @@ class Bringing:
 
     ``hard_links`` says that files of ours may be linked where that works: none of them is ever modified in place.
     ``readers`` read ahead, at least one for each of those threads; without them each makes its own. ``hosts`` are asked
-    first: they bring what they hold themselves.
+    first: they bring what they hold themselves. ``confirm`` raises if another job took the target over meanwhile.
     """
 
     def __init__(
@@ -89,17 +89,22 @@ class Bringing:
         progress: Progress,
         readers: Executor | None = None,
         hosts: HostCopies | None = None,
+        confirm: Callable[[], bool] = lambda: True,
     ) -> None:
         self._hosts, self._own_turn = hosts, nullcontext() if hosts is None else hosts.own_turn
         self._opened, self._target, self._folder = opened, target, folder
         self._hard_links, self._progress = hard_links and opened.manifest is not None, progress
-        self._readers = readers
+        self._readers, self._confirm = readers, confirm
         self._there: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
 
     def surplus(self, files: Sequence[TagFile]) -> list[str]:
         """What is there, and is none of ``files``."""
         wanted = {file.name for file in files}
         return [name for name in self._there if name not in wanted]
+
+    def remove(self, name: str) -> None:
+        """Remove a file from the folder, unless the job may not write there any more."""
+        remove_if(self._target, f"{self._folder}/{name}", self._confirm)
 
     def bring(self, file: TagFile) -> Brought:
         """Copy or link the file and compare its digests; its bytes are durable then. One that is there is checked.
@@ -110,13 +115,15 @@ class Bringing:
         """
         source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
         key = f"{self._folder}/{file.name}"
+        if not self._target.renames:  # what is written there is in the tag itself
+            self._confirm()
         if file.name in self._there:
             with self._own_turn:
                 is_right = self._is_right(file, source, source_key, key)
             if is_right:
                 sync(self._target, key)  # who wrote it may have died before it was durable
                 return Brought.KEPT
-            self._target.remove(key)
+            self.remove(file.name)
         if self._hosts is not None and self._hosts.bring(file, self._target, self._folder, self._progress):
             return Brought.COPIED
         if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
@@ -128,7 +135,7 @@ class Bringing:
             except (DigestMismatch, MalformedFile):
                 if not self._has_good_copy(file, source, source_key):
                     raise
-                self._target.remove(key)
+                self.remove(file.name)
                 self._copy(file, source, source_key, key)
         return Brought.COPIED
 

@@ -220,7 +220,7 @@ class Drain:
         if rules is not None:
             session.require()
             retain(session, publication, rules)
-            journal.discard_trash(session.storage, session.confirm)
+            journal.discard_trash(session.storage, session.run_id, session.confirm)
 
     def _report(self, handed: Handed, nbytes: int, started: float) -> None:
         now, waiting = host.monotonic(), self._waiting

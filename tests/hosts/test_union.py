@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.paths import LEASE, ON_HOSTS, STAGING, VOTES
 from nxd_ckpt.storage.base import DirEntry, Storage, completed
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
@@ -140,6 +142,22 @@ def test_rank_0_may_be_on_another_host_after_a_restart(make: Make, tmp_path: Pat
     assert b"1" == home.read(f"{VOTES}/run-1/vote")
     home.remove(LEASE)
     assert home.link_new(LEASE, b"three")
+
+
+def test_the_heartbeat_of_a_job_that_took_over_is_the_one_that_is_read(make: Make, tmp_path: Path) -> None:
+    """From any host, wherever the dead job had its own."""
+    world = make()
+    dead = lease.acquire(world.views[2], "dead", 1.0)
+    lease.Heartbeat(world.views[2], dead, 0.01).stop()
+    world.views[2].write(LEASE, world.views[2].read(LEASE).replace(b'"born": "', b'"born": "1'))  # its process is gone
+    held = lease.acquire(world.views[0], "new", 1.0)
+    assert [0] * 3 == [lease.last_beat(view, held) for view in world.views]
+    beats = lease.Heartbeat(world.views[0], held, 0.01)
+    while lease.last_beat(world.views[2], held) == 0:
+        time.sleep(0.01)
+    beats.stop()
+    lease.release(world.views[0], held)
+    assert [None] * 3 == [lease.last_beat(view, held) for view in world.views]
 
 
 def test_files_of_replicas_are_on_the_next_host_too(make: Make) -> None:

@@ -42,7 +42,7 @@ TESTS: dict[str, list[str]] = {
     "runtime/ignoring": _FILTERS,
     "runtime/load/filters": _FILTERS,
     "runtime/save/commit": _COMMIT,
-    "runtime/save/publication": ["tests/runtime/test_publication.py"],
+    "runtime/save/publication": ["tests/runtime/test_publication.py", "tests/runtime/test_taken_over.py"],
 }
 
 

@@ -27,7 +27,7 @@ def session(storage: Storage, *answers: BaseException | None) -> Any:
     """One whose lease is asked for: ``answers`` in turn, the last again and again; none is a lease that holds."""
     left = list(answers) or [None]
 
-    def require() -> None:
+    def require(*, strictly: bool = False) -> None:
         answer = left.pop(0) if len(left) > 1 else left[0]
         if answer is not None:
             raise answer

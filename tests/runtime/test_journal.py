@@ -20,7 +20,7 @@ from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, re
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-ATTEMPT, TAG = "run-1", "tag"
+RUN, ATTEMPT, TAG = "run", "run-1", "tag"
 
 WITH_TWO_RENAMES = pytest.mark.parametrize("exchanges", [False], indirect=True)
 
@@ -208,7 +208,7 @@ def test_a_damaged_journal_keeps_the_trash(tmp_path: Path) -> None:
     assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
     storage.write(JOURNAL, b"damaged")
     journal.recover(storage)
-    journal.discard_trash(storage)
+    journal.discard_trash(storage, RUN)
     (kept,) = (entry.name for entry in storage.list(HIDDEN) if entry.name.startswith("trash.damaged-"))
     (old,) = storage.list(f"{HIDDEN}/{kept}")
     assert b"old" == storage.read(f"{HIDDEN}/{kept}/{old.name}/done")
@@ -232,7 +232,7 @@ def test_trash_is_kept_while_a_journal_needs_it(tmp_path: Path) -> None:
     storage = prepare(tmp_path, old=True)
     assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
     storage.remove(staging_dir(ATTEMPT))
-    journal.discard_trash(storage)
+    journal.discard_trash(storage, RUN)
     journal.recover(storage)
     assert {b"old"} == content(storage)
 
@@ -243,7 +243,7 @@ def test_a_tag_is_removed_by_one_rename(tmp_path: Path) -> None:
     journal.remove_tag(storage, TAG, ATTEMPT)
     assert not storage.is_dir(TAG)
     assert 1 == len(storage.list(TRASH))
-    journal.discard_trash(storage)
+    journal.discard_trash(storage, RUN)
     assert [] == storage.list(TRASH)
 
 
@@ -363,12 +363,12 @@ def test_what_is_pinned_comes_back_from_the_trash(tmp_path: Path) -> None:
         storage.write(f"{trash_file(ATTEMPT, tag)}/done", b"older")
     pin(storage, TAG)
     pin(storage, "elsewhere")
-    journal.discard_trash(storage)
+    journal.discard_trash(storage, RUN)
     assert {b"old"} == content(storage)
     assert [] == storage.list(TRASH)
     journal.remove_tag(storage, TAG, ATTEMPT)
     log: list[Operation] = []
-    journal.discard_trash(HookedStorage(storage, recording(log)))
+    journal.discard_trash(HookedStorage(storage, recording(log)), RUN)
     assert {b"old"} == content(storage)
     moved = ("rename", f"{trash_file(ATTEMPT, TAG)} -> {TAG}")
     assert [moved, *(("sync_dir", folder) for folder in ("", STAGING, TRASH))] == changes(log)[:4]
@@ -381,18 +381,29 @@ def test_what_cannot_be_put_back_is_not_deleted(tmp_path: Path) -> None:
     pin(storage, TAG)
     journal.remove_tag(storage, TAG, ATTEMPT)
     away = trash_file(ATTEMPT, TAG)
-    journal.discard_trash(HookedStorage(storage, failing("rename", f"{away} -> *", OSError(errno.EIO, "no"))))
+    fails = failing("rename", f"{away} -> *", OSError(errno.EIO, "no"))
+    journal.discard_trash(HookedStorage(storage, fails), RUN)
     assert storage.is_file(f"{away}/done")
-    journal.discard_trash(storage)
+    journal.discard_trash(storage, RUN)
     assert {b"old"} == content(storage)
+
+
+def test_what_another_run_has_moved_away_is_not_deleted(tmp_path: Path) -> None:
+    """One that stood still until it was taken over moves it back, if it is not what it had judged."""
+    storage = prepare(tmp_path, old=False)
+    for name in ("other-1-a", "run2-1-a", "run", "1a2b3c4d.unfinished"):
+        storage.write(f"{TRASH}/{name}/x", b"1")
+    journal.discard_trash(storage, RUN)
+    assert 4 == len(storage.list(TRASH))
 
 
 def test_what_cannot_be_deleted_does_not_keep_the_rest(tmp_path: Path) -> None:
     """Nothing visible depends on it: the next time is soon enough."""
     storage = prepare(tmp_path, old=False)
-    for name in ("a", "b", "c"):
+    for name in ("run-1-a", "run-1-b", "run-2-c"):
         storage.write(f"{TRASH}/{name}/x", b"1")
-    journal.discard_trash(HookedStorage(storage, failing("remove", f"{TRASH}/b", OSError(errno.EIO, "no"))))
-    assert ["b"] == [entry.name for entry in storage.list(TRASH)]
-    journal.discard_trash(HookedStorage(storage, failing("list", TRASH, OSError(errno.EIO, "no"))))
-    assert ["b"] == [entry.name for entry in storage.list(TRASH)]
+    hooked = HookedStorage(storage, failing("remove", f"{TRASH}/run-1-b", OSError(errno.EIO, "no")))
+    journal.discard_trash(hooked, RUN)
+    assert ["run-1-b"] == [entry.name for entry in storage.list(TRASH)]
+    journal.discard_trash(HookedStorage(storage, failing("list", TRASH, OSError(errno.EIO, "no"))), RUN)
+    assert ["run-1-b"] == [entry.name for entry in storage.list(TRASH)]

@@ -174,10 +174,49 @@ def test_the_heartbeat_is_there_before_the_lease(storage: LocalStorage) -> None:
     held = lease.acquire(HookedStorage(storage, log.append), "one", 1.0)
     assert [HEARTBEAT, LEASE] == [done.key for done in log if done.name == "link_new"]
     assert 0 == lease.last_beat(storage, held)
-    write(storage, ABROAD)
-    beat(storage, ABROAD, 7)
-    lease.acquire(storage, "two", 0.1)
-    assert 7 == lease.last_beat(storage, ABROAD)
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_who_takes_over_beats_at_once(renames: bool) -> None:
+    """Instead of the dead job, whose last beat would say nothing of the new one."""
+    place = MemoryStorage(renames=renames)
+    write(place, ABROAD)
+    beat(place, ABROAD, 7)
+    held = lease.acquire(place, "two", 0.1)
+    assert (0, None) == (lease.last_beat(place, held), lease.last_beat(place, ABROAD))
+
+
+def test_a_heartbeat_that_is_no_file_is_set_aside(storage: LocalStorage, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory in its place would make a live job look dead."""
+    storage.make_dir(HEARTBEAT)
+    held = lease.acquire(storage, "one", 1.0)
+    assert 0 == lease.last_beat(storage, held)
+    assert f"{storage.url}/{HEARTBEAT} is not what it should be" in caplog.text
+
+
+def test_a_heartbeat_is_given_back_before_the_lease(storage: LocalStorage) -> None:
+    """After it, it may be the next holder's."""
+    held, log = lease.acquire(storage, "one", 1.0), list[Operation]()
+    lease.release(HookedStorage(storage, log.append), held)
+    assert [HEARTBEAT, LEASE] == [done.key for done in log if done.name == "remove"]
+
+
+def test_a_run_of_the_same_name_is_another_holder(storage: LocalStorage) -> None:
+    """A scheduler may use a name again: who was taken over by such a run must not publish either."""
+    held = lease.acquire(storage, "one", 1.0)
+    write(storage, replace(ABROAD, run_id="one"))
+    with pytest.raises(DirectoryInUse, match="taken over by run one"):
+        lease.require(storage, held)
+
+
+def test_a_copy_takes_a_lease_that_is_gone_for_lost(storage: LocalStorage) -> None:
+    """Where it gathers nothing is swept, which would show that another job was there."""
+    held = lease.acquire(storage, "one", 1.0)
+    lease.require(storage, held, strictly=True)
+    storage.remove(LEASE)
+    lease.require(storage, held)
+    with pytest.raises(DirectoryInUse, match="is gone: another job took over"):
+        lease.require(storage, held, strictly=True)
 
 
 WRONG = b'{"run_id": 5, "host": [], "pid": "x", "born": null, "beat": 0}'
@@ -458,7 +497,8 @@ def test_a_damaged_lease_is_written_anew_by_its_holder(renames: bool) -> None:
     held, log = lease.acquire(place, "one", 1.0), list[Operation]()
     place.write(LEASE, b"{")
     Heartbeat(HookedStorage(place, log.append), held, 1.0)
-    assert ["exchange", *["write"] * 3] == [done.name for done in log if done.name in ("write", "exchange", "link_new")]
+    beats = ["write" if renames else "exchange"] * 3
+    assert ["exchange", *beats] == [done.name for done in log if done.name in ("write", "exchange", "link_new")]
     assert (held, 3) == (lease.read(place), lease.last_beat(place, held))
 
 
@@ -473,7 +513,7 @@ def test_a_take_over_while_a_holder_beats_is_not_undone(renames: bool, damaged: 
         place.write(LEASE, b"{")
 
     def taken_over(operation: Operation) -> None:
-        if operation.name == ("exchange" if damaged else "write"):
+        if operation == Operation("exchange", LEASE) or (not damaged and operation.key == HEARTBEAT):
             write(place, ABROAD)
 
     Heartbeat(HookedStorage(place, taken_over), held, 1.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.convert.cp_files import Bringing, Brought, files_to_copy
 from nxd_ckpt.core.entries import FileEntry
 from nxd_ckpt.core.manifest import RankIndex
 from nxd_ckpt.core.topology import Coordinates
@@ -15,14 +16,16 @@ from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.layout.directory import find_tag
 from nxd_ckpt.layout.names import DONE
 from nxd_ckpt.runtime.coordination import intents
-from nxd_ckpt.runtime.paths import COPIES, PINS, TRASH, staging_dir, unfinished_dir
+from nxd_ckpt.runtime.paths import COPIES, PINS, STAGING, TRASH, staging_dir, unfinished_dir
 from nxd_ckpt.runtime.save.publication import InPlace, Publication, Staged, is_visible
 from nxd_ckpt.runtime.save.retention import retire_unpinned
 from nxd_ckpt.runtime.save.writing import write_index
+from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.convert.tags import save_example
 from tests.runtime.attempts import ATTEMPT, TAG, TAKEN, TIME, session, whole, written
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -76,6 +79,68 @@ def test_a_rank_whose_files_were_moved_away_does_not_vote_for_them(disk: LocalSt
     intents.clear(disk, one.folder, lambda: True)
     with pytest.raises(DirectoryInUse, match=r"model/x.pt was written, and is gone"):
         write_index(disk, one, "index/x.json", index)
+
+
+@pytest.mark.parametrize("answers", [[TAKEN], [None, TAKEN]], ids=["before", "when it was moved"])
+def test_a_copy_is_not_published_by_a_job_that_was_taken_over(
+    disk: LocalStorage, answers: list[BaseException | None]
+) -> None:
+    """Another job may be filling the same folder, which no claim sweeps, and goes on with what is there."""
+    one = Staged(ATTEMPT, TAG, resumes=True)
+    whole(disk)
+    written(disk, one)
+    with pytest.raises(DirectoryInUse):
+        one.publish(session(disk, *answers), TIME, [])
+    assert b"old" == disk.read(f"{TAG}/model/x.pt")
+    assert ["manifest.json", "model"] == [entry.name for entry in disk.list(f"{COPIES}/{TAG}")]
+    one.publish(session(disk), TIME, [])
+    assert b"new" == disk.read(f"{TAG}/model/x.pt")
+    assert [] == disk.list(STAGING)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("number", range(3))
+def test_nothing_in_place_begins_after_a_take_over(store: MemoryStorage, resumes: bool, number: int) -> None:
+    """Whenever it is noticed, also where nothing is there yet: no file of the tag is made, and no upload ended."""
+    one = InPlace(ATTEMPT, TAG, True, resumes=resumes)
+    asked = itertools.count()
+    taken = session(store)
+    taken.require = lambda: next(asked) < number or _raise(TAKEN)
+    upload = store.create(f"{TAG}/model/x.pt", 3)
+    try:
+        one.begin(taken)
+    except DirectoryInUse:
+        assert [f"{TAG}/model/x.pt"] == store.unfinished
+        assert [] == [key for key in store.keys if key.startswith(TAG)]
+    else:
+        assert next(asked) <= number, "it was asked after it was taken over"
+    upload.abort()
+
+
+def _raise(error: BaseException) -> bool:
+    raise error
+
+
+def test_a_copy_removes_nothing_in_a_store_after_a_take_over(store: MemoryStorage, tmp_path: Path) -> None:
+    """What is there by then is another job's: neither what is surplus, nor what is not as it should be."""
+    source = save_example(tmp_path / "input", 1)
+    opened = open_complete_tag(LocalStorage(source.parent), source.name)
+    file = files_to_copy(opened)[0]
+    for name in (file.name, "surplus"):
+        store.write(f"{TAG}/{name}", b"other")
+    holds = [True]
+
+    def confirm() -> bool:
+        return holds[0] or _raise(TAKEN)
+
+    bringing = Bringing(opened, store, TAG, hard_links=False, progress=lambda nbytes: None, confirm=confirm)
+    holds[0] = False
+    for call in (lambda: bringing.remove("surplus"), lambda: bringing.bring(file)):
+        with pytest.raises(DirectoryInUse):
+            call()
+    assert [b"other"] * 2 == [store.read(f"{TAG}/{name}") for name in (file.name, "surplus")]
+    holds[0] = True
+    assert Brought.COPIED is bringing.bring(file)
 
 
 @pytest.mark.parametrize("place", [staging_dir("run-1"), f"{COPIES}/x"])

@@ -73,9 +73,9 @@ def _is_taken_over(schedule: Schedule) -> bool:
 
 _BEATS_OVER = {
     _LEASE: (
-        "                    self._storage.write(HEARTBEAT,",
+        "                    _beat(self._storage, self._lease, beat)",
         "                    self._storage.write(LEASE, _encode(self._lease))\n"
-        "                    self._storage.write(HEARTBEAT,",
+        "                    _beat(self._storage, self._lease, beat)",
     )
 }
 _VOTES = {_VOTING: ("        if not missing:\n", "        if found:\n")}

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from nxd_ckpt.core.keys import checked_name
 from nxd_ckpt.core.tags import validate_tag
-from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile
 from nxd_ckpt.layout.names import HIDDEN
 from nxd_ckpt.runtime.coordination import intents
 from nxd_ckpt.runtime.coordination.control_files import read_note, set_aside
@@ -52,7 +52,7 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
         except OSError as error:
             # The new tag is in place and durable: a journal that stays moves nothing.
             logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
-        discard_trash(storage)
+        discard_trash(storage, attempt.rpartition("-")[0])
 
 
 def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
@@ -129,17 +129,21 @@ def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[str],
     return goes
 
 
-def discard_trash(storage: Storage, confirm: Callable[[], bool] = lambda: True) -> None:
-    """Delete what was renamed away. Failures are left for the next time, because nothing visible depends on it. Nothing
-    is deleted while there is a journal: an old tag may have to be put back.
+def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = lambda: True) -> None:
+    """Delete what this run has renamed away. Failures are left for the next time, because nothing visible depends on
+    it. Nothing is deleted while there is a journal: an old tag may have to be put back.
 
-    In a store the intents there are finished; see intents.clear for ``confirm``.
+    In a store the intents there are finished; see intents.clear for ``confirm``. What another run has left is swept
+    when a lease is taken: of one that stood still until it was taken over, it may be a tag that is about to get its
+    name back.
     """
     with suppress(OSError):
         if is_open(storage):
             return
         for entry in storage.list(TRASH):
-            with suppress(OSError):
+            with suppress(OSError, DirectoryInUse):
+                if not entry.name.startswith(f"{run_id}-"):
+                    continue
                 discard(storage, entry.name, confirm)
 
 

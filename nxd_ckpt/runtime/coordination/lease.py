@@ -112,6 +112,7 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
             if not holder.known:
                 logger.warning("%s/%s was damaged, and nobody renewed it: replaced", storage.url, LEASE)
             break
+    _beat(storage, mine, 0)  # instead of the last one of a dead job
     storage.sync_dir(os.path.dirname(LEASE))
     return mine
 
@@ -124,26 +125,28 @@ def read(storage: Storage) -> Lease | None:
 
 def release(storage: Storage, lease: Lease) -> None:
     """Give the lease back, if it is still ours."""
-    if remove_if(storage, LEASE, lambda: read(storage) == lease):
-        storage.remove(HEARTBEAT)
+    if read(storage) == lease:
+        storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
+        remove_if(storage, LEASE, lambda: read(storage) == lease)
 
 
-def require(storage: Storage, mine: Lease) -> None:
+def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
     """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
 
     That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
-    tags are written in place nothing would show it, so a lease that is gone counts as lost. A damaged lease counts as
-    gone until the next heartbeat writes it anew, which it does not where the path leads to another file system.
+    tags are written in place, and ``strictly`` of a copy, which gathers elsewhere, nothing would show it, so a lease
+    that is gone counts as lost. A damaged lease counts as gone until the next heartbeat writes it anew, which it does
+    not where the path leads to another file system.
     """
     holder = read(storage)
     holder = holder if holder is not None and holder.known else None
-    if holder is None and not storage.renames:
+    if holder is None and (strictly or not storage.renames):
         raise DirectoryInUse(
             f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
             "for too long, and has ended since, or somebody removed it. This job must not save there any more; start "
             "it anew"
         )
-    if holder is not None and holder.run_id != mine.run_id:
+    if holder is not None and holder != mine:
         if holder.is_of_process_of(mine):
             raise DirectoryInUse(
                 f"{storage.url} leads to a directory that this process saves to as another one, {holder.describe()}: a "
@@ -196,7 +199,7 @@ class Heartbeat:
             beat += 1
             try:
                 if self._holds():
-                    self._storage.write(HEARTBEAT, _encode(self._lease, beat=beat))
+                    _beat(self._storage, self._lease, beat)
             except (OSError, MalformedFile):
                 continue  # a full or absent disk shows in the save itself; the next beat may succeed
 
@@ -211,6 +214,21 @@ class Heartbeat:
             set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
         # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
         return storage.renames and not _is_elsewhere(storage, mine) and storage.link_new(LEASE, _encode(mine))
+
+
+def _beat(storage: Storage, mine: Lease, number: int) -> None:
+    data = _encode(mine, beat=number)
+    try:
+        if storage.renames:
+            storage.write(HEARTBEAT, data)
+        elif not storage.exchange(HEARTBEAT, storage.read(HEARTBEAT, NOTE), data):
+            # Of the disks of hosts that one which the others read: a file that is written anew may be on another.
+            storage.link_new(HEARTBEAT, data)
+    except FileNotFoundError:
+        storage.link_new(HEARTBEAT, data)
+    except (IsADirectoryError, MalformedFile) as error:
+        set_aside(storage, HEARTBEAT, error)
+        storage.link_new(HEARTBEAT, data)
 
 
 def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], None] = lambda: None) -> bool:

@@ -144,7 +144,7 @@ def retire(session: Session, tag: str) -> bool:
         return False
     session.require()
     removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), found)
-    journal.discard_trash(storage, session.confirm)
+    journal.discard_trash(storage, session.run_id, session.confirm)
     return removed
 
 
@@ -178,7 +178,7 @@ def _clean_up(session: Session, counter: int) -> None:
             run, _, number = entry.name.rpartition("-")
             if run == run_id and number.isdigit() and int(number) < counter:
                 _clear(session, votes_dir(entry.name))
-    journal.discard_trash(storage, session.confirm)
+    journal.discard_trash(storage, session.run_id, session.confirm)
 
 
 def _clear(session: Session, key: str) -> None:

@@ -12,10 +12,11 @@ A publication is plain data, so that processes that only write files (a conversi
 
 from __future__ import annotations
 
-import os
+import posixpath
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from nxd_ckpt import host
@@ -30,7 +31,7 @@ from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage, remove_if
 
 _FEW = 8
-"""So many files are asked for one by one."""
+"""So many files of a directory, in which all ranks may have some, are asked for one by one."""
 
 
 class Publication(Protocol):
@@ -112,13 +113,14 @@ class Staged:
         if self.overwrite is False:
             _refuse_existing(storage, self.tag)
         _refuse_what_is_no_checkpoint(storage, self.tag)
+        if self.resumes:
+            self._publish_copy(session, order_time, files)
+            return
         self.put(storage, MARKER, b"1")
         self.put(storage, DONE, b"1")
         storage.set_time(f"{self.folder}/{DONE}", order_time)
         storage.sync_dir(self.folder)
         self.must_hold(storage, self._not_listed(storage, files))
-        if self.resumes:
-            storage.rename(self.folder, staging_dir(self.attempt))
         try:
             journal.publish(storage, self.attempt, self.tag)
         except (FileNotFoundError, FileExistsError):
@@ -126,8 +128,25 @@ class Staged:
             if not is_visible(storage, self.tag, self.attempt):
                 raise
 
+    def _publish_copy(self, session: Session, order_time: float, files: Collection[str]) -> None:
+        """As an attempt. Where it gathers nobody sweeps, and another job may copy the same tag: whoever looks at the
+        lease after it was moved away, and holds it, has all of it for itself."""
+        storage, staged = session.storage, replace(self, resumes=False)
+        session.require(strictly=True)
+        storage.rename(self.folder, staged.folder)
+        try:
+            session.require(strictly=True)
+            staged.publish(session, order_time, files)
+        except BaseException:
+            with suppress(OSError):  # else the next copy begins anew
+                storage.rename(staged.folder, self.folder)
+            raise
+
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:
-        for name in files if len(files) <= _FEW else self._not_listed(storage, files):
+        folders = Counter(map(posixpath.dirname, files))
+        few = [name for name in files if folders[posixpath.dirname(name)] <= _FEW]
+        many = [name for name in files if folders[posixpath.dirname(name)] > _FEW]
+        for name in [*few, *self._not_listed(storage, many)]:
             key = f"{self.folder}/{name}"
             if not storage.is_file(key):
                 raise DirectoryInUse(
@@ -137,10 +156,9 @@ class Staged:
 
     def _not_listed(self, storage: Storage, files: Collection[str]) -> list[str]:
         """A network file system may show an old listing: those have to be asked for."""
-        folders = {os.path.dirname(name) for name in files}
         there = {
-            os.path.join(folder, entry.name)
-            for folder in folders
+            posixpath.join(folder, entry.name)
+            for folder in {posixpath.dirname(name) for name in files}
             for entry in storage.list(f"{self.folder}/{folder}".rstrip("/"))
         }
         return [name for name in files if name not in there]
@@ -175,6 +193,7 @@ class InPlace:
         if self.resumes:
             _refuse_what_is_no_checkpoint(storage, self.tag)
             remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # what is to be replaced is a checkpoint no more
+            session.require()
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
             storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
@@ -183,11 +202,13 @@ class InPlace:
         if not earlier:
             _refuse_what_is_no_checkpoint(storage, self.tag)
         self._await_writers(session, earlier)
+        session.require()  # again: that may have taken long
         intents.declare(storage, staging_dir(self.attempt), self.tag)
         if earlier or storage.is_dir(self.tag):
             self._empty(session)
         for attempt in earlier:
             storage.remove(staging_dir(attempt))
+        session.require()
         # Not just "1": a late request that was to remove the marker of the tag before would take this one for it.
         if not storage.link_new(f"{self.tag}/{MARKER}", f"1 {self.attempt}".encode()):
             raise self._another_job(session)

@@ -73,10 +73,11 @@ class Session:
         """The name of the file that rank 0 leaves for the others to find."""
         return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
 
-    def require(self) -> None:
-        """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile."""
+    def require(self, *, strictly: bool = False) -> None:
+        """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile; ``strictly``
+        also where that one has ended, see lease.require."""
         if self.lease is not None:
-            lease.require(self.storage, self.lease)
+            lease.require(self.storage, self.lease, strictly=strictly)
 
     def confirm(self) -> bool:
         """As :meth:`require`: True, or it raises."""
