@@ -111,6 +111,7 @@ class Bringing:
 
         Raises:
             PartNotFound, MalformedFile, DigestMismatch: it is not what it was when the tag was saved.
+            DirectoryInUse: see ``confirm``.
             OSError.
         """
         source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
@@ -124,7 +125,8 @@ class Bringing:
                 sync(self._target, key)  # who wrote it may have died before it was durable
                 return Brought.KEPT
             self.remove(file.name)
-        if self._hosts is not None and self._hosts.bring(file, self._target, self._folder, self._progress):
+        hosts, target = self._hosts, self._target
+        if hosts is not None and hosts.bring(file, target, self._folder, self._progress, self._confirm):
             return Brought.COPIED
         if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
             _must_be(file, digest(self._target, key, self._progress, self._readers), f"{source.url}/{source_key}")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 from nxd_ckpt import host
 from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.convert.transfer import Progress
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, remove_if
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -40,10 +40,13 @@ class HostCopies:
             turns[file.name] = begun[copier]
         return sorted(files, key=lambda file: turns[file.name])
 
-    def bring(self, file: TagFile, target: Storage, folder: str, progress: Progress) -> bool:
+    def bring(
+        self, file: TagFile, target: Storage, folder: str, progress: Progress, confirm: Callable[[], bool]
+    ) -> bool:
         """Whether another host copied the file below ``folder``, and proved it; if not, nothing of it is there.
 
-        A host that fails is not asked again. Raises what ``progress`` raises; OSError where ``target`` cannot be asked.
+        A host that fails is not asked again. Raises what ``progress`` raises, and ``confirm``, which is asked before
+        what is there is removed; OSError where ``target`` cannot be asked.
         """
         number, key = self._copier.get(file.name), f"{folder}/{file.name}"
         if number is None or file.entry is None or number in self._left_out:
@@ -65,7 +68,7 @@ class HostCopies:
             logger.warning(
                 "nxd_ckpt: rank 0 copies files of %s itself, in place of host %d: %s", self._tag, number, problem
             )
-        target.remove(key)
+        remove_if(target, key, confirm)
         return False
 
 

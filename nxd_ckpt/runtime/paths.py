@@ -21,6 +21,9 @@ FETCHED = f"{HIDDEN}/fetched"
 STATISTICS = f"{HIDDEN}/statistics"
 SUMMARIES = f"{HIDDEN}/summaries"
 
+UNFINISHED = ".unfinished"
+"""Ends the name in the trash of what was no tag yet."""
+
 ON_HOSTS = Names(HIDDEN, (STAGING, TRASH, PINS), MARKER, DONE)
 """Where the files go if each host has a disk of its own. Intents and pins outlive the host of rank 0: they say what a
 later job must finish, or leave."""
@@ -82,7 +85,7 @@ def spared_file(attempt: str) -> str:
 
 def unfinished_dir(key: str) -> str:
     """Where an unfinished tag, or copy of one, goes at once that is to be deleted."""
-    return f"{TRASH}/{zlib.crc32(key.encode()):08x}.unfinished"
+    return f"{TRASH}/{zlib.crc32(key.encode()):08x}{UNFINISHED}"
 
 
 def trash_file(attempt: str, tag: str) -> str:

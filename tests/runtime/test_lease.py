@@ -201,6 +201,20 @@ def test_a_heartbeat_is_given_back_before_the_lease(storage: LocalStorage) -> No
     assert [HEARTBEAT, LEASE] == [done.key for done in log if done.name == "remove"]
 
 
+def test_a_heartbeat_that_cannot_be_changed_keeps_no_lease(storage: LocalStorage) -> None:
+    """It is taken, and given back, without: the thread beats soon enough."""
+
+    def fails(operation: Operation) -> None:
+        if operation.key == HEARTBEAT and operation.name in ("write", "remove"):
+            raise PermissionError(errno.EPERM, "another user's file")
+
+    hooked = HookedStorage(storage, fails)
+    held = lease.acquire(hooked, "one", 1.0)
+    assert held == lease.read(storage)
+    lease.release(hooked, held)
+    assert None is lease.read(storage)
+
+
 def test_a_run_of_the_same_name_is_another_holder(storage: LocalStorage) -> None:
     """A scheduler may use a name again: who was taken over by such a run must not publish either."""
     held = lease.acquire(storage, "one", 1.0)
@@ -387,6 +401,15 @@ def test_a_lease_that_is_given_back_while_it_is_watched_is_taken(
     write(storage, ABROAD)
     monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: storage.remove(LEASE))
     assert lease.acquire(storage, "new", 60.0) == lease.read(storage)
+
+
+def test_a_lease_that_another_job_takes_while_it_is_watched_is_held(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is faster lives."""
+    write(storage, ABROAD)
+    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: write(storage, replace(ABROAD, run_id="faster")))
+    assert True is lease.job_lives(storage, 60.0)
 
 
 def test_who_watches_a_holder_shows_that_it_goes_on(storage: LocalStorage) -> None:

@@ -215,3 +215,5 @@ def test_a_tag_that_was_saved_anew_since_it_was_judged_is_not_retired(
     assert storage.is_file(f"old/{DONE}")
     assert retire_unpinned(session(storage), one, again)
     assert not storage.is_file(f"old/{DONE}")
+    storage.remove("old")
+    assert not retire_unpinned(session(storage), one, again), "it is gone, which is no error"

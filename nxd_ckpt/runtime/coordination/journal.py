@@ -20,7 +20,7 @@ from nxd_ckpt.runtime.coordination import intents
 from nxd_ckpt.runtime.coordination.control_files import read_note, set_aside
 from nxd_ckpt.runtime.coordination.pins import pinned
 from nxd_ckpt.runtime.coordination.replacement import Replacement
-from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, is_trash_of, staging_dir, trash_file
+from nxd_ckpt.runtime.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -135,14 +135,15 @@ def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = l
 
     In a store the intents there are finished; see intents.clear for ``confirm``. What another run has left is swept
     when a lease is taken: of one that stood still until it was taken over, it may be a tag that is about to get its
-    name back.
+    name back. What was no tag yet never does.
     """
     with suppress(OSError):
         if is_open(storage):
             return
         for entry in storage.list(TRASH):
             with suppress(OSError, DirectoryInUse):
-                if not entry.name.startswith(f"{run_id}-"):
+                is_ours = entry.name.rsplit("-", 2)[0] == run_id
+                if not (is_ours or entry.name.endswith(UNFINISHED)):
                     continue
                 discard(storage, entry.name, confirm)
 

@@ -112,7 +112,8 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
             if not holder.known:
                 logger.warning("%s/%s was damaged, and nobody renewed it: replaced", storage.url, LEASE)
             break
-    _beat(storage, mine, 0)  # instead of the last one of a dead job
+    with suppress(OSError):
+        _beat(storage, mine, 0)  # instead of the last one of a dead job; the next one comes soon
     storage.sync_dir(os.path.dirname(LEASE))
     return mine
 
@@ -126,7 +127,8 @@ def read(storage: Storage) -> Lease | None:
 def release(storage: Storage, lease: Lease) -> None:
     """Give the lease back, if it is still ours."""
     if read(storage) == lease:
-        storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
+        with suppress(OSError):
+            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
         remove_if(storage, LEASE, lambda: read(storage) == lease)
 
 
@@ -140,6 +142,12 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
     """
     holder = read(storage)
     holder = holder if holder is not None and holder.known else None
+    if holder is None and _is_elsewhere(storage, mine):
+        raise StorageError(
+            f"{storage.url} is on another file system than when this job took it, and its lease is not there: it was "
+            "unmounted, or something else is mounted in its place. Nothing is saved there until it is back; to use "
+            "what is there now, start the job anew"
+        )
     if holder is None and (strictly or not storage.renames):
         raise DirectoryInUse(
             f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
@@ -155,12 +163,6 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
         raise DirectoryInUse(
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
             "too long; it must not publish there any more. Stop one of the two jobs"
-        )
-    if holder is None and _is_elsewhere(storage, mine):
-        raise StorageError(
-            f"{storage.url} is on another file system than when this job took it, and its lease is not there: it was "
-            "unmounted, or something else is mounted in its place. Nothing is saved there until it is back; to use "
-            "what is there now, start the job anew"
         )
 
 

@@ -139,7 +139,8 @@ class Staged:
             staged.publish(session, order_time, files)
         except BaseException:
             with suppress(OSError):  # else the next copy begins anew
-                storage.rename(staged.folder, self.folder)
+                if not journal.is_open(storage):  # else it is the old tag, or needed to finish the replacement
+                    storage.rename(staged.folder, self.folder)
             raise
 
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:

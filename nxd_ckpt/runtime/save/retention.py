@@ -35,7 +35,7 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
         found = find_tag(storage, key)
         return info.tag in pinned(storage) or found is None or found.order_time != info.order_time
 
-    return info.tag not in pinned(storage) and publication.retire(session, info.tag, stays)
+    return not stays(info.tag) and publication.retire(session, info.tag, stays)
 
 
 def _metrics(storage: Storage, info: TagInfo) -> Metrics:
