@@ -37,7 +37,7 @@ TESTS: dict[str, list[str]] = {
     "formats/safe_globals": _PICKLES,
     "formats/sealed": _PICKLES,
     "formats/unpickle": _PICKLES,
-    "runtime/coordination/journal": ["tests/runtime/test_journal.py"],
+    "runtime/coordination/journal": ["tests/runtime/test_journal.py", "tests/runtime/test_taken_over.py"],
     "runtime/coordination/lease": ["tests/runtime/test_lease.py"],
     "runtime/ignoring": _FILTERS,
     "runtime/load/filters": _FILTERS,

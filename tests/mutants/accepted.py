@@ -72,7 +72,7 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
     },
     "runtime/save/publication": {
         "InPlace.begin: storage.make_dir(self.tag) -> (removed)": "the marker, written next, makes it as well",
-        "_empty: storage.make_dir(tag) -> (removed)": "the marker, written next, makes it as well",
+        "InPlace._empty: storage.make_dir(self.tag) -> (removed)": "the marker, written next, makes it as well",
     },
     "runtime/save/commit": {
         "commit: 0.0 -> 1.0": "the clock says more than a second after 1970",

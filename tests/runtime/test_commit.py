@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,39 @@ def test_a_tag_is_removed_on_request(disk: LocalStorage) -> None:
     assert disk.is_dir(TAG)
     assert retire(job, TAG)
     assert (["other"], []) == ([entry.name for entry in disk.list() if entry.name[0] != "."], disk.list(TRASH))
+
+
+def test_a_directory_that_is_no_checkpoint_is_not_removed_on_request(disk: LocalStorage) -> None:
+    """Though it holds a file of a marker's name."""
+    for name in ("checkpoint", "mine.txt"):
+        disk.write(f"mine/{name}", b"1")
+    job = session(disk)
+    job.counter = 3
+    assert not retire(job, "mine")
+    assert disk.is_file("mine/mine.txt")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_job_that_is_taken_over_completes_and_removes_nothing(disk: LocalStorage, number: int) -> None:
+    """Whenever it is noticed: before it reads what ranks wrote, before it writes the manifest, before it removes."""
+    old_tags(disk, "a")
+    if number > 0:
+        prepared(disk, TP)
+    job, asked = session(disk), itertools.count()
+
+    def require(*, strictly: bool = False) -> None:
+        if next(asked) == number:
+            raise DirectoryInUse("taken over")
+
+    job.require = require
+    request = Commit(PUBLICATION, Parts(model=True), rules=[Last(1)])
+    if number < 2:
+        with pytest.raises(DirectoryInUse):
+            commit(job, TP, votes(TP), request)
+        assert not disk.is_file(f"{PUBLICATION.folder}/manifest.json")
+    else:
+        commit(job, TP, votes(TP), request)
+    assert disk.is_dir("a")
 
 
 def test_a_retention_that_fails_does_not_fail_the_save(disk: LocalStorage, caplog: pytest.LogCaptureFixture) -> None:

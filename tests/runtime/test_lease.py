@@ -210,7 +210,7 @@ def test_a_heartbeat_that_cannot_be_changed_keeps_no_lease(storage: LocalStorage
 
     hooked = HookedStorage(storage, fails)
     held = lease.acquire(hooked, "one", 1.0)
-    assert held == lease.read(storage)
+    assert (held, 0) == (lease.read(storage), lease.last_beat(storage, held))
     lease.release(hooked, held)
     assert None is lease.read(storage)
 
@@ -552,6 +552,17 @@ def test_on_a_store_a_heartbeat_makes_no_lease_anew(store: MemoryStorage) -> Non
     store.remove(LEASE)
     Heartbeat(store, held, 1.0)
     assert (None, 0) == (lease.read(store), lease.last_beat(store, held))
+
+
+@pytest.mark.usefixtures("three_beats")
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_heartbeat_that_is_gone_comes_back(renames: bool) -> None:
+    """Somebody removed it."""
+    place = MemoryStorage(renames=renames)
+    held = lease.acquire(place, "one", 1.0)
+    place.remove(HEARTBEAT)
+    Heartbeat(place, held, 1.0)
+    assert 3 == lease.last_beat(place, held)
 
 
 @pytest.mark.usefixtures("three_beats")

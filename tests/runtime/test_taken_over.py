@@ -14,9 +14,9 @@ from nxd_ckpt.core.manifest import RankIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.layout.directory import find_tag
-from nxd_ckpt.layout.names import DONE
+from nxd_ckpt.layout.names import DONE, MANIFEST
 from nxd_ckpt.runtime.coordination import intents
-from nxd_ckpt.runtime.paths import COPIES, PINS, STAGING, TRASH, staging_dir, unfinished_dir
+from nxd_ckpt.runtime.paths import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
 from nxd_ckpt.runtime.save.publication import InPlace, Publication, Staged, is_visible
 from nxd_ckpt.runtime.save.retention import retire_unpinned
 from nxd_ckpt.runtime.save.writing import write_index
@@ -24,7 +24,7 @@ from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.convert.tags import save_example
 from tests.runtime.attempts import ATTEMPT, TAG, TAKEN, TIME, session, whole, written
 
@@ -98,23 +98,78 @@ def test_a_copy_is_not_published_by_a_job_that_was_taken_over(
     assert [] == disk.list(STAGING)
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(("resumes", "number"), [(False, 0), (False, 1), (False, 2), (True, 0), (True, 1)])
 def test_nothing_in_place_begins_after_a_take_over(store: MemoryStorage, resumes: bool, number: int) -> None:
-    """Whenever it is noticed, also where nothing is there yet: no file of the tag is made, and no upload ended."""
+    """Whenever it is noticed, also where nothing is there yet: no file of the tag is made, and no upload ended. There
+    is an intent only if it was noticed after that."""
     one = InPlace(ATTEMPT, TAG, True, resumes=resumes)
-    asked = itertools.count()
-    taken = session(store)
-    taken.require = lambda: next(asked) < number or _raise(TAKEN)
     upload = store.create(f"{TAG}/model/x.pt", 3)
-    try:
-        one.begin(taken)
-    except DirectoryInUse:
-        assert [f"{TAG}/model/x.pt"] == store.unfinished
-        assert [] == [key for key in store.keys if key.startswith(TAG)]
-    else:
-        assert next(asked) <= number, "it was asked after it was taken over"
+    with pytest.raises(DirectoryInUse):
+        one.begin(session(store, *[None] * number, TAKEN))
+    assert [f"{TAG}/model/x.pt"] == store.unfinished
+    assert ([staging_dir(ATTEMPT)] if number == 2 else []) == [key for key in store.keys if VOTES not in key]
     upload.abort()
+
+
+def test_in_place_it_is_the_take_over_that_is_told(store: MemoryStorage) -> None:
+    """Not that the tag exists: it may be the other job's."""
+    whole(store)
+    with pytest.raises(DirectoryInUse):
+        InPlace(ATTEMPT, TAG, False).begin(session(store, TAKEN))
+
+
+def test_uploads_are_not_ended_after_a_take_over(store: MemoryStorage) -> None:
+    """Not if it happened while what is left of an earlier save was removed either."""
+    intents.declare(store, staging_dir("other-7"), TAG)
+    store.write(f"{TAG}/model/x.pt", b"remains")
+    upload = store.create(f"{TAG}/model/y.pt", 3)
+    with pytest.raises(DirectoryInUse):
+        InPlace(ATTEMPT, TAG, True).begin(session(store, None, None, None, TAKEN))
+    assert [f"{TAG}/model/y.pt"] == store.unfinished
+    upload.abort()
+
+
+def test_a_done_that_is_gone_already_is_not_withdrawn(store: MemoryStorage) -> None:
+    """The job that took over has removed it."""
+    one = InPlace(ATTEMPT, TAG)
+    written(store, one)
+    store.remove(f"{TAG}/{MANIFEST}")
+
+    def gone(operation: Operation) -> None:
+        if operation == Operation("read", f"{TAG}/{DONE}"):
+            store.remove(f"{TAG}/{DONE}")
+
+    with pytest.raises(DirectoryInUse):
+        one.publish(session(HookedStorage(store, gone), None, TAKEN), TIME, [])
+
+
+@pytest.mark.parametrize(("count", "asked"), [(8, ["is_file"] * 8), (9, ["list"])])
+def test_few_files_are_asked_for_and_many_are_listed(disk: LocalStorage, count: int, asked: list[str]) -> None:
+    """All ranks have files in some directories: thousands are not listed for a few."""
+    one, files, log = Staged(ATTEMPT, TAG), [f"model/{number}.pt" for number in range(count)], list[Operation]()
+    for name in files:
+        one.put(disk, name, b"1")
+    one.must_hold(HookedStorage(disk, log.append), files)
+    assert asked == [done.name for done in log]
+
+
+def test_a_copy_that_cannot_be_put_back_tells_why_it_was_not_published(disk: LocalStorage) -> None:
+    """The lease was lost; that is what counts."""
+    one = Staged(ATTEMPT, TAG, resumes=True)
+    written(disk, one)
+    fails = failing("rename", f"* -> {COPIES}/*", OSError(errno.EIO, "no"))
+    with pytest.raises(DirectoryInUse):
+        one.publish(session(HookedStorage(disk, fails), None, TAKEN), TIME, [])
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_copy_counts_a_lease_that_is_gone_as_lost(disk: LocalStorage, number: int) -> None:
+    """Before and after it is moved to where it is published from."""
+    one, asked, job = Staged(ATTEMPT, TAG, resumes=True), itertools.count(), session(disk)
+    written(disk, one)
+    job.require = lambda strictly=False: strictly and next(asked) == number and _raise(TAKEN)
+    with pytest.raises(DirectoryInUse):
+        one.publish(job, TIME, [])
 
 
 def _raise(error: BaseException) -> bool:
@@ -208,6 +263,7 @@ def test_a_tag_that_was_saved_anew_since_it_was_judged_is_not_retired(
 
     asked = itertools.count()
     assert not retire_unpinned(session(HookedStorage(storage, saved_anew)), one, judged)
+    assert [] == storage.list(TRASH)
     again = find_tag(storage, "old")
     assert again is not None
     with pytest.raises(OSError, match="no"):
