@@ -223,9 +223,9 @@ def _beat(storage: Storage, mine: Lease, number: int) -> None:
     try:
         if storage.renames:
             storage.write(HEARTBEAT, data)
-        elif not storage.exchange(HEARTBEAT, storage.read(HEARTBEAT, NOTE), data):
-            # Of the disks of hosts that one which the others read: a file that is written anew may be on another.
-            storage.link_new(HEARTBEAT, data)
+        else:
+            # On the disks of hosts that file which the others read: one that is written anew may be on another disk.
+            storage.exchange(HEARTBEAT, storage.read(HEARTBEAT, NOTE), data)
     except FileNotFoundError:
         storage.link_new(HEARTBEAT, data)
     except (IsADirectoryError, MalformedFile) as error:
