@@ -6,7 +6,6 @@ import errno
 import itertools
 import logging
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,11 +58,6 @@ def session(storage: Storage, topology: Topology = TP, lease: BaseException | No
         topology=topology,
         attempt=lambda number: f"run-{number}",
     )
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path)
 
 
 def prepared(storage: Storage, topology: Topology, crcs: dict[int, int] | None = None, **specs: ParameterSpec) -> None:

@@ -445,11 +445,6 @@ def test_of_a_damaged_lease_nobody_is_the_holder(storage: LocalStorage) -> None:
     assert Lease("unknown", "unknown", 0, "", known=False) == found
 
 
-@pytest.fixture
-def store() -> MemoryStorage:
-    return MemoryStorage()
-
-
 def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage) -> None:
     """Nobody but another job takes it away."""
     held = lease.acquire(store, "one", 1.0)

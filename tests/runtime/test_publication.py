@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,16 +27,6 @@ from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, re
 from tests.runtime.attempts import ATTEMPT, TAG, TAKEN, TIME, manifest, session, whole, written
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path)
-
-
-@pytest.fixture
-def store() -> MemoryStorage:
-    return MemoryStorage()
 
 
 def test_the_storage_chooses_the_way(disk: LocalStorage, store: MemoryStorage) -> None:

@@ -31,16 +31,6 @@ from tests.runtime.attempts import ATTEMPT, TAG, TAKEN, TIME, session, whole, wr
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path)
-
-
-@pytest.fixture
-def store() -> MemoryStorage:
-    return MemoryStorage()
-
-
 @pytest.mark.parametrize("count", [1, 20])
 @pytest.mark.parametrize("one", [Staged(ATTEMPT, TAG), Staged(ATTEMPT, TAG, resumes=True)])
 def test_a_staged_tag_that_lost_a_file_does_not_appear(disk: LocalStorage, one: Staged, count: int) -> None:
