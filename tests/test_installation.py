@@ -55,7 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installation")
     checkout, environment, wheels = (folder / name for name in ("checkout", "environment", "wheels"))
     checkout.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, checkout)
     shutil.copytree(REPOSITORY / "nxd_ckpt", checkout / "nxd_ckpt", ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "tests").mkdir()
@@ -71,6 +71,23 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _metadata(installed: Path) -> metadata.PathDistribution:
     return metadata.PathDistribution(next(installed.glob("lib/python*/site-packages/nxd_ckpt-*.dist-info")))
+
+
+def test_the_licence_is_installed_with_it(installed: Path) -> None:
+    """The first file that a company looks for, by its name in the metadata and as a text."""
+    distribution = _metadata(installed)
+    assert "Apache-2.0" == distribution.metadata["License-Expression"]
+    licence = next(path for path in distribution.files or [] if path.name == "LICENSE")
+    assert (REPOSITORY / "LICENSE").read_text() == licence.read_text()
+
+
+def test_no_binary_is_tracked() -> None:
+    """The repository holds text, pictures of the docs and checkpoints to test with, and no wheels or libraries."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    paths = [REPOSITORY / name for name in listing.stdout.split("\0") if name]
+    binaries = {path for path in paths if path.is_file() and b"\0" in path.read_bytes()}
+    expected = {*REPOSITORY.glob("docs/*.png"), *REPOSITORY.glob("tests/golden/*.tar.xz")}
+    assert set() == binaries - expected
 
 
 def test_numpy_is_installed_with_it(installed: Path) -> None:
