@@ -152,12 +152,15 @@ class _Examined:
             return
         for shard in shards:
             yield from shard_findings.check_moves(shard, self._known)
-        if self._was is not None and (self._is.step or 0) > (self._was.step or 0):
+        if self._was is not None and self._went_on(self._was):
             yield from shard_findings.check_any_moved(shards, self._known)
         yield from _stale_buffers(shards)
         for role, suspects in shard_findings.suspects(shards).items():
             for one, other in crosswise(self._before.whole, self._after.whole, suspects[:_SUSPECTS], role):
                 yield shard_findings.exchanged(role, one, other)
+
+    def _went_on(self, was: Progress) -> bool:
+        return (self._is.step or 0) > (was.step or 0) or bool(counters.moved_counters(was, self._is))
 
     def _of_the_tag(self) -> Iterator[Finding]:
         for name, why in self._apart.items():

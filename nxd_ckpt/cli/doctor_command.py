@@ -23,7 +23,8 @@ DESCRIPTION = (
     "Examine a tag, and whether it continues the one before it: steps, moments and weights moved, and by what their "
     "optimizer can do; master weights round to the weights; no shards are exchanged; scheduler, learning rates and "
     "data position agree with the steps. Of a directory, its latest tag is examined, after the one before. Everything "
-    "is read and verified. Exit code 1 if there is a problem; doubts, for which there may be a reason, are only shown."
+    "is read and verified. Exit code 1 if there is a problem; doubts, for which there may be a reason, are only shown, "
+    "unless --strict is given."
 )
 
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tag", metavar="TAG", help="a tag, or a directory for its latest one; or their URL")
     parser.add_argument("before", metavar="BEFORE", nargs="?", help="an earlier tag (default: the one before TAG)")
     parser.add_argument("--alone", action="store_true", help="examine the tag by itself, without the one before")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 for doubts too")
     add_options(parser, OpenOptions)
     text.add_quiet(parser)
     text.add_json(parser)
@@ -51,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     document = {"ok": bool(found), **asdict(found)}
     if args.json or found.findings or not args.quiet:
         text.show(document, _lines(document), as_json=args.json)
-    return 0 if found else 1
+    passed = not found.findings if args.strict else bool(found)
+    return 0 if passed else 1
 
 
 def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:

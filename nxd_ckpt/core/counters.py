@@ -24,6 +24,7 @@ _NO_POSITION = {
     *("limit", "length", "seed", "seq", "workers", "accumulation", "frequency", "freq"),
     *("start", "end", "stop", "sizes"),
 }
+_STEPS = {"step", "steps", "iteration", "iterations", "iter"}
 _SAME_RATE = 1e-6
 """Relative; rates are computed in different orders."""
 
@@ -98,7 +99,7 @@ def check_steps(before: Progress, after: Progress) -> Iterator[Finding]:
         )
         return
     if grown and not any(grown.values()):
-        yield doubt("steps", "optimizer", f"no parameter made a step: both tags are of step {after.step}")
+        yield _no_step(before, after)
         return
     by_stage: dict[int, int] = {}
     for name, stage in after.stages.items():
@@ -110,6 +111,53 @@ def check_steps(before: Progress, after: Progress) -> Iterator[Finding]:
             yield problem(
                 "steps", f"pipeline stage {stage}", f"its optimizer made {by} steps where other stages made {most}"
             )
+
+
+def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, int]]:
+    """Counters of steps that went on by at least one step of the optimizer, with their values before and after.
+
+    A counter of micro-batches makes several counts for each step of the optimizer; its rate is known from ``before``.
+    """
+    moved: dict[str, tuple[int, int]] = {}
+    sides = [("", before.values, after.values)]
+    sides += [(f"rank {rank}: ", before.of_ranks[rank], after.of_ranks[rank]) for rank in _common_ranks(before, after)]
+    for where, values_before, values_after in sides:
+        for name, value in values_before.items():
+            was, now = whole_number(value), whole_number(values_after.get(name))
+            if was is None or now is None or not _counts_steps(name):
+                continue
+            rate = max(1, -(-was // before.step)) if before.step else 1
+            if now - was >= rate:
+                moved[f"{where}{name}"] = was, now
+    return moved
+
+
+def _common_ranks(before: Progress, after: Progress) -> list[int]:
+    return sorted(before.of_ranks.keys() & after.of_ranks.keys())
+
+
+def _no_step(before: Progress, after: Progress) -> Finding:
+    """The finding of an optimizer that stands still: a problem if steps were counted meanwhile."""
+    message = f"no parameter made a step: both tags are of step {after.step}"
+    moved = moved_counters(before, after)
+    if not moved:
+        return doubt("steps", "optimizer", message)
+    name, (was, now) = next(iter(moved.items()))
+    message = f"{message}, but {name} went from {was} to {now}"
+    if _scale_fell(before, after):
+        return doubt("steps", "optimizer", f"{message}; a loss scaler that skips steps explains this")
+    return problem(
+        "steps", "optimizer", f"{message}: the optimizer was not saved anew, or the one that was saved is not in use"
+    )
+
+
+def _scale_fell(before: Progress, after: Progress) -> bool:
+    """A loss scaler lowers its scale where it skips a step."""
+    for name, value in before.values.items():
+        was, now = _real(value), _real(after.values.get(name))
+        if _words(name) & {"scale"} and was is not None and now is not None and now < was:
+            return True
+    return False
 
 
 def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
@@ -152,7 +200,7 @@ def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
     steps = before.step, after.step
     if before.step > 1:  # at the first step too much is equal by chance
         yield from _positions(before.values, after.values, steps, "")
-        for rank in sorted(before.of_ranks.keys() & after.of_ranks.keys()):
+        for rank in _common_ranks(before, after):
             yield from _positions(before.of_ranks[rank], after.of_ranks[rank], steps, f"rank {rank}: ")
     yield from _uneven(before, after, after.step - before.step)
 
@@ -208,15 +256,26 @@ def is_position(name: str) -> bool:
     fits and starts."""
     if "/shared/states/" in name:
         return False
-    last = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
-    words = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()))
+    words = _words(name)
     return bool(words & _POSITION) and not words & _NO_POSITION
+
+
+def _counts_steps(name: str) -> bool:
+    if name.startswith(("scheduler/", "optim/")):
+        return name == "scheduler/last_epoch"
+    return bool(_words(name) & _STEPS) and is_position(name)
+
+
+def _words(name: str) -> set[str]:
+    """The words of the last part of a name that is no number: ``trainer/globalStep`` gives global and step."""
+    last = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
+    return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()))
 
 
 def _uneven(before: Progress, after: Progress, steps: int) -> Iterator[Finding]:
     """Positions that moved by the same for each step on most ranks, and by no whole number for each on others."""
     moved: dict[str, dict[int, int]] = {}
-    for rank in sorted(before.of_ranks.keys() & after.of_ranks.keys()):
+    for rank in _common_ranks(before, after):
         for name, value in before.of_ranks[rank].items():
             was, now = whole_number(value), whole_number(after.of_ranks[rank].get(name))
             if was is not None and now is not None and is_position(name):
