@@ -47,6 +47,10 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
         from fsspec.core import url_to_fs
     except ImportError:
         raise InvalidArgument(f"{public}: needs fsspec: pip install 'nxd_ckpt[fsspec]'") from None
+    if re.match("https?://", url):
+        from nxd_ckpt.storage.http_storage import http_client
+
+        options.setdefault("get_client", http_client)
     try:
         fs, root = url_to_fs(url, **options)
     except ImportError as error:  # fsspec names the package: "Please install gcsfs to access Google Storage"

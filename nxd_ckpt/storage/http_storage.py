@@ -1,12 +1,17 @@
 """A directory on a web server, by fsspec's ``http``: read-only.
 
+Only the server that was named is asked: a redirect to another one is refused, and so is an answer that drips.
+
 The names in a directory are the links of its index page. Times and versions are those that the server reports for each
 file. If it reports no times, tags with a manifest can still be ordered.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 from urllib.parse import unquote
@@ -17,6 +22,36 @@ from nxd_ckpt.storage.fsspec_storage import FsspecStorage
 
 _WITHOUT_RANGES = 64 * 2**20
 """Bytes of a file that is read from a server that answers no range requests: each time it sends the whole file."""
+
+
+_LONGEST, _SILENT = 50.0, 20.0
+"""Seconds that an answer may take as a whole, and between two of its bytes."""
+
+
+async def http_client(**options: Any) -> Any:
+    """The client that fsspec asks by: aiohttp's, with our limits.
+
+    ``options`` are those of ``aiohttp.ClientSession``; a ``timeout`` among them goes before ours.
+    """
+    import aiohttp
+
+    options.setdefault("timeout", aiohttp.ClientTimeout(total=_LONGEST, sock_connect=_SILENT, sock_read=_SILENT))
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_refuse_elsewhere)
+    return aiohttp.ClientSession(trace_configs=[trace], **options)
+
+
+async def _refuse_elsewhere(session: Any, context: Any, request: Any) -> None:
+    """Called before a redirect is followed."""
+    target = request.url.join(type(request.url)(request.response.headers.get("Location", "")))
+    if target.host != request.url.host:
+        raise Elsewhere(
+            f"the server redirects to another one, {target.host}; if you trust it, pass a URL of {target.host} instead"
+        )
+
+
+class Elsewhere(OSError):
+    """A server answered that another one has the file."""
 
 
 class HttpStorage(FsspecStorage):
@@ -87,6 +122,22 @@ class HttpStorage(FsspecStorage):
 
     def remove(self, key: str) -> None:
         self._refuse(key)
+
+    @contextlib.contextmanager
+    def doing(self, key: str) -> Iterator[None]:
+        """Errors that another try would meet again, after as long a time, are not tried again."""
+        with super().doing(key):
+            try:
+                yield
+            except Elsewhere as error:
+                raise OSError(f"{self.url}/{key}: {error}") from None
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                if type(error.__cause__ or error).__module__.startswith("aiohttp"):  # silent: it may answer again
+                    raise
+                raise OSError(
+                    f"{self.url}/{key}: the server took more than {_LONGEST:.0f} s for one answer; if it is that slow, "
+                    "pass storage_options={'client_kwargs': {'timeout': aiohttp.ClientTimeout(total=...)}}"
+                ) from error
 
     def _refuse(self, key: str) -> NoReturn:
         raise OSError(errno.EROFS, "http is read-only here: write to a directory or a store", f"{self.url}/{key}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -145,6 +146,50 @@ def test_no_key_leads_out_of_the_directory(world: World, key: str) -> None:
     with pytest.raises(OSError, match="the directory itself"):
         remote.remove("")
     assert b"secret" == (world.paths[1].parent / "outside").read_bytes()
+
+
+def test_no_link_leads_out_of_the_directory(world: World) -> None:
+    """Neither one that is a file, nor one that is a folder: another process may have put it there."""
+    outside = world.paths[1].parent / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"secret")
+    (world.paths[1] / "t" / "link").symlink_to(outside / "file")
+    (world.paths[1] / "folder").symlink_to(outside)
+    remote = world.remote(1)
+    for key in ("t/link", "folder/file"):
+        for act in (remote.read, remote.open, remote.size, lambda key: remote.write(key, b"x")):
+            with pytest.raises(MalformedFile, match="leads out of the directory"):
+                act(key)
+    with pytest.raises(MalformedFile, match="leads out of the directory"):
+        remote.list("folder")
+    assert {"file": b"secret"} == {path.name: path.read_bytes() for path in outside.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '{"do": "read", "key": "t/file", "limit": Infinity}',
+        '{"do": "read", "key": "t/file", "limit": 1e400}',
+        '{"do": "read", "key": "t/file", "limit": NaN}',
+        '{"do": "read", "key": "t/file", "limit": "7"}',
+        '{"do": "create", "key": "t/new", "nbytes": -Infinity}',
+        '{"do": "read_ranges", "key": "t/file", "version": [10, "x"], "ranges": [[Infinity, 1]]}',
+        '{"do": "copy_out", "key": "t/file", "place": 1e999, "folder": "f", "name": "n", "expected": [1, 2]}',
+    ],
+)
+def test_a_number_that_is_none_is_refused(world: World, fields: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The caller is told; nothing unexpected happens on the host, which answers the next request."""
+    with connected(world) as connection:
+        channel = Channel(connection, 60.0)
+        channel.prove(SECRET, 1)
+        for text in (fields, '{"do": "size", "key": "t/file"}'):
+            head = f"[{text}, []]".encode()
+            connection.sendall(struct.pack(">I", len(head)) + head)
+            answer, _ = channel.reply()
+            if text == fields:
+                assert "error" in answer
+        assert {"value": 10} == answer
+    assert not caplog.records
 
 
 def test_bytes_that_were_changed_on_the_way_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

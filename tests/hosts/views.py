@@ -22,7 +22,7 @@ class World:
         self.paths = [path / str(number) for number in range(hosts)]
         self.own = [OwnDirectory(path) for path in self.paths]
         self.servers = [
-            HostServer(own, number, SECRET, f"127.0.0.{number + 2}", timeout, copy_nothing)
+            HostServer(own, number, SECRET, [f"127.0.0.{number + 2}"], timeout, copy_nothing)
             for number, own in enumerate(self.own)
         ]
         self.timeout = timeout

@@ -35,8 +35,8 @@ class Training:
 
 
 def connected(world_size: int) -> list[Peers | None]:
-    hub = Hub()
-    return [hub, *(Spoke(rank, hub.address()) for rank in range(1, world_size))]
+    hub = Hub(b"secret")
+    return [hub, *(Spoke(rank, hub.address(), b"secret") for rank in range(1, world_size))]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -140,5 +140,5 @@ def test_the_grace_is_what_agreeing_may_take(rank: int, silent: str) -> None:
 
 def test_without_connections_nothing_is_agreed_on() -> None:
     """All are told at the first step, not when it is too late."""
-    outcomes = on_ranks(2, lambda agreement: Stopping(agreement, lambda: None, LONG), ends=[Hub(), None])
+    outcomes = on_ranks(2, lambda agreement: Stopping(agreement, lambda: None, LONG), ends=[Hub(b"secret"), None])
     assert [True, True] == ["rank 1 has no connection to rank 0" in str(outcome) for outcome in outcomes]

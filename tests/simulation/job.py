@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
 from nxd_ckpt.runtime import at_exit
-from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone
+from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, Words
 from nxd_ckpt.runtime.coordination.meeting import Venue
 from nxd_ckpt.runtime.coordination.peers import Address
 from nxd_ckpt.storage.base import Storage
@@ -110,6 +110,10 @@ class _Venue(Venue):
 
     def _hub(self) -> Address | None:
         return None
+
+    def _exchange(self, words: Words) -> bytes:
+        """The exchange of keys only costs time here: no schedule has a network."""
+        return b"secret"
 
     def _is_gone(self, rank: int) -> bool:
         return not self._job.processes[rank].alive

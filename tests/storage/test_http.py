@@ -19,6 +19,7 @@ from nxd_ckpt import has_checkpoint, load_checkpoint, open_checkpoint, save_chec
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
+from nxd_ckpt.storage import http_storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.verify import verify_checkpoint
 
@@ -167,3 +168,63 @@ def test_a_large_file_without_ranges_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "run" / "file").write_bytes(b"." * 1000)
     with serving(tmp_path) as url, pytest.raises(OSError, match="no range requests"):
         open_storage(url).read_into("file", 5, memoryview(bytearray(3)))
+
+
+class Redirecting(Server):
+    """Sends who asks for a manifest to another server, or to another path of its own."""
+
+    target = ""
+
+    def do_GET(self) -> None:
+        if not self.path.endswith("manifest.json"):
+            super().do_GET()
+            return
+        self.send_response(302)
+        self.send_header("Location", self.target)
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+
+def test_a_redirect_to_another_server_is_refused(directory: Path) -> None:
+    """It is named, and not asked for anything. One to another path of the same server is followed."""
+    asked: list[str] = []
+
+    class Other(Server):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            super().do_GET()
+
+        do_HEAD = do_GET
+
+    with serving(directory, Other) as other, serving(directory, Redirecting) as url:
+        Redirecting.target = other.replace("127.0.0.1", "localhost") + "/a/manifest.json"
+        with pytest.raises((CheckpointError, OSError), match="redirects to another one, localhost"):
+            open_checkpoint(url, "a")
+    assert [] == asked
+
+
+def test_an_answer_that_drips_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not tried again: the next one would drip too."""
+    monkeypatch.setattr(http_storage, "_LONGEST", 0.5)
+    over = threading.Event()
+    asked: list[str] = []
+
+    class Dripping(Server):
+        def do_GET(self) -> None:
+            if not self.path.endswith("manifest.json"):
+                super().do_GET()
+                return
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "1000000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    self.wfile.write(b" ")
+
+    with serving(directory, Dripping) as url:
+        with pytest.raises((CheckpointError, OSError), match="took more than"):
+            open_checkpoint(url, "a", storage_options={"skip_instance_cache": True})
+        over.set()
+    assert 1 == len(asked)

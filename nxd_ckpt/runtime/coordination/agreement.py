@@ -6,8 +6,10 @@ Never through XLA (its rendezvous gathers device tensors) and never through obje
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -18,6 +20,9 @@ from nxd_ckpt.runtime.backoff import pause_after
 from nxd_ckpt.runtime.coordination.peers import Peers
 
 T = TypeVar("T")
+
+_own_secret = secrets.token_bytes(32)
+"""The secret of a process that is alone."""
 
 _SLICE = 1.0
 """Seconds of a wait for another rank's word, after which it is checked whether the word can still come."""
@@ -43,6 +48,9 @@ class Agreement(Protocol):
     def sign(self) -> None:
         """Show those who wait for rank 0 that it is at work on its word; nothing on other ranks."""
 
+    def secret_for(self, purpose: str) -> bytes:
+        """32 bytes that only the ranks of this job know, others for each purpose."""
+
     def store(self, name: str) -> Any:
         """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
 
@@ -65,6 +73,9 @@ class Alone:
 
     def sign(self) -> None:
         """Nobody waits."""
+
+    def secret_for(self, purpose: str) -> bytes:
+        return hmac.digest(_own_secret, purpose.encode(), "sha256")
 
     def store(self, name: str) -> Any:
         raise CheckpointError(f"a single process has no other ranks to meet in {name!r}")
@@ -171,8 +182,9 @@ class StoreAgreement:
         world_size: int,
         timeout: float,
         peers: Peers | None = None,
+        secret: bytes | None = None,
     ) -> None:
-        self.rank, self.world_size, self.peers = rank, world_size, peers
+        self.rank, self.world_size, self.peers, self._secret = rank, world_size, peers, secret
         self._words = Words(store, rank, timeout, self.is_gone)
         self._round = 0
 
@@ -201,6 +213,11 @@ class StoreAgreement:
 
     def sign(self) -> None:
         self._words.sign()
+
+    def secret_for(self, purpose: str) -> bytes:
+        if self._secret is None:
+            raise CheckpointError("the ranks of this job did not agree on a secret when they met")
+        return hmac.digest(self._secret, purpose.encode(), "sha256")
 
     def store(self, name: str) -> Any:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]

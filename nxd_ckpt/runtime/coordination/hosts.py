@@ -1,7 +1,7 @@
 """How the hosts of a job find each other, so that their own disks together are one store.
 
 Which ranks share a host is found by what they see in their directories, not by names. The lowest rank of each host
-serves its directory to the others. Rank 0 makes the job's secret, and the process group hands it out.
+serves its directory to the others, who prove to each other that they know a secret of the job.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.errors import InvalidArgument, RanksDisagree
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.coordination.peers import own_hosts
 from nxd_ckpt.runtime.paths import PROBES
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.directory import Directory
-from nxd_ckpt.storage.hosts.interface import address_of
+from nxd_ckpt.storage.hosts.interface import address_of, group_addresses
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, HostServer
 from nxd_ckpt.storage.hosts.storage import Hosts, HostsStorage
@@ -46,8 +45,9 @@ def join(
     """
     lowest = _lowest_that_shares(storage.own, agreement)
     words = agreement.gather([lowest, *replicas])
-    decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(32), *_hosts_of(words or [], replicas)])
-    secret, host_of, targets = bytes.fromhex(decided[0]), decided[1], decided[2]
+    decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(8), *_hosts_of(words or [], replicas)])
+    purpose, host_of, targets = decided
+    secret = agreement.secret_for(f"hosts {purpose}")
     number, host, serves = max(host_of) + 1, host_of[agreement.rank], lowest == agreement.rank and max(host_of) > 0
 
     servers: list[HostServer] = []
@@ -55,8 +55,8 @@ def join(
 
     def serve() -> None:
         if serves:
-            address = "" if interface is None else address_of(interface)
-            servers.append(HostServer(storage.own, host, secret, address, timeout, copy_out))
+            addresses = group_addresses() if interface is None else [address_of(interface)]
+            servers.append(HostServer(storage.own, host, secret, addresses, timeout, copy_out))
 
     def leave() -> None:
         for server in servers:
@@ -66,8 +66,8 @@ def join(
 
     try:
         on_all(agreement, serve)
-        found = [host, storage.url, _addresses(interface), servers[0].port] if servers else None
-        served = agreement.broadcast([word for word in agreement.gather(found) or () if word is not None])
+        server = [host, storage.url, servers[0].addresses, servers[0].port] if servers else None
+        served = agreement.broadcast([word for word in agreement.gather(server) or () if word is not None])
         remotes += [
             RemoteDirectory(other, url, Address(addresses, port), secret, timeout)
             for other, url, addresses, port in served
@@ -126,6 +126,3 @@ def _targets(rank: int, host_of: Sequence[int], replicas: Replicas) -> list[int]
         )
     return found
 
-
-def _addresses(interface: str | None) -> list[str]:
-    return own_hosts() if interface is None else [address_of(interface)]

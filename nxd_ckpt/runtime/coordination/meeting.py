@@ -16,6 +16,7 @@ from nxd_ckpt import errors
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 from nxd_ckpt.host import in_forked_children
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
+from nxd_ckpt.runtime.coordination.key_exchange import job_secret, new_secret
 from nxd_ckpt.runtime.coordination.peers import Address, Hub, Spoke
 from nxd_ckpt.runtime.turns import Turns
 
@@ -66,6 +67,7 @@ class Venue:
         self._rank, self._world_size = rank, world_size
         self._turns = Turns()
         self._peers: Hub | Spoke | None = None
+        self._secret = new_secret() if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
         """See :func:`meet`."""
@@ -74,12 +76,14 @@ class Venue:
         words = Words(self._store, self._rank, timeout, self._is_gone)
         with self._turns.taken(call):
             if self._rank == 0:
-                number = _call_in(words, self._world_size, call, self._hub())
+                number, hub, all_know = _call_in(words, self._world_size, call, self._hub())
             else:
-                number, hub = _ask(words, self._rank, call)
-                self._connect(hub)
-        store = PrefixStore(f"meeting/{number}", self._store)
-        return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers)
+                number, hub, all_know = _ask(words, self._rank, call, self._secret is not None)
+            store = PrefixStore(f"meeting/{number}", self._store)
+            if not all_know:
+                self._secret = self._exchange(Words(store, self._rank, timeout, self._is_gone))
+            self._connect(hub)
+        return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers, self._secret)
 
     def leave(self) -> None:
         """In a forked child: its parent's connections are not the child's."""
@@ -89,9 +93,12 @@ class Venue:
     def _is_gone(self, rank: int) -> bool:
         return self._peers is not None and self._peers.is_gone(rank)
 
+    def _exchange(self, words: Words) -> bytes:
+        return job_secret(words, self._rank, self._world_size, self._secret or b"")
+
     def _hub(self) -> Address | None:
         try:
-            self._peers = self._peers or Hub()
+            self._peers = self._peers or Hub(self._secret or b"")
         except OSError as error:  # a host that allows no listening: dead ranks are noticed after the timeout
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
         return self._peers.address() if isinstance(self._peers, Hub) else None
@@ -99,22 +106,23 @@ class Venue:
     def _connect(self, hub: Address | None) -> None:
         if self._peers is None and hub is not None:
             try:
-                self._peers = Spoke(self._rank, hub)
+                self._peers = Spoke(self._rank, hub, self._secret or b"")
             except OSError as error:
                 logger.debug("the end of rank 0 will not be noticed at once: %s", error)
 
 
-def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> int:
-    """Rank 0: wait for the other ranks' calls, and tell each the number of the meeting, or why there is none.
+_Answer = tuple[int, Address | None, bool]
+"""The number of the meeting, where the ranks may connect, and whether all of them know the job's secret."""
 
-    ``hub`` is where they may connect.
-    """
+
+def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> _Answer:
+    """Rank 0: wait for the other ranks' calls, and answer each, or tell why there is no meeting."""
     asked: dict[int, int] = {}
     try:
-        calls = {0: call}
+        calls = {0: [call, True]}
         for rank in range(1, world_size):
             asked[rank], calls[rank] = _next_call(words, rank)
-        for rank, other in calls.items():
+        for rank, (other, _) in calls.items():
             if other != call:
                 raise RanksDisagree(
                     f"rank 0 makes a {call}, rank {rank} a {other}; all ranks must make the same calls, in the same "
@@ -127,8 +135,9 @@ def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> i
                 asked[rank] = came
         _answer(words, asked, {"error": errors.to_wire(error)})
         raise
-    _answer(words, asked, {"value": [number, hub]})
-    return number
+    all_know = all(knows for _, knows in calls.values())
+    _answer(words, asked, {"value": [number, hub, all_know]})
+    return number, hub, all_know
 
 
 def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None:
@@ -137,8 +146,8 @@ def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None
             words.leave(f"answer/{rank}/{number}", answer)
 
 
-def _next_call(words: Words, rank: int) -> tuple[int, str]:
-    """The number of the next call of ``rank`` that it has not withdrawn, and which one it is."""
+def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
+    """The number of the next call of ``rank`` that it has not withdrawn; the call, and whether it knows the secret."""
     while True:
         number, call = _number_of_next(words, rank), _taken(words, rank)
         if call is not None:
@@ -154,10 +163,10 @@ def _came(words: Words, rank: int) -> int | None:
     return None
 
 
-def _taken(words: Words, rank: int) -> str | None:
+def _taken(words: Words, rank: int) -> list[Any] | None:
     """The next call of ``rank``, None if it is withdrawn; from now on the next is another."""
     number = _number_of_next(words, rank)
-    call: str = words.take(_call_key(rank, number), rank)
+    call: list[Any] = words.take(_call_key(rank, number), rank)
     words.add(f"taken/{rank}", 1)
     return call if words.add(f"claim/{rank}/{number}", 1) == 1 else None
 
@@ -170,19 +179,19 @@ def _call_key(rank: int, number: int) -> str:
     return f"call/{rank}/{number}"
 
 
-def _ask(words: Words, rank: int, call: str) -> tuple[int, Address | None]:
-    """Another rank: the number of the meeting for this call, and where rank 0 may be connected to."""
+def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
+    """Another rank: rank 0's answer to this call."""
     number = words.add(f"calls/{rank}", 1)
     answer = f"answer/{rank}/{number}"
     try:
-        words.leave(_call_key(rank, number), call)
+        words.leave(_call_key(rank, number), [call, knows])
         word = words.take(answer, 0)
     except BaseException as error:  # an interrupt too: rank 0 must not answer a rank that has left
         if words.add(f"claim/{rank}/{number}", 1) == 1 or not isinstance(error, PeerTimeout):  # now it is withdrawn
             raise
         word = words.take(answer, 0)  # rank 0 has just come
-    meeting, hub = answer_of(word)
-    return int(meeting), hub
+    meeting, hub, all_know = answer_of(word)
+    return int(meeting), hub, all_know
 
 
 _here: list[Venue] = []

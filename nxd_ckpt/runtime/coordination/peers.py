@@ -5,6 +5,9 @@ way, its system closes the connection, and the other end learns of it at once. A
 time to run, keeps its connection, so that it is not taken for dead. A host that loses its power is silent, and counts
 as lost after the timeout; so does a rank that could not be connected.
 
+Who connects proves that it knows the job's secret, and so does rank 0. Strangers hold few connections, and not for
+long.
+
 A word is any JSON value. It goes to who listens to its channel, a number that both ends know, on a thread of its own.
 """
 
@@ -14,16 +17,19 @@ import hmac
 import json
 import logging
 import os
-import secrets
 import selectors
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from nxd_ckpt import host
+from nxd_ckpt.storage.hosts.interface import group_addresses, listen
+from nxd_ckpt.storage.hosts.wire import NONCE, proof
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -32,9 +38,16 @@ Address = dict[str, Any]
 
 _CONNECTING = 2.0
 """Seconds that connecting to one address may take."""
+_JOINING = 10.0
+"""Seconds for which a connection that is dropped is tried again."""
 _NO_ROOM = 0.1
 """Seconds to wait where no connection can be taken."""
-
+_STRANGERS = 64
+"""Connections that may be about to prove to be a rank's. The oldest is dropped for a further one."""
+_LINE = 2**20
+"""Bytes of a word, at most."""
+_HELLO = struct.Struct(f">I{NONCE}s{NONCE}s")
+"""The rank, its random number, and its proof."""
 
 Heard = Callable[[int, Any], None]
 """Is called with the rank that a word came from, and the word: None once that rank is gone. It must be quick."""
@@ -53,16 +66,27 @@ class Peers(Protocol):
         """Send a word: rank 0 to all others, the others to rank 0. Who is gone does not get it."""
 
 
+@dataclass
+class _Stranger:
+    """A connection that has not proved to be a rank's: since when (s), our random number, and the bytes that came."""
+
+    since: float
+    nonce: bytes
+    received: bytearray
+
+
 class Hub:
     """Rank 0's end of the connections, watched by a thread of its own."""
 
-    def __init__(self) -> None:
-        self._token = secrets.token_hex(16)
-        self._listener = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+    def __init__(self, secret: bytes) -> None:
+        """Raises OSError where this host allows no listening."""
+        self._secret = secret
+        self._doors = listen(group_addresses())
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, float] = {}
-        """Who has not said who it is, and since when."""
+        for door in self._doors.values():
+            door.setblocking(False)
+            self._selector.register(door, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, _Stranger] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._telling = threading.RLock()  # signal handlers make steps too
         self._lines: dict[socket.socket, _Lines] = {}
@@ -71,7 +95,7 @@ class Hub:
         threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
 
     def address(self) -> Address:
-        return {"hosts": own_hosts(), "port": self._listener.getsockname()[1], "token": self._token}
+        return {"hosts": list(self._doors), "port": next(iter(self._doors.values())).getsockname()[1]}
 
     def is_gone(self, rank: int) -> bool:
         """Whether that rank was connected and has ended."""
@@ -87,19 +111,21 @@ class Hub:
 
     def leave(self) -> None:
         """In a forked child: close what is the parent's, which keeps it open."""
-        for held in (*self._strangers, *self._ranks, self._listener):
+        for held in (*self._strangers, *self._ranks, *self._doors.values()):
             held.close()
 
     def _watch(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(_CONNECTING if self._strangers else None):
                 ready: Any = key.fileobj
-                if ready is self._listener:
-                    self._meet()
-                elif ready in self._strangers:
+                if ready in self._strangers:
                     self._admit(ready)
-                elif ready in self._ranks and not self._lines[ready].read(partial(self._hear, self._ranks[ready])):
-                    self._lose(ready)
+                elif ready in self._ranks:
+                    if not self._lines[ready].read(partial(self._hear, self._ranks[ready])):
+                        self._lose(ready)
+                elif ready in self._doors.values():
+                    self._meet(ready)
+            self._forget_silent()
 
     def _hear(self, rank: int, channel: int, word: Any) -> None:
         _call(self._listeners.get(channel), rank, word)
@@ -114,48 +140,70 @@ class Hub:
             for channel in list(self._listeners):
                 self._hear(rank, channel, None)
 
-    def _meet(self) -> None:
-        """Take a connection, and give up those that have said nothing for long. Nobody is waited for."""
-        now = host.monotonic()
-        for silent in [one for one, since in self._strangers.items() if now - since > _CONNECTING]:
-            self._forget(silent)
-            silent.close()
+    def _meet(self, door: socket.socket) -> None:
+        """Take a connection, for which the oldest of too many strangers is given up. Nobody is waited for."""
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = door.accept()
+        except BlockingIOError:  # who connected has gone
+            return
         except OSError:  # no descriptors are left; who connects stays ready
             host.sleep(_NO_ROOM)
             return
+        if len(self._strangers) >= _STRANGERS:
+            self._forget(next(iter(self._strangers))).close()
         connection.setblocking(False)
-        self._strangers[connection] = now
+        nonce = os.urandom(NONCE)
+        self._strangers[connection] = _Stranger(host.monotonic(), nonce, bytearray())
         self._selector.register(connection, selectors.EVENT_READ)
+        with suppress(OSError):
+            connection.send(nonce)
 
     def _admit(self, connection: socket.socket) -> None:
-        """A rank, if it knows the token."""
+        """Read what a stranger says. It is a rank if it proves to know the secret."""
+        stranger = self._strangers[connection]
+        try:
+            data = connection.recv(_HELLO.size - len(stranger.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.received += data
+        if data and len(stranger.received) < _HELLO.size:
+            return
         self._forget(connection)
-        with suppress(OSError, ValueError):
-            token, _, rank = connection.recv(64).partition(b" ")
-            if hmac.compare_digest(token, self._token.encode()):
-                number = int(rank)
-                with self._telling:
-                    connection.sendall(b"1")  # from now on it gets every word
-                    self._lines[connection] = _Lines(connection)
-                    self._ranks[connection] = number
-                    self._gone.discard(number)  # another process group, in the same processes
-                    self._selector.register(connection, selectors.EVENT_READ)
-                return
-        connection.close()
+        if not (data and self._is_admitted(connection, stranger)):
+            connection.close()
 
-    def _forget(self, stranger: socket.socket) -> None:
+    def _is_admitted(self, connection: socket.socket, stranger: _Stranger) -> bool:
+        rank, nonce, proven = _HELLO.unpack(stranger.received)
+        if not hmac.compare_digest(proven, proof(self._secret, b"rank", rank, stranger.nonce + nonce)):
+            return False
+        with self._telling, suppress(OSError):
+            connection.sendall(proof(self._secret, b"hub", rank, stranger.nonce + nonce))
+            self._lines[connection] = _Lines(connection)  # from now on it gets every word
+            self._ranks[connection] = rank
+            self._gone.discard(rank)  # another process group, in the same processes
+            self._selector.register(connection, selectors.EVENT_READ)
+            return True
+        return False
+
+    def _forget(self, stranger: socket.socket) -> socket.socket:
         del self._strangers[stranger]
         self._selector.unregister(stranger)
+        return stranger
+
+    def _forget_silent(self) -> None:
+        now = host.monotonic()
+        for silent in [one for one, stranger in self._strangers.items() if now - stranger.since > _CONNECTING]:
+            self._forget(silent).close()
 
 
 class Spoke:
     """Another rank's end of its connection to rank 0."""
 
-    def __init__(self, rank: int, address: Address) -> None:
+    def __init__(self, rank: int, address: Address, secret: bytes) -> None:
         """Raises OSError where rank 0 cannot be reached."""
-        self._connection = self._connect(rank, address)
+        self._connection = _connected(rank, address, secret)
         self._lines = _Lines(self._connection)
         self._ended = False
         self._listeners: dict[int, Heard] = {}
@@ -192,26 +240,54 @@ class Spoke:
     def _hear(self, channel: int, word: Any) -> None:
         _call(self._listeners.get(channel), 0, word)
 
-    def _connect(self, rank: int, address: Address) -> socket.socket:
-        problem: OSError | None = None
+
+def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
+    """A connection to rank 0. One that is dropped, where strangers keep rank 0 busy, is tried again for a while."""
+    deadline = host.monotonic() + _JOINING
+    while True:
+        problem, dropped = OSError("no answer"), False
         for name in address["hosts"]:
             try:
                 connection = socket.create_connection((name, address["port"]), timeout=_CONNECTING)
-                connection.sendall(f"{address['token']} {rank}".encode())
-                if connection.recv(1) == b"1":
-                    connection.setblocking(False)
-                    return connection
-                connection.close()
             except OSError as error:
                 problem = error
-        raise problem or OSError("no answer")
+                continue
+            try:
+                _prove(connection, rank, secret)
+            except OSError as error:
+                connection.close()
+                problem, dropped = error, True
+                continue
+            connection.setblocking(False)
+            return connection
+        if not dropped or host.monotonic() > deadline:
+            raise problem
+        host.sleep(_NO_ROOM)
+
+
+def _prove(connection: socket.socket, rank: int, secret: bytes) -> None:
+    """Prove to know the secret, and have it proved. Raises OSError where the other end does not."""
+    theirs, ours = _take(connection, NONCE), os.urandom(NONCE)
+    connection.sendall(_HELLO.pack(rank, ours, proof(secret, b"rank", rank, theirs + ours)))
+    if not hmac.compare_digest(_take(connection, NONCE), proof(secret, b"hub", rank, theirs + ours)):
+        raise OSError("who answers there does not prove to be rank 0 of this job")
+
+
+def _take(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            raise OSError("no answer")
+        data += part
+    return data
 
 
 class _Lines:
     """What arrives over a connection: a line for each word."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._rest = connection, b""
+        self._connection, self._rest = connection, bytearray()
         self._reading = threading.Lock()
 
     def read(self, heard: Callable[[int, Any], None]) -> bool:
@@ -233,7 +309,14 @@ class _Lines:
             return True
         except OSError:
             return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        first, *others = data.split(b"\n")
+        self._rest += first
+        if len(self._rest) > _LINE:
+            return False
+        if not others:
+            return bool(data)
+        *lines, rest = [bytes(self._rest), *others]
+        self._rest = bytearray(rest)
         for line in lines:
             match _parsed(line):
                 case [int(channel), word]:
@@ -244,7 +327,7 @@ class _Lines:
 
 
 def _parsed(line: bytes) -> Any:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(line)
     return None
 
@@ -267,15 +350,3 @@ def _call(heard: Heard | None, rank: int, word: Any) -> None:
             heard(rank, word)
     except Exception:  # a defect of ours must not end the thread, by which the end of ranks is noticed
         logger.exception("nxd_ckpt: unexpected error at a word of rank %d", rank)
-
-
-def own_hosts() -> list[str]:
-    """Addresses of this host, as others may reach it; its own processes reach all of them."""
-    found = []
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it asks the system which of its addresses leads there.
-        probe.connect((os.environ.get("MASTER_ADDR", "192.0.2.1"), 9))
-        found.append(probe.getsockname()[0])
-    with suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys([*found, "127.0.0.1"]))

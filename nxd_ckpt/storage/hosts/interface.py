@@ -1,10 +1,13 @@
-"""On which of a host's addresses its server listens."""
+"""On which of a host's addresses the servers of a job listen."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import struct
+from collections.abc import Sequence
+from contextlib import suppress
 
 from nxd_ckpt.errors import InvalidArgument
 
@@ -32,3 +35,51 @@ def address_of(interface: str) -> str:
             f"interface={interface!r}: expected an address of this host or one of its network interfaces with an IPv4 "
             f"address ({there})"
         ) from error
+
+
+def group_addresses() -> list[str]:
+    """Addresses of this host at which the other ranks of its process group can reach it, the likeliest first.
+
+    A job whose MASTER_ADDR is a loopback address is on one host: nobody else could reach its store.
+    """
+    master = os.environ.get("MASTER_ADDR", "192.0.2.1")
+    if _is_loopback(master):
+        return ["127.0.0.1"]
+    addresses = list[str]()
+    with suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing: it asks the system which of its addresses leads there
+            addresses.append(probe.getsockname()[0])
+    with suppress(OSError):
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys([*addresses, "127.0.0.1"]))
+
+
+def _is_loopback(master: str) -> bool:
+    """True for the literal address or "localhost"; a host's own name may be a loopback address on that host alone."""
+    try:
+        return ipaddress.ip_address(master).is_loopback
+    except ValueError:
+        return master == "localhost"
+
+
+def listen(addresses: Sequence[str]) -> dict[str, socket.socket]:
+    """Sockets that listen at these addresses of this host, all on one port. Addresses that cannot be used are left out.
+
+    Raises OSError if none of them can be listened to.
+    """
+    listeners: dict[str, socket.socket] = {}
+    problem = OSError("this host has no address to listen to")
+    port = 0
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listeners[address] = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            problem = error
+            continue
+        port = listeners[address].getsockname()[1]
+    if not listeners:
+        raise problem
+    return listeners

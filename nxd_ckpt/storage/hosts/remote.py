@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -64,15 +65,20 @@ class RemoteDirectory:
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
         lengths, data = self._ask("peek", keys=list(keys))
-        found, begin = list[bytes | None](), 0
+        with self.naming():
+            _check(isinstance(lengths, list) and len(lengths) == len(keys))
+            _check(sum(0 if length is None else _length(length) for length in lengths) == len(data))
+        contents, begin = list[bytes | None](), 0
         for length in lengths:
-            found.append(None if length is None else data[begin : begin + length])
+            contents.append(None if length is None else data[begin : begin + length])
             begin += length or 0
-        return found
+        return contents
 
     def open(self, key: str) -> Reader:
-        nbytes, mark = self._ask("version", key)[0]
-        return RemoteReader(self, key, Version(nbytes, mark))
+        version = self._ask("version", key)[0]
+        with self.naming():
+            _check(isinstance(version, list) and len(version) == 2 and isinstance(version[1], str))
+            return RemoteReader(self, key, Version(_length(version[0]), version[1]))
 
     def read_ranges(self, key: str, version: Version, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill memory from the file as it was at ``version``; OSError where it is another by now."""
@@ -88,10 +94,15 @@ class RemoteDirectory:
         self._count(lengths[0])
 
     def size(self, key: str) -> int:
-        return int(self._ask("size", key)[0])
+        nbytes = self._ask("size", key)[0]
+        with self.naming():
+            return _length(nbytes)
 
     def time(self, key: str) -> float:
-        return float(self._ask("time", key)[0])
+        seconds = self._ask("time", key)[0]
+        with self.naming():
+            _check(type(seconds) in (int, float) and math.isfinite(seconds))
+        return float(seconds)
 
     def is_dir(self, key: str) -> bool:
         return bool(self._ask("is_dir", key)[0])
@@ -128,7 +139,7 @@ class RemoteDirectory:
         with self.naming(), closing(self._connect()) as channel:
             moved = _answer_to(self._where, channel, {"do": "copy_out", **asked})[0]
             while moved is not None:
-                yield int(moved)
+                yield _length(moved)
                 moved = _answer_to(self._where, channel, {"do": "go_on"})[0]
 
     def make_dir(self, key: str) -> None:
@@ -299,6 +310,18 @@ def _answer_to(where: str, channel: Channel, fields: Fields, *blobs: bytes) -> t
     data = [channel.blob(length, DOCUMENT) for length in lengths]
     _raise_of(where, answer)
     return answer.get("value"), b"".join(data)
+
+
+def _check(is_answer: bool) -> None:
+    """Raise ConnectionError for an answer of another form than the request has."""
+    if not is_answer:
+        raise ConnectionError("sends what is no message")
+
+
+def _length(value: Any) -> int:
+    """``value``, a number of bytes."""
+    _check(type(value) is int and 0 <= value < 2**63)
+    return int(value)
 
 
 def _raise_of(where: str, answer: Fields) -> None:

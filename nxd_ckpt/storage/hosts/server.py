@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +23,8 @@ from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.host import in_forked_children, yield_disk_to_others, yield_processor_to_others
 from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
-from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
+from nxd_ckpt.storage.hosts.interface import listen
+from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields, number
 from nxd_ckpt.storage.local_files import open_regular, version_of
 
 logger = logging.getLogger("nxd_ckpt")
@@ -34,7 +35,7 @@ PIECE = 8 * 2**20
 _ADMITTING = 5.0
 """Seconds within which who connects must prove to belong to the job."""
 _STRANGERS = 64
-"""Who may be about to prove it at the same time. More are dropped at once."""
+"""Connections that may be about to prove it at the same time. The oldest is dropped for a further one."""
 _PAUSE = 0.1
 """Seconds before the next connection is looked for, where this process has no descriptor left for it."""
 
@@ -65,9 +66,9 @@ in_forked_children(_leave_to_parent)
 
 
 class HostServer:
-    """Serves ``directory`` as host number ``host`` of a job, on the given address of this host, until it is closed.
+    """Serves ``directory`` as host number ``host`` of a job, on the given addresses of this host, until it is closed.
 
-    Raises OSError where that address cannot be listened to. ``timeout``: seconds that a message may take. ``copy_out``
+    Raises OSError where none of them can be listened to. ``timeout``: seconds that a message may take. ``copy_out``
     is how files are copied to lower tiers.
     """
 
@@ -76,48 +77,62 @@ class HostServer:
         directory: OwnDirectory,
         host: int,
         secret: bytes,
-        address: str,
+        addresses: Sequence[str],
         timeout: float,
         copy_out: CopyOut,
     ) -> None:
         self._directory, self._host, self._secret, self._timeout = directory, host, secret, timeout
         self._copy_out = copy_out
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._listeners = listen(addresses)
+        self._strangers: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), threading.Event()
         _serving.add(self)
-        threading.Thread(target=self._listen, name="nxd_ckpt-host", daemon=True).start()
+        for listener in self._listeners.values():
+            threading.Thread(target=self._listen, args=(listener,), name="nxd_ckpt-host", daemon=True).start()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those that it listens at."""
+        return list(self._listeners)
 
     @property
     def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
+        port: int = next(iter(self._listeners.values())).getsockname()[1]
         return port
 
     def close(self) -> None:
         """Serve nobody any more. Safe to call again."""
         with self._lock:
             self._closed.set()
-            open_ones = list(self._connections)
-        for held in (self._listener, *open_ones):
+            open_ones = [*self._listeners.values(), *self._connections, *self._strangers]
+        for held in open_ones:
             with suppress(OSError):
                 held.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
             held.close()
 
     def leave(self) -> None:
         """In a forked child: close what is the parent's, which keeps it open."""
-        for held in (self._listener, *self._connections):
+        for held in (*self._listeners.values(), *self._connections, *self._strangers):
             held.close()
 
-    def _listen(self) -> None:
+    def _listen(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 self._closed.wait(_PAUSE)
                 continue
-            if not (self._strangers.acquire(blocking=False) and self._is_met(connection)):
+            with self._lock:
+                oldest = next(iter(self._strangers)) if len(self._strangers) >= _STRANGERS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
+                self._strangers[connection] = None
+            if oldest is not None:
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for its proof, which closes it
+            if not self._is_met(connection):
+                self._forget(connection)
                 connection.close()
 
     def _is_met(self, connection: socket.socket) -> bool:
@@ -125,9 +140,12 @@ class HostServer:
         try:
             threading.Thread(target=self._meet, args=(connection,), name="nxd_ckpt-host", daemon=True).start()
         except RuntimeError:
-            self._strangers.release()
             return False
         return True
+
+    def _forget(self, stranger: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(stranger, None)
 
     def _meet(self, connection: socket.socket) -> None:
         with connection:
@@ -136,7 +154,7 @@ class HostServer:
                 with suppress(OSError):
                     known = Channel(connection, _ADMITTING).admit(self._secret, self._host)
             finally:
-                self._strangers.release()
+                self._forget(connection)
             if not known or not self._keep(connection):
                 return
             try:
@@ -160,6 +178,7 @@ class _Conversation:
 
     def __init__(self, directory: OwnDirectory, channel: Channel, copy_out: CopyOut) -> None:
         self._directory, self._channel, self._copy_out = directory, channel, copy_out
+        self._root = os.path.realpath(directory.path(""))
         self._writer: Writer | None = None
         self._copied: Generator[int, None, None] = (number for number in range(0))
         self._memory: memoryview | None = None
@@ -204,56 +223,63 @@ class _Conversation:
             raise OSError(f"unknown request {operation!r:.40}")
         return do(fields, blobs)
 
+    def _key(self, fields: Fields, name: str = "key") -> str:
+        """A key of the message. Raises MalformedFile for one that leads out of the directory, by a link too."""
+        key = _text(fields[name])
+        if os.path.commonpath((self._root, os.path.realpath(self._directory.path(key)))) != self._root:
+            raise MalformedFile(f"{self._directory.url}/{key} leads out of the directory, by a link")
+        return key
+
     def _do_read(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {}, self._directory.read(_key(fields), int(fields["limit"]))
+        return {}, self._directory.read(self._key(fields), number(fields["limit"]))
 
     def _do_peek(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        found = self._directory.peek([_text(key) for key in fields["keys"]])
+        found = self._directory.peek([self._key({"key": key}) for key in fields["keys"]])
         return {"value": [None if data is None else len(data) for data in found]}, b"".join(filter(None, found))
 
     def _do_list(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        names = [f"{'d' if entry.is_dir else 'f'}{entry.name}" for entry in self._directory.list(_key(fields))]
+        names = [f"{'d' if entry.is_dir else 'f'}{entry.name}" for entry in self._directory.list(self._key(fields))]
         return {}, "\0".join(names).encode(errors="surrogateescape")
 
     def _do_version(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": list(self._directory.version(_key(fields)))}, b""
+        return {"value": list(self._directory.version(self._key(fields)))}, b""
 
     def _do_size(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.size(_key(fields))}, b""
+        return {"value": self._directory.size(self._key(fields))}, b""
 
     def _do_time(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.time(_key(fields))}, b""
+        return {"value": self._directory.time(self._key(fields))}, b""
 
     def _do_is_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.is_dir(_key(fields))}, b""
+        return {"value": self._directory.is_dir(self._key(fields))}, b""
 
     def _do_is_file(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.is_file(_key(fields))}, b""
+        return {"value": self._directory.is_file(self._key(fields))}, b""
 
     def _do_write(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.write(_key(fields), blobs[0])
+        self._directory.write(self._key(fields), blobs[0])
         return {}, b""
 
     def _do_link_new(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.link_new(_key(fields), blobs[0])}, b""
+        return {"value": self._directory.link_new(self._key(fields), blobs[0])}, b""
 
     def _do_exchange(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.exchange(_key(fields), blobs[0], blobs[1])}, b""
+        return {"value": self._directory.exchange(self._key(fields), blobs[0], blobs[1])}, b""
 
     def _do_make_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.make_dir(_key(fields))
+        self._directory.make_dir(self._key(fields))
         return {}, b""
 
     def _do_sync_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.sync_dir(_key(fields))
+        self._directory.sync_dir(self._key(fields))
         return {}, b""
 
     def _do_rename(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.rename(_key(fields), _text(fields["target"]))
+        self._directory.rename(self._key(fields), self._key(fields, "target"))
         return {}, b""
 
     def _do_remove(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        key = _key(fields)
+        key = self._key(fields)
         if not key:
             raise OSError("the directory itself is removed by nobody")
         self._directory.remove(key)
@@ -263,9 +289,9 @@ class _Conversation:
         """The first piece of the copy. Its caller has this connection, and so this thread, for the copy alone."""
         yield_disk_to_others()
         yield_processor_to_others()
-        where = int(fields["place"]), _text(fields["folder"]), _text(fields["name"])
+        where = number(fields["place"]), _text(fields["folder"]), _text(fields["name"])
         self._copied.close()
-        self._copied = self._copy_out(_key(fields), *where, FileEntry(*map(int, fields["expected"])))
+        self._copied = self._copy_out(self._key(fields), *where, FileEntry(*map(number, fields["expected"])))
         return self._do_go_on(fields, blobs)
 
     def _do_go_on(self, fields: Fields, blobs: list[bytes]) -> Answer:
@@ -274,8 +300,8 @@ class _Conversation:
 
     def _do_create(self, fields: Fields, blobs: list[bytes]) -> Answer:
         self._do_abort(fields, blobs)
-        self._directory.make_dir(_key(fields).rpartition("/")[0])
-        self._writer = self._directory.create(_key(fields), int(fields["nbytes"]))
+        self._directory.make_dir(self._key(fields).rpartition("/")[0])
+        self._writer = self._directory.create(self._key(fields), number(fields["nbytes"]))
         return {}, b""
 
     def _do_settle(self, fields: Fields, blobs: list[bytes]) -> Answer:
@@ -292,7 +318,7 @@ class _Conversation:
             raise OSError("no file is being written")
         self._writer.close()
         self._writer = None
-        self._directory.sync_dir(_key(fields).rpartition("/")[0])
+        self._directory.sync_dir(self._key(fields).rpartition("/")[0])
         return {}, b""
 
     def _do_abort(self, fields: Fields, blobs: list[bytes]) -> Answer:
@@ -313,15 +339,15 @@ class _Conversation:
                 raise OSError("what arrived is not what was sent: the network, or one of its ends, changed bytes")
             if self._writer is None:
                 raise OSError("no file is being written")
-            self._writer.write_at(int(fields["offset"]), data)
+            self._writer.write_at(number(fields["offset"]), data)
             self._writer.settle()
         except _ANSWERED as error:
             self._failed = self._failed or error
 
     def _opened(self, fields: Fields) -> tuple[int, list[tuple[int, int]]]:
         """A file of the version that is asked for, and the ranges of it, which are there."""
-        key, version = _key(fields), Version(*fields["version"])
-        ranges = [(int(offset), int(length)) for offset, length in fields["ranges"]]
+        key, version = self._key(fields), Version(*fields["version"])
+        ranges = [(number(offset), number(length)) for offset, length in fields["ranges"]]
         where = f"{self._directory.url}/{key}"
         fd, _ = open_regular(self._directory.path(key))
         try:
@@ -336,10 +362,6 @@ class _Conversation:
             os.close(fd)
             raise
         return fd, ranges
-
-
-def _key(fields: Fields) -> str:
-    return _text(fields["key"])
 
 
 def _text(key: Any) -> str:

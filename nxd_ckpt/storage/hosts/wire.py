@@ -22,7 +22,8 @@ _LENGTH = struct.Struct(">I")
 _HEAD = 2**16
 """Bytes of a message's fields, at most. What may be longer is a blob."""
 
-_NONCE = 32
+NONCE = 32
+"""Bytes of a random number, and of a proof."""
 _BLOBS = 4
 
 Fields = dict[str, Any]
@@ -93,20 +94,20 @@ class Channel:
     def prove(self, secret: bytes, host: int) -> None:
         """Who connects: prove to know the secret, and have it proved that this is that host."""
         self._begin()
-        theirs, ours = self._take(_NONCE), os.urandom(_NONCE)
-        self._put(ours + _proof(secret, b"caller", host, theirs + ours))
-        if not hmac.compare_digest(self._take(_NONCE), _proof(secret, b"host", host, theirs + ours)):
+        theirs, ours = self._take(NONCE), os.urandom(NONCE)
+        self._put(ours + proof(secret, b"caller", host, theirs + ours))
+        if not hmac.compare_digest(self._take(NONCE), proof(secret, b"host", host, theirs + ours)):
             raise ConnectionError(f"does not prove that it is host {host} of this job")
 
     def admit(self, secret: bytes, host: int) -> bool:
         """The other side of it: whether who connects knows the secret."""
         self._begin()
-        ours = os.urandom(_NONCE)
+        ours = os.urandom(NONCE)
         self._put(ours)
-        theirs, proof = self._take(_NONCE), self._take(_NONCE)
-        if not hmac.compare_digest(proof, _proof(secret, b"caller", host, ours + theirs)):
+        theirs, proven = self._take(NONCE), self._take(NONCE)
+        if not hmac.compare_digest(proven, proof(secret, b"caller", host, ours + theirs)):
             return False
-        self._put(_proof(secret, b"host", host, ours + theirs))
+        self._put(proof(secret, b"host", host, ours + theirs))
         return True
 
     def _begin(self) -> None:
@@ -154,5 +155,13 @@ def _are_lengths(lengths: Any) -> bool:
     )
 
 
-def _proof(secret: bytes, role: bytes, host: int, nonces: bytes) -> bytes:
-    return hmac.digest(secret, role + b" " + str(host).encode() + b" " + nonces, "sha256")
+def proof(secret: bytes, role: bytes, number: int, nonces: bytes) -> bytes:
+    """Proof of who knows ``secret`` that it speaks as ``role``, to or as the host or rank of this number."""
+    return hmac.digest(secret, role + b" " + str(number).encode() + b" " + nonces, "sha256")
+
+
+def number(value: Any) -> int:
+    """``value``, an integer of a message. Raises MalformedFile for anything else, infinity included."""
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise MalformedFile(f"expected a number, found {value!r:.40}")
+    return value
