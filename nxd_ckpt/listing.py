@@ -47,7 +47,7 @@ from nxd_ckpt.verify import files_of
 _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 """No later time can be written as a date."""
 
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 Options = Mapping[str, Any] | None
 
@@ -275,7 +275,7 @@ def _listed(
 def _named(info: TagInfo) -> dict[str, Any]:
     if info.tag == NO_TAG or info.damage is not None or info.order_time > _LAST:  # no marker has a time there
         return {"tag": info.tag, "order_time": None, "age_seconds": None}
-    at = datetime.fromtimestamp(int(info.order_time), timezone.utc)
+    at = datetime.fromtimestamp(info.order_time, timezone.utc)
     # A save's order time may lie a second or two ahead of the clock.
     age = max(0.0, round(time.time() - info.order_time, 1))
     return {"tag": info.tag, "order_time": f"{at:{_TIME}}", "age_seconds": age}

@@ -61,7 +61,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
         CheckpointNotFound: no such directory.
         CorruptCheckpoint: no tag that would stay can be opened; nothing was removed.
         DirectoryInUse: a live job saves there.
-        InvalidArgument: there are no rules.
+        InvalidArgument: there are no rules, or one by a metric that no tag has; nothing was removed.
     """
     chosen, rules = PruneOptions(**options), rules_of(None, retain)
     if rules is None:
@@ -80,7 +80,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
                 if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
                     removed.append(tag)
             if len(removed) < len(found.surplus):
-                kept = retention.judged(storage, settled_tags(storage), rules).kept
+                kept = retention.judged(storage, settled_tags(storage), rules).retention.kept
                 found = Retention(kept, tuple(removed))
             journal.discard_trash(storage, session.run_id, session.confirm)
     return Pruned(storage.url, found.kept, found.surplus)
@@ -118,8 +118,10 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
 
 
 def _judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
-    """What the rules say of ``tags``. Raises CorruptCheckpoint where nothing would be left that loads."""
-    found = retention.judged(storage, tags, rules)
+    """Decide by the rules. Raises CorruptCheckpoint where nothing would be left that loads, and InvalidArgument."""
+    found, unknown = retention.judged(storage, tags, rules)
+    if unknown:
+        raise InvalidArgument(f"{storage.url}: {'; '.join(unknown)}. Nothing was removed")
     if found.surplus and not any(_opens(storage, tag) for tag in reversed(list(found.kept))):
         raise CorruptCheckpoint(
             f"{storage.url}: none of the tags that would stay ({', '.join(found.kept)}) can be opened; nothing was "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.core.tags import Tag, order_text
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -157,7 +157,7 @@ def _marker(opened: OpenTag, marker: str) -> FileEntry:
     """What it should be: NxD's ``1``, or, where a tag was saved to a store, that or its order time, and its attempt."""
     data = b"1"
     if opened.manifest is not None:
-        first = f"{opened.manifest.order_time:.0f}" if marker == names.DONE else "1"
+        first = order_text(opened.manifest.order_time) if marker == names.DONE else "1"
         in_store = f"{first} {opened.manifest.attempt}".encode()
         with suppress(OSError, MalformedFile):  # whoever compares the file with this says so
             data = in_store if opened.storage.size(f"{opened.tag}/{marker}") == len(in_store) else data

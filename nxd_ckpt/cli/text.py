@@ -24,8 +24,8 @@ def age(seconds: float) -> str:
 
 
 def time_of_day(iso: str) -> str:
-    """``2025-11-21 13:51:02`` of ``2025-11-21T13:51:02Z``."""
-    return iso.replace("T", " ").removesuffix("Z")
+    """``2025-11-21 13:51:02`` of ``2025-11-21T13:51:02.250000Z``."""
+    return iso.replace("T", " ").removesuffix("Z").partition(".")[0]
 
 
 def count(number: int, noun: str) -> str:

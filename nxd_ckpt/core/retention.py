@@ -6,13 +6,13 @@ A tag stays if any rule keeps it, if it is pinned, or if it is the newest. So no
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypeAlias
 
-from nxd_ckpt.core.tags import TagInfo, in_order
+from nxd_ckpt.core.suggestions import first_of, listed
+from nxd_ckpt.core.tags import TagInfo, in_order, step_of, undecided
 from nxd_ckpt.errors import InvalidArgument
 
 Metrics: TypeAlias = Mapping[str, float | None]
@@ -59,9 +59,8 @@ class Every:
 class Best:
     """Keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
 
-    Of two with an equal one the newer is better. Tags that were saved without that metric, or with one that was not
-    finite, come after all others, the newest first: where fewer than ``count`` tags have it, they make up the number.
-    So a metric whose name is misspelt does not remove everything.
+    Ties: the newest. It also keeps every tag that was saved without that metric, or with one that was not finite: how
+    good they are is not known. So a metric whose name is misspelt removes nothing.
     """
 
     metric: str
@@ -80,9 +79,14 @@ class Best:
 
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
         sign = 1 if self.mode == "min" else -1
-        values = [(metrics.get(info.tag, {}).get(self.metric), info) for info in reversed(tags)]
-        ranked = [(math.inf if v is None or not math.isfinite(v) else sign * v, info) for v, info in values]
-        return [info for _, info in sorted(ranked, key=lambda one: one[0])[: self.count]]
+        values = [(self.value(metrics.get(info.tag, {})), info) for info in reversed(tags)]
+        ranked = sorted([(sign * value, info) for value, info in values if value is not None], key=lambda one: one[0])
+        return [info for _, info in ranked[: self.count]] + [info for value, info in values if value is None]
+
+    def value(self, metrics: Metrics) -> float | None:
+        """The metric of a tag; None where it is absent or not finite."""
+        value = metrics.get(self.metric)
+        return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -137,15 +141,34 @@ def decide(
     if complete:
         for rule in rules:
             for info in rule.chosen(complete, metrics):
-                reasons[info.tag].append(str(rule))
+                reasons[info.tag].append(_reason(rule, metrics.get(info.tag, {})))
         for tag in reasons.keys() & set(pinned):
             reasons[tag].append("pinned")
+        for info in (info for group in undecided(complete) for info in group):
+            reasons[info.tag].append("saved at the time of another tag")
         newest = complete[-1].tag
         reasons[newest] = reasons[newest] or ["the newest"]
     return Retention(
         {tag: tuple(why) for tag, why in reasons.items() if why},
         tuple(tag for tag, why in reasons.items() if not why),
     )
+
+
+def unknown_metrics(rules: Sequence[Rule], metrics: Mapping[str, Metrics]) -> list[str]:
+    """For each rule by a metric that no tag has, a sentence that says so."""
+    known = {name for one in metrics.values() for name in one}
+    return [
+        f"Best({rule.metric!r}): no tag has the metric {listed([rule.metric], known)}; "
+        f"tags have {first_of(sorted(known)) or 'no metrics'}, and saves pass them as metrics={{...}}"
+        for rule in rules
+        if isinstance(rule, Best) and metrics and all(rule.value(one) is None for one in metrics.values())
+    ]
+
+
+def _reason(rule: Rule, metrics: Metrics) -> str:
+    if isinstance(rule, Best) and rule.value(metrics) is None:
+        return f"it has no {rule.metric}"
+    return str(rule)
 
 
 def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | None = None) -> tuple[Rule, ...] | None:
@@ -188,12 +211,6 @@ def recorded_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | N
                 "one of a tensor)"
             )
     return {name: _finite(value) for name, value in given.items()}
-
-
-def step_of(tag: str) -> int | None:
-    """The last number in a tag's name; None if it has none."""
-    numbers = re.findall("[0-9]+", tag)
-    return int(numbers[-1]) if numbers else None
 
 
 def _finite(value: Any) -> float | None:

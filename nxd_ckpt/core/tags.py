@@ -1,13 +1,16 @@
 """Tags: names of checkpoints in a directory, and their order.
 
-The order of tags is one number, ``order_time`` (seconds since the epoch), never the name: it lies above that of
-every tag that existed when the checkpoint was made, so a clock that jumps back cannot reorder them.
+The order of tags is one number, ``order_time`` (seconds since the epoch, in microseconds): it lies above that of every
+tag that existed when the checkpoint was made, so a clock that jumps back cannot reorder them. Names decide only between
+tags of one time, which other programs leave where a file system keeps whole seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, TypeAlias
 
@@ -17,6 +20,10 @@ from nxd_ckpt.errors import InvalidArgument, InvalidTag
 
 LATEST = 1e12
 """Times of files count up to here, in seconds since the epoch; what says another is no clock's."""
+
+_PER_SECOND = 1e6
+_DIGITS = 18
+"""Digits of a number in a name that count."""
 
 Tag: TypeAlias = str | int
 """A tag as callers name it: 300 is "300"."""
@@ -84,7 +91,8 @@ def _fields(field: str | None, form: str | None) -> list[str]:
 class TagInfo:
     """One tag as a listing shows it. ``order_time`` is in seconds; ``ours`` says that it has a manifest.
 
-    ``damage`` is what kept the listing from telling more: such a tag is not complete.
+    ``damage`` is what kept the listing from telling more: such a tag is not complete. ``marked`` is the time of its
+    marker: with another one it is another save, or a copy.
     """
 
     tag: str
@@ -92,11 +100,22 @@ class TagInfo:
     complete: bool
     ours: bool
     damage: str | None = None
+    marked: float = field(default=0.0, compare=False)
 
 
 def in_order(tags: Iterable[TagInfo]) -> list[TagInfo]:
-    """Oldest first; names only break ties, so that the order is total."""
-    return sorted(tags, key=lambda info: (info.order_time, info.tag))
+    """Oldest first. Of tags of one time, the steps in their names decide, else the names: so the order is total."""
+    order = list[TagInfo]()
+    for _, group in _by_time(tags):
+        by_step = _tell_steps(group)
+        order += sorted(group, key=lambda info: (step_of(info.tag) or 0 if by_step else 0, info.tag))
+    return order
+
+
+def undecided(tags: Iterable[TagInfo]) -> list[list[TagInfo]]:
+    """Complete tags of one time whose names do not tell which of them is newer, in groups."""
+    groups = [group for _, group in _by_time(info for info in tags if info.complete)]
+    return [group for group in groups if len(group) > 1 and not _tell_steps(group)]
 
 
 def latest(tags: Iterable[TagInfo]) -> TagInfo | None:
@@ -105,6 +124,36 @@ def latest(tags: Iterable[TagInfo]) -> TagInfo | None:
     return complete[-1] if complete else None
 
 
-def next_order_time(now: float, tags: Iterable[TagInfo]) -> float:
-    """``max(now, every existing tag's) + 1``: later than every tag, whatever the clock says."""
-    return max([now, *(info.order_time for info in tags)]) + 1.0
+def next_order_time(now: float, newest: float) -> float:
+    """The order time of a save at the time ``now``: later than that of the ``newest`` tag, whatever the clock says."""
+    order_time = max(math.ceil(now * _PER_SECOND), round(newest * _PER_SECOND) + 1) / _PER_SECOND
+    return order_time if order_time > newest else math.nextafter(newest, math.inf)
+
+
+def same_time(one: float, other: float) -> bool:
+    """True for equal times in microseconds: file systems that are finer round differently."""
+    return abs(one - other) * _PER_SECOND < 0.75
+
+
+def order_text(order_time: float) -> str:
+    """An order time as ``done`` holds it in a store."""
+    return f"{order_time:.0f}" if order_time == int(order_time) else f"{order_time:.6f}"
+
+
+def step_of(tag: str) -> int | None:
+    """The last number in a tag's name; None if it has none."""
+    numbers = re.findall("[0-9]+", tag)
+    return int(numbers[-1][-_DIGITS:]) if numbers else None
+
+
+def _by_time(tags: Iterable[TagInfo]) -> list[tuple[float, list[TagInfo]]]:
+    groups: dict[float, list[TagInfo]] = {}
+    for info in tags:
+        groups.setdefault(info.order_time, []).append(info)
+    return sorted(groups.items(), key=lambda one: one[0])
+
+
+def _tell_steps(group: Sequence[TagInfo]) -> bool:
+    """True if the names of all have a step, and no two the same."""
+    steps = {step_of(info.tag) for info in group}
+    return None not in steps and len(steps) == len(group)

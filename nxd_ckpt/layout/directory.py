@@ -1,7 +1,7 @@
 """What a checkpoint directory holds: its tags, which of them are complete, and which may be removed.
 
-A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours), whose modification time is its order; where that
-could not be set (object stores), ours holds it as text.
+A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours). :mod:`nxd_ckpt.layout.order` says how tags are
+ordered.
 NxD 0.6 knew no marker: there a tag counts if the file ``newest`` lists it and no rank's file is missing,
 because ``newest`` was written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
 is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any other.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.tags import LATEST, TagInfo
+from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.layout import legacy
 from nxd_ckpt.layout.grid import holes, spanned
@@ -34,6 +34,7 @@ from nxd_ckpt.layout.names import (
     ParsedName,
     parse,
 )
+from nxd_ckpt.layout.order import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 
@@ -42,8 +43,6 @@ logger = logging.getLogger("nxd_ckpt")
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
 _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
-_COPIED_WITHIN = 1.0
-"""Seconds that may lie between copying a tag's marker and its manifest for the copy to be recognised as one."""
 
 
 def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
@@ -100,19 +99,6 @@ def _tags(storage: Storage) -> Iterator[TagInfo]:
         info = _inspect(storage, entry.name, newest) if entry.is_dir and entry.name[0] != "." else None
         if info is not None:
             yield info
-
-
-def recorded_order_time(storage: Storage, tag: str) -> float | None:
-    """The order time that ``done`` holds, which only a save of ours into a store leaves there; else None.
-
-    Another program that saves over such a tag leaves its own marker, ``1``.
-    """
-    key = f"{tag}/{DONE}"
-    if storage.renames and not 1 < storage.size(key) <= NOTE:
-        return None
-    order_time, attempt, *_ = [*storage.read(key, NOTE).split(b" "), b""]
-    found = float(order_time) if attempt and order_time.isdigit() and len(order_time) < 20 else None
-    return found if found is None or found <= 2 * LATEST else None
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
@@ -201,7 +187,7 @@ def _listed_in_newest(storage: Storage) -> dict[str, float]:
     """The order time of each line of ``newest``: its modification time, less a second for every line that
     follows. A damaged one lists nothing."""
     try:
-        data, written = storage.read(NEWEST), _time(storage, NEWEST)
+        data, written = storage.read(NEWEST), marker_time(storage, NEWEST)
     except FileNotFoundError:
         return {}
     except MalformedFile as error:
@@ -227,31 +213,15 @@ def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | 
         if dated is None:
             return None
         recorded = recorded_order_time(storage, tag) if dated == DONE else None
-        order_time = _order_time(storage, tag, dated, ours) if recorded is None else recorded
+        order_time = marked = marker_time(storage, f"{tag}/{dated}") if recorded is None else recorded
+        if recorded is None and ours and dated == DONE:
+            order_time = order_time_of_ours(storage, tag, marked)
     except FileNotFoundError:
         return None  # another process removed the tag since it was listed
     except MalformedFile as error:
         return TagInfo(tag, 0.0, complete=False, ours=ours, damage=str(error))
     # Beside a ``done`` of ours there is a manifest, unless a job that was taken over wrote it too late.
-    return TagInfo(tag, order_time, complete=dated == DONE and (ours or recorded is None), ours=ours)
-
-
-def _order_time(storage: Storage, tag: str, dated: str, ours: bool) -> float:
-    """The marker's modification time; for a tag of ours that was copied, which loses that, the manifest's.
-
-    We set whole seconds, a copy within a file system hardly ever does, and a store knows nothing else. A marker newer
-    than the manifest is another program's save.
-    """
-    marked = _time(storage, f"{tag}/{dated}")
-    if not ours or dated != DONE or (storage.renames and marked == int(marked)):
-        return marked
-    key = f"{tag}/{MANIFEST}"
-    try:
-        if storage.time(key) < marked - _COPIED_WITHIN:
-            return marked
-        return load_manifest(storage.read(key), key).order_time
-    except MalformedFile:
-        return marked
+    return TagInfo(tag, order_time, complete=dated == DONE and (ours or recorded is None), ours=ours, marked=marked)
 
 
 def _has_all_ranks(storage: Storage, tag: str) -> bool:
@@ -268,10 +238,6 @@ def _without_tag(storage: Storage, ranks: list[ParsedName]) -> TagInfo:
         return TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False)
     except MalformedFile as error:
         return TagInfo(NO_TAG, 0.0, complete=False, ours=False, damage=f"{storage.url}: {error}")
-
-
-def _time(storage: Storage, key: str) -> float:
-    return min(storage.time(key), LATEST)
 
 
 def _marked(storage: Storage, key: str, *marks: bytes) -> bool:

@@ -20,9 +20,9 @@ from nxd_ckpt.core.retention import (
     decide,
     recorded_metrics,
     rules_of,
-    step_of,
+    unknown_metrics,
 )
-from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.core.tags import TagInfo, step_of
 from nxd_ckpt.errors import InvalidArgument
 from tests.core.tag_infos import TAGS
 
@@ -111,15 +111,27 @@ def test_every_so_many_steps_one_is_kept() -> None:
 
 
 def test_the_best_are_kept() -> None:
-    """The lowest, or the highest; what has no metric, or NaN, only where there are too few others."""
+    """The lowest, or the highest; tags without the metric, or with NaN, stay too: how good they are is not known."""
     tags = listing("a", "b", "c", "d", "e", "f")
     metrics: dict[str, Metrics] = {
         "a": {"loss": 3.0}, "b": {"loss": None}, "c": {"loss": 1.0}, "d": {"other": 0.0}, "e": {"loss": 2.0}
     }  # fmt: skip
-    assert ["c", "e", "f"] == kept(tags, Best("loss", 2), metrics=metrics)
-    assert ["a", "f"] == kept(tags, Best("loss", mode="max"), metrics=metrics)
-    assert ["a", "c", "e", "f"] == kept(tags, Best("loss", 4), metrics=metrics)
-    assert ["d", "e", "f"] == kept(tags, Best("los", 3), metrics=metrics)
+    assert ["b", "c", "d", "e", "f"] == kept(tags, Best("loss", 2), metrics=metrics)
+    assert ["a", "b", "d", "f"] == kept(tags, Best("loss", mode="max"), metrics=metrics)
+    assert ["a", "b", "c", "d", "e", "f"] == kept(tags, Best("loss", 4), metrics=metrics)
+    assert ["a", "b", "c", "d", "e", "f"] == kept(tags, Best("los"), metrics=metrics)
+    assert [] == unknown_metrics([Best("loss"), Last(1)], metrics)
+    [sentence] = unknown_metrics([Best("los"), Best("other")], metrics)
+    assert "did you mean 'loss'?" in sentence
+    assert "loss, other" in sentence
+
+
+def test_tags_of_one_time_that_names_do_not_order_stay() -> None:
+    """Of a copied run of NxD's the newest might go; where steps tell, rules apply."""
+    named = [TagInfo(name, 1.0, True, False) for name in ("a", "b", "c")]
+    assert () == decide([*named, TagInfo("d", 2.0, True, True)], [Last(1)], {}).surplus
+    stepped = [TagInfo(f"step_{step}", 1.0, True, False) for step in (8, 9, 10)]
+    assert ("step_8", "step_9") == decide(stepped, [Last(1)], {}).surplus
 
 
 def test_of_equal_ones_the_newer_is_better() -> None:
@@ -145,7 +157,8 @@ def test_times_add_up() -> None:
 
 def test_every_reason_is_told() -> None:
     """By rule; pinned tags are, and the newest where nothing else keeps it."""
-    found = decide(listing("1", "2", "3"), [Every(2), Best("x")], {"2": {"x": 1.0}}, {"1", "2", "other"})
+    metrics = {"1": {"x": 2.0}, "2": {"x": 1.0}, "3": {"x": 3.0}}
+    found = decide(listing("1", "2", "3"), [Every(2), Best("x")], metrics, {"1", "2", "other"})
     assert {"1": ("pinned",), "2": ("every 2", "best 1 by x (min)", "pinned"), "3": ("the newest",)} == found.kept
 
 

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.tags import TagInfo, in_order, latest, next_order_time, validate_tag
+from nxd_ckpt.core.tags import (
+    LATEST,
+    TagInfo,
+    in_order,
+    latest,
+    next_order_time,
+    order_text,
+    same_time,
+    undecided,
+    validate_tag,
+)
 from nxd_ckpt.errors import InvalidTag
 from tests.core.tag_infos import TAGS
 
@@ -65,7 +75,56 @@ def test_latest_is_the_newest_complete_one(tags: list[TagInfo]) -> None:
 
 @given(tags=TAGS, now=st.floats(0, 4e9))
 def test_a_new_tag_is_later_than_every_other(tags: list[TagInfo], now: float) -> None:
-    """Also when the clock has jumped back, and also than incomplete ones."""
-    order_time = next_order_time(now, tags)
-    assert all(info.order_time < order_time for info in tags)
-    assert now < order_time
+    """Also when the clock has jumped back, and also than incomplete ones; and hardly later than the clock."""
+    newest = max((info.order_time for info in tags), default=0.0)
+    order_time = next_order_time(now, newest)
+    assert newest < order_time
+    assert now - 1e-6 < order_time <= max(now, newest) + 1e-3
+
+
+@given(now=st.floats(0, 4e9), saves=st.integers(1, 50))
+def test_quick_saves_do_not_run_ahead_of_the_clock(now: float, saves: int) -> None:
+    """A microsecond each, where no time passes between them."""
+    order_time = 0.0
+    for _ in range(saves):
+        order_time = next_order_time(now, order_time)
+    assert order_time - now <= saves * 2e-6
+
+
+@given(newest=st.floats(0, 2 * LATEST))
+def test_order_times_are_told_apart_as_text(newest: float) -> None:
+    """As stores keep them; and a marker's time, which a file system rounds, is recognised."""
+    order_time = next_order_time(0.0, newest)
+    assert order_time == float(order_text(order_time))
+    assert same_time(order_time, order_time)
+    if order_time < 4e9:
+        nanoseconds = int(order_time * 1e9)
+        assert same_time(order_time, nanoseconds / 1e9)
+        assert not same_time(order_time, order_time + 1e-6)
+        assert order_text(newest) != order_text(order_time) or newest < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (("step_10", "step_8", "step_9"), ["step_8", "step_9", "step_10"]),
+        (("10", "9", "epoch1-step8"), ["epoch1-step8", "9", "10"]),
+        (("b", "c", "a"), ["a", "b", "c"]),
+        (("step_2", "last", "step_10"), ["last", "step_10", "step_2"]),
+    ],
+)
+def test_steps_in_names_decide_between_tags_of_one_time(names: tuple[str, ...], order: list[str]) -> None:
+    """Where all names have one; else the order is total, but means nothing, and that can be asked."""
+    tags = [TagInfo(name, 5.0, True, False) for name in names]
+    assert order == [info.tag for info in in_order(tags)]
+    steps_tell = not set(names) & {"a", "last"}
+    assert ([] if steps_tell else [set(names)]) == [{info.tag for info in group} for group in undecided(tags)]
+
+
+def test_tags_of_one_step_are_undecided() -> None:
+    """Nothing tells them apart; a tag of another time is not among them, nor one that is incomplete."""
+    tags = [
+        TagInfo("a_3", 5.0, True, False), TagInfo("b_3", 5.0, True, False), TagInfo("c", 6.0, True, False),
+        TagInfo("d", 6.0, False, False),
+    ]  # fmt: skip
+    assert [["a_3", "b_3"]] == [[info.tag for info in group] for group in undecided(tags)]

@@ -57,8 +57,8 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def test_rules_are_followed_at_each_save(storage: Storage) -> None:
-    """The best, and every second, and the newest stay, of directories and of stores; a metric of NaN is no best."""
-    assert ["step_2", "step_4", "step_5"] == save_all(storage, retain=[Best("loss"), Every(2)])
+    """The best, and every second, and the newest stay, of directories and of stores; and a tag with a NaN metric."""
+    assert ["step_2", "step_3", "step_4", "step_5"] == save_all(storage, retain=[Best("loss"), Every(2)])
 
 
 def test_a_pinned_tag_stays(storage: Storage) -> None:
@@ -106,8 +106,12 @@ def test_prune_removes_what_a_save_would(five: Path) -> None:
     before = visible_tags(five)
     done = prune_checkpoints(five, rules)
     assert list(LOSSES) == before
-    assert ("step_3",) == done.removed == would.removed
-    assert ["step_1", "step_2", "step_4", "step_5"] == visible_tags(five) == list(done.kept)
+    assert () == done.removed == would.removed  # step_3 has NaN
+    rules[0] = Last(3)
+    would = prune_checkpoints(five, rules, dry_run=True)
+    done = prune_checkpoints(five, rules)
+    assert ("step_2",) == done.removed == would.removed
+    assert ["step_1", "step_3", "step_4", "step_5"] == visible_tags(five) == list(done.kept)
     assert () == prune_checkpoints(five, rules).removed
 
     assert (True, False) == (unpin_checkpoint(five, "step_1"), unpin_checkpoint(five, "step_1"))
@@ -238,11 +242,47 @@ def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.Mo
 
 
 def test_tags_without_metrics_follow_other_rules(tmp_path: Path) -> None:
-    """Those that were saved before metrics were given, and NxD's, are never better, and never in the way."""
+    """Those that were saved before metrics were given, and NxD's, are not removed for a metric: it is not known."""
     for tag in ("a", "b"):
         save_checkpoint(tmp_path, tag, STATE)
     for name in ("checkpoint", "done"):
         (tmp_path / "nxd" / "model").mkdir(parents=True, exist_ok=True)
         (tmp_path / "nxd" / name).write_text("1")
     save_checkpoint(tmp_path, "c", STATE, metrics={"loss": 1.0}, retain=[Best("loss")])
-    assert ["c"] == visible_tags(tmp_path)
+    assert ["a", "b", "nxd", "c"] == visible_tags(tmp_path)
+    save_checkpoint(tmp_path, "d", STATE, metrics={"loss": 2.0}, retain=[Last(1)])
+    assert ["d"] == visible_tags(tmp_path)
+
+
+def test_a_metric_that_no_tag_has_removes_nothing(five: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save says so, and which one may have been meant; what is asked to remove tags refuses."""
+    with Checkpointer(five) as saver:
+        saver.save("step_6", STATE, metrics={"loss": 9.0}, retain=[Best("los", 1)])
+    assert [*LOSSES, "step_6"] == visible_tags(five)
+    assert "no tag has the metric 'los' (did you mean 'loss'?)" in caplog.text
+    for dry_run in (True, False):
+        with pytest.raises(InvalidArgument, match=r"did you mean 'loss'\?.*Nothing was removed"):
+            prune_checkpoints(five, [Best("los"), Last(1)], dry_run=dry_run)
+    assert [*LOSSES, "step_6"] == visible_tags(five)
+
+
+def test_a_save_of_nothing_is_refused(five: Path) -> None:
+    """An empty tag would be the latest, and retention would remove the last good one for it."""
+    with pytest.raises(InvalidArgument, match="nothing was passed to be saved"):
+        Checkpointer(five).save("step_6", num_kept_ckpts=1)
+    assert [*LOSSES] == visible_tags(five)
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_the_newest_optimizer_and_model_stay(tmp_path: Path, in_store: bool) -> None:
+    """While no newer tag has one: a run of exports, or of notes, does not remove what can be resumed from."""
+    storage = MemoryStorage() if in_store else LocalStorage(tmp_path, durable=False)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saves = [(model, optimizer), (model, optimizer), (model, None), (model, None), (None, None)]
+    with Checkpointer("", storage=storage) as saver:
+        for number, (one, other) in enumerate(saves):
+            saver.save(f"s{number}", one, other, user_content={"number": number}, num_kept_ckpts=1)
+        assert ["s1", "s3", "s4"] == sorted(info.tag for info in list_tags(storage))
+        saver.save("s5", model, optimizer, num_kept_ckpts=1)
+    assert ["s5"] == sorted(info.tag for info in list_tags(storage))

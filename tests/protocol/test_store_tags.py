@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections import Counter
 from itertools import pairwise
@@ -166,6 +167,10 @@ def test_another_program_saves_over_a_tag(store: MemoryStorage, job: Process) ->
     store.write(f"t/{MODEL}", store.read(f"u/{MODEL}") + b" ")
     assert open_complete_tag(store, "t").manifest is not None  # damage, which a load reports
     store.write("t/done", b"1")
+    assert open_complete_tag(store, "t").manifest is not None  # it was copied, and is damaged
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.ones(100)}, buffer)
+    store.write(f"t/{MODEL}", buffer.getvalue())
     assert None is open_complete_tag(store, "t").manifest
 
 

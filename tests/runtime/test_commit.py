@@ -17,6 +17,7 @@ from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.tags import same_time
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
@@ -132,14 +133,22 @@ def test_a_rank_without_an_index_has_an_empty_line(disk: LocalStorage) -> None:
 
 
 def test_a_tag_is_later_than_all_before(disk: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whole seconds, whatever the clock says."""
-    monkeypatch.setattr(host, "time", lambda: 1000.25)
+    """By a microsecond at least, whatever the clock says; a clock that is a little behind is waited for."""
+    clock = [1000.25]
+    monkeypatch.setattr(host, "time", lambda: clock[0])
+    monkeypatch.setattr(host, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     prepared(disk, TP)
-    assert 1002.0 == committed(disk, TP, votes(TP)).order_time
+    assert 1000.25 == committed(disk, TP, votes(TP)).order_time
     disk.write("other/done", b"1")
     disk.set_time("other/done", 5000.0)
     prepared(disk, TP)
-    assert (5001.0, 5001.0) == (committed(disk, TP, votes(TP)).order_time, disk.time(f"{TAG}/done"))
+    order_time = committed(disk, TP, votes(TP)).order_time
+    assert (5000.000001, 1000.25) == (order_time, clock[0])
+    assert same_time(order_time, disk.time(f"{TAG}/done"))
+    disk.set_time("other/done", 5001.0)
+    clock[0] = 5000.5
+    prepared(disk, TP)
+    assert (5001.000001, 5001.0) == (committed(disk, TP, votes(TP)).order_time, clock[0])
 
 
 def test_a_vote_that_failed_publishes_nothing(disk: LocalStorage) -> None:

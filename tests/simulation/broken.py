@@ -194,7 +194,7 @@ BREAKS = [
         "Retention removes one tag more.", "disk",
         {
             _COMMIT: (
-                "        for tag in judged(storage, tags.values(), rules).surplus:",
+                "        for tag in judgement.retention.surplus:",
                 "        for tag in tags:",
             )
         },

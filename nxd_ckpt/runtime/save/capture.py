@@ -35,13 +35,15 @@ def capture(
 
     Raises:
         UnsupportedState: SPMD or meta state.
-        InvalidArgument: ``weights_only`` without a model.
+        InvalidArgument: ``weights_only`` without a model; nothing to save.
         UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
     """
     if options.weights_only:
         if model is None:
             raise InvalidArgument("weights_only=True saves the model and nothing else: pass model=")
         optimizer = scheduler = user_content = rank_content = None
+    if topology.rank == 0:
+        _require_any(model, optimizer, scheduler, user_content, rank_content)
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
     known = {} if model_adapter is None else model_adapter.partitions(topology.tp)
@@ -79,6 +81,14 @@ def capture(
         if not options.trust_pickle:
             check_picklable_as_data(getattr(state, what), what)
     return state
+
+
+def _require_any(*parts: Any) -> None:
+    if all(part is None for part in parts):
+        raise InvalidArgument(
+            "nothing was passed to be saved, and an empty tag would count as the latest checkpoint: pass model=, "
+            "optimizer=, scheduler=, user_content= or rank_content="
+        )
 
 
 def _as_dcp(kind: str) -> str:

@@ -8,7 +8,6 @@ verdict is written.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +41,9 @@ from nxd_ckpt.runtime.tier import Draining
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
+
+_CATCHES_UP = 2.0
+"""Seconds for which a commit waits until the clock is past the newest tag."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     parameters = _parameters(storage, folder, topology, leaders, request.parameters)
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
-    # Whole seconds: not every file system keeps the fraction of the marker's time.
-    elsewhere = 0.0 if request.draining is None else request.draining.newest
-    order_time = float(math.ceil(next_order_time(max(host.time(), elsewhere), list_tags(storage))))
+    order_time = _order_time(storage, 0.0 if request.draining is None else request.draining.newest)
     manifest = Manifest(
         tag=publication.tag,
         attempt=publication.attempt,
@@ -114,6 +114,26 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     if request.rules is not None:
         held = () if request.draining is None else request.draining.held
         retain(session, publication, request.rules, held)
+
+
+def _order_time(storage: Storage, elsewhere: float) -> float:
+    """Later than that of every tag, those ``elsewhere`` included.
+
+    What other programs save next is dated by the clock: so the order times do not run ahead of it, and a clock that is
+    a little behind is waited for.
+    """
+    newest = max([elsewhere, *(info.order_time for info in list_tags(storage))])
+    ahead = newest - host.time()
+    if 0 < ahead <= _CATCHES_UP:
+        host.sleep(ahead)
+    elif ahead > 0:
+        logger.warning(
+            "%s: the newest tag is dated %.0f s after the clock of this host. This save is dated after it; a tag that "
+            "another program saves before that time counts as older. Set the clock right",
+            storage.url,
+            ahead,
+        )
+    return next_order_time(host.time(), newest)
 
 
 def _timings(votes: Sequence[Vote], request: Commit) -> dict[str, float]:
@@ -246,7 +266,10 @@ def retain(
     storage = session.storage
     try:
         tags = {info.tag: info for info in list_tags(storage)}
-        for tag in judged(storage, tags.values(), rules).surplus:
+        judgement = judged(storage, tags.values(), rules)
+        for sentence in judgement.unknown_metrics:
+            logger.warning("%s: retention by this rule removes nothing. %s", storage.url, sentence)
+        for tag in judgement.retention.surplus:
             if tag not in (publication.tag, *held):
                 session.require()
                 retire_unpinned(session, publication, tags[tag])

@@ -21,6 +21,7 @@ from typing import ClassVar, Protocol
 
 from nxd_ckpt import host
 from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.layout.directory import may_be_replaced
 from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
@@ -222,7 +223,7 @@ class InPlace:
 
     def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
         storage, done = session.storage, f"{self.tag}/{DONE}"
-        mark = f"{order_time:.0f} {self.attempt}".encode() if self.attempt else b"1"
+        mark = f"{order_text(order_time)} {self.attempt}".encode() if self.attempt else b"1"
         storage.sync_dir(self.tag)
         session.require()
         try:

@@ -1,12 +1,13 @@
-"""What decides which tags of a directory stay: what is pinned there, and the metrics in the tags."""
+"""Which tags of a directory stay, by rules, pins, the metrics in the tags, and what no newer tag holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.retention import Best, Metrics, Retention, Rule, decide
-from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.core.retention import Best, Metrics, Retention, Rule, decide, unknown_metrics
+from nxd_ckpt.core.tags import TagInfo, in_order
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import find_tag, is_checkpoint_of_ours_or_nxd
 from nxd_ckpt.runtime.coordination.pins import pinned
@@ -15,15 +16,35 @@ from nxd_ckpt.runtime.save.session import Session
 from nxd_ckpt.storage.base import Storage
 
 
-def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
-    """Which of ``tags``, those of the directory, stay. What is no checkpoint of ours or NxD's is in neither list.
+class Judgement(NamedTuple):
+    """Which tags stay; and a sentence for each rule by a metric that no tag has, which therefore removes nothing."""
+
+    retention: Retention
+    unknown_metrics: Sequence[str]
+
+
+def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Judgement:
+    """Decide which of ``tags``, those of the directory, stay. Tags of neither ours nor NxD's are in neither list.
+
+    The newest tag with a model stays while all newer ones lack one, and so does the newest with an optimizer.
 
     Raises OSError or CheckpointError where it cannot be told.
     """
     ours = [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
     # Only where they are asked for: reading a manifest of many parameters takes its time.
     asked = ours if any(isinstance(rule, Best) for rule in rules) else []
-    return decide(ours, rules, {info.tag: _metrics(storage, info) for info in asked}, pinned(storage))
+    metrics = {info.tag: _metrics(storage, info) for info in asked}
+    retention = decide(ours, rules, metrics, pinned(storage))
+    if retention.surplus:
+        kept, surplus = dict(retention.kept), list(retention.surplus)
+        for part, folder in (("a model", names.MODEL_DIR), ("an optimizer", names.OPTIMIZER_DIR)):
+            last = next((info.tag for info in reversed(in_order(ours)) if storage.is_dir(f"{info.tag}/{folder}")), None)
+            if last in surplus:
+                surplus.remove(last)
+                kept[last] = (f"the newest with {part}",)
+        order = [info.tag for info in in_order(ours)]
+        retention = Retention({tag: kept[tag] for tag in order if tag in kept}, tuple(surplus))
+    return Judgement(retention, unknown_metrics(rules, metrics))
 
 
 def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -> bool:
@@ -32,8 +53,9 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
     storage = session.storage
 
     def stays(key: str) -> bool:
-        found = find_tag(storage, key)
-        return info.tag in pinned(storage) or found is None or found.order_time != info.order_time
+        now = find_tag(storage, key)
+        is_same = now is not None and (now.order_time, now.marked) == (info.order_time, info.marked)
+        return info.tag in pinned(storage) or not is_same
 
     return not stays(info.tag) and publication.retire(session, info.tag, stays)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from nxd_ckpt import host
-from nxd_ckpt.core.tags import Tag, TagInfo, latest, validate_tag
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.tags import Tag, TagInfo, latest, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import (
@@ -86,13 +87,23 @@ def _named(storage: Storage, wanted: str) -> TagInfo:
 
 
 def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
-    """Raise CheckpointNotFound where nothing tells which of several tags is the latest."""
-    same = [info.tag for info in tags if info.complete and info.order_time == newest.order_time]
-    if newest.order_time == 0.0 and len(same) > 1:
+    """Raise CheckpointNotFound where nothing tells which tag is the latest; warn where it is only likely."""
+    group = next((group for group in undecided(tags) if newest in group), None)
+    if group is None:
+        return
+    same = first_of(info.tag for info in group)
+    if newest.order_time == 0.0:
         raise CheckpointNotFound(
             f"{storage.url} does not report when files were written, so it is not known which is the latest of "
-            f"{', '.join(same[:8])}: name one"
+            f"{same}: name one"
         )
+    logger.warning(
+        "%s: %s were saved at the same time, and their names do not tell which is the latest. %s is taken; if that is "
+        "wrong, name another one",
+        storage.url,
+        same,
+        newest.tag,
+    )
 
 
 def settled_tags(storage: Storage, *, only_look: bool = False) -> list[TagInfo]:

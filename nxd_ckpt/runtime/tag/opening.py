@@ -8,7 +8,7 @@ from collections.abc import Set
 from nxd_ckpt.core.manifest import Manifest, load_manifest
 from nxd_ckpt.errors import CorruptCheckpoint, TagReplaced
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import recorded_order_time
+from nxd_ckpt.layout.order import is_written_over
 from nxd_ckpt.layout.tag import open_tag
 from nxd_ckpt.runtime.tag.identity import Identity
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -41,9 +41,9 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
     manifest = None
     if names.MANIFEST in listed:
         manifest = _manifest(storage, tag)
-        if _written_over(storage, tag, manifest):
+        if is_written_over(storage, tag, manifest):
             logger.warning(
-                "%s/%s: the files are not those of its manifest and its %r marker is newer: another program saved "
+                "%s/%s: the files are not those of its manifest, and neither is its %r marker: another program saved "
                 "over it. Reading it as a plain neuronx_distributed checkpoint, without its index",
                 storage.url,
                 tag,
@@ -75,31 +75,6 @@ def _lost(where: str, left: str) -> CorruptCheckpoint:
     )
 
 
-def _written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
-    """Whether another program saved over a tag of ours: its marker is of another time, and files have other sizes.
-
-    Both, because copying a tag changes times, and damage changes sizes. In a store the marker of ours holds the time.
-    """
-    if recorded_order_time(storage, tag) == manifest.order_time:
-        return False
-    if storage.time(f"{tag}/{names.DONE}") == manifest.order_time:
-        return False
-    topology = manifest.topology
-    probe = OpenTag(storage, tag, open_tag(storage, tag, topology=topology), manifest)
-    first = topology.coordinates_of(0)
-    if manifest.leaders is not None:  # whose saves have no such file
-        return storage.is_file(f"{tag}/{names.model_file(topology, first)}")
-    kind = manifest.parts.optimizer or "plain"
-    optimizer = names.DCP_METADATA if kind == "zero1_dcp" else names.optimizer_file(topology, first, kind)
-    files = [names.model_file(topology, first), optimizer]
-    try:
-        entries = probe.index(first).files
-    except CorruptCheckpoint:
-        return False  # damage is reported where it is met
-    known = [(file, entries[file]) for file in files if file in entries]
-    return any(_size(storage, f"{tag}/{file}") not in (None, entry.nbytes) for file, entry in known)
-
-
 def _is_in_flux(listed: Set[str]) -> bool:
     """Whether a tag in a store is being emptied or written: ``done``, which begins the one and ends the other, is gone.
 
@@ -107,9 +82,3 @@ def _is_in_flux(listed: Set[str]) -> bool:
     """
     return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR, names.MANIFEST}))
 
-
-def _size(storage: Storage, key: str) -> int | None:
-    try:
-        return storage.size(key)
-    except FileNotFoundError:
-        return None
