@@ -106,7 +106,7 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
     if holds_tags(storage) or locate(path, None, options)[1] is not None:
         return None
     found = HuggingFaceDirectory(storage, "")
-    sizes = {f"model/{name}": _nbytes(found.tensor(name)) for name in found.names}
+    sizes = {f"model/{name}": _nbytes(found.stub(name)) for name in found.names}
     document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "modules": _modules(sizes)}
     document |= {name: [] for name in ("tags", "ranks", "timeline", "findings", "problems", "tiers")}
     return document | {"differences": None, "health": {"tags": [], "tensors": []}}

@@ -67,10 +67,11 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
 
 def _target(source: Location, chosen: ImportOptions) -> ImportTarget:
     """What the ranks of the tag hold: sizes and names come from config.json and the mapping."""
-    if chosen.config is None:
-        document = open_model(source, chosen.model_key).config
-    else:
+    directory = open_model(source, chosen.model_key)
+    document = directory.config
+    if chosen.config is not None:
         document = config_in(read_config(os.fspath(chosen.config), chosen.storage_options))
+        directory.refuse_quantized(document)
     mapping = find_mapping(chosen.mapping, document)
     sizes = mapping.sizes(document, chosen.kv_size_multiplier, chosen.hardware)
     return ImportTarget(

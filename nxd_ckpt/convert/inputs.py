@@ -45,12 +45,18 @@ class Input(Protocol):
 
 
 def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
-    """The Hugging Face directory, or the file with a whole model; raises what opening it raises."""
+    """The Hugging Face directory, or the file with a whole model; raises what opening it raises.
+
+    UnsupportedState too for quantized weights that cannot be dequantized.
+    """
     storage = place.open()
     if storage.is_file(place.name):
-        return WholeModelFile(storage, place.name, model_key)
-    require_directory(storage, place.name, "input")
-    return HuggingFaceDirectory(storage, place.name)
+        directory: HuggingFaceDirectory = WholeModelFile(storage, place.name, model_key)
+    else:
+        require_directory(storage, place.name, "input")
+        directory = HuggingFaceDirectory(storage, place.name)
+    directory.refuse_quantized()
+    return directory
 
 
 def open_input(job: Job, storage: Storage) -> Input:

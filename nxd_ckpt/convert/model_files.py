@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core import document
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.hugging_face import CONFIG
+from nxd_ckpt.layout.quantization import QUANTIZATION
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
 
@@ -26,7 +27,6 @@ _TOKENIZER = (
     "processor_config.json",
     "preprocessor_config.json",
 )
-_QUANTIZATION = "quantization_config"
 
 
 class ModelFile(NamedTuple):
@@ -75,9 +75,9 @@ def with_dtype(files: Iterable[ModelFile], dtype: str) -> list[ModelFile]:
 def _retyped(file: ModelFile, dtype: str) -> ModelFile:
     config = config_in([file])
     said = {key: dtype for key in ("torch_dtype", "dtype") if key in config}
-    if not said and _QUANTIZATION not in config:
+    if not said and QUANTIZATION not in config:
         return file
-    rest = {key: value for key, value in config.items() if key != _QUANTIZATION}
+    rest = {key: value for key, value in config.items() if key != QUANTIZATION}
     return ModelFile(file.name, json.dumps({**rest, **said}, indent=2).encode() + b"\n")
 
 

@@ -101,6 +101,11 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at, storages = 0, []
     for form in ordered:
+        if form.name == METADATA:
+            raise UnsupportedState(
+                f"safetensors files cannot hold a tensor named {METADATA}, which is the key of their notes; rename the "
+                "tensor, or write torch files (.pt)"
+            )
         if form.dtype not in _NAMES:
             raise UnsupportedState(f"{form.name}: safetensors files cannot hold {form.dtype}; cast it, with dtype=")
         offsets = [at, at + form.nbytes]

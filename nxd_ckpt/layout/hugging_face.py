@@ -13,6 +13,7 @@ from nxd_ckpt.core import document
 from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layout.files import TagFiles
+from nxd_ckpt.layout.quantization import refuse_quantized, refuse_quantized_dtype
 from nxd_ckpt.layout.quantized import BLOCKS, SCALES, DequantizedStorage, Quantized, quantized_names
 from nxd_ckpt.storage.base import Storage
 
@@ -67,7 +68,19 @@ class HuggingFaceDirectory:
         parts = {f"{name}{part}" for name in self._quantized for part in (BLOCKS, SCALES)}
         return sorted({*self._places} - parts | self._quantized)
 
+    def refuse_quantized(self, config: Mapping[str, Any] | None = None) -> None:
+        """Raise UnsupportedState for weights that cannot be dequantized; a ``config`` used instead is asked too."""
+        names = self.names
+        refuse_quantized(self.config, names, self.where)
+        refuse_quantized(config or {}, names, self.where)
+
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
+        """As :meth:`stub`; raises UnsupportedState too for a dtype that only quantized weights have."""
+        stub = self.stub(name, tied)
+        refuse_quantized_dtype(name, stub.dtype, self.where)
+        return stub
+
+    def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
         """Where a tensor's bytes lie; ``tied`` maps tensors that files leave out to those that they are tied to.
 
         Raises:

@@ -288,3 +288,14 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     model_path, optim_path = unshard_checkpoint(tmp_path / "optimizer", tmp_path / "alone")
     assert (None, {"#0": {"step": 3}}) == (model_path, read(optim_path)["state"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_with_the_name_of_the_notes_is_refused_in_safetensors(tmp_path: Path) -> None:
+    """No reader could open such a file; torch files hold it."""
+    state = {"__metadata__": torch.ones(2), "b": torch.ones(1)}
+    save_checkpoint(tmp_path / "run", "s", state)
+    with pytest.raises(UnsupportedState, match=r"tensor named __metadata__.*rename"):
+        unshard_checkpoint(tmp_path / "run" / "s", tmp_path / "out", use_safetensors=True)
+    assert not (tmp_path / "out").exists()
+    unshard_checkpoint(tmp_path / "run" / "s", tmp_path / "out")
+    assert torch.equal(torch.load(tmp_path / "out" / "model.pt")["__metadata__"], state["__metadata__"])

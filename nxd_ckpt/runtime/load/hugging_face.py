@@ -93,6 +93,7 @@ class _Prepared:
     def __init__(self, storage: Storage, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> None:
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
         config = self._directory.config
+        self._directory.refuse_quantized()
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes)

@@ -29,6 +29,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
+from nxd_ckpt.layout.quantization import refuse_quantized_dtype
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.runtime.views.optimizer_names import is_number
@@ -214,7 +215,10 @@ class MappedTag:
         # A vocabulary that every rank holds all of was never cut.
         partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
         source = NxdTensor(match, self._model.stages[match.name][0], dtype, shape, whole, partition)
-        return replace(source, dtype="float32") if self._preferred(source, CutIndex()) is not None else source
+        if self._preferred(source, CutIndex()) is not None:
+            return replace(source, dtype="float32")
+        refuse_quantized_dtype(match.name, dtype, self._opened.where)
+        return source
 
     def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
         rule, shape = match.rule, list(local)

@@ -1,0 +1,97 @@
+"""Quantized weights that cannot be dequantized here are refused by name: on load and import, whatever strict says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt.errors import UnsupportedState
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 16,
+}  # fmt: skip
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def plain() -> dict[str, torch.Tensor]:
+    layer, attention, mlp = "model.layers.0.", "self_attn", "mlp"
+    names = [f"{layer}{attention}.{name}_proj.weight" for name in "qkvo"]
+    names += [f"{layer}{mlp}.{name}_proj.weight" for name in ("gate", "up", "down")]
+    vectors = [f"{layer}{name}_layernorm.weight" for name in ("input", "post_attention")] + ["model.norm.weight"]
+    rows = {"model.embed_tokens.weight": torch.ones(16, 8), "lm_head.weight": torch.ones(16, 8)}
+    return rows | {name: torch.ones(8, 8) for name in names} | {name: torch.ones(8) for name in vectors}
+
+
+FP8 = {f"{Q}.weight": torch.full((8, 8), 100.0).to(torch.float8_e4m3fn)}
+INT8 = {f"{Q}.weight": torch.full((8, 8), 100, dtype=torch.int8)}
+
+
+def companion(name: str) -> dict[str, torch.Tensor]:
+    return {f"{Q}.{name}": torch.ones(1)}
+
+
+CASES = [
+    ({"quantization_config": {"quant_method": "fp8"}}, FP8 | companion("weight_scale_inv"), "by fp8"),
+    ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, {}, "by gptq"),
+    ({"compression_config": {"format": "int-quantized"}}, INT8, "by compressed-tensors"),
+    ({"quantization_config": {"load_in_8bit": True}}, INT8 | companion("SCB"), "by bitsandbytes"),
+    ({}, FP8 | companion("weight_scale_inv"), rf"holds {Q}.weight_scale_inv"),
+    *[({}, companion(name), rf"holds {Q}.{name}") for name in ("weight_packed", "qweight", "qzeros", "SCB")],
+    ({}, FP8, rf"{Q}.weight is float8_e4m3fn"),
+    ({}, INT8, rf"{Q}.weight is int8"),
+    (None, companion("weight_scale"), rf"holds {Q}.weight_scale"),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, companion("weight_scale"), rf"holds {Q}.weight_scale"),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors", "text"), CASES)
+def test_quantized_weights_are_refused(
+    tmp_path: Path, config: dict[str, Any] | None, tensors: dict[str, torch.Tensor], text: str
+) -> None:
+    """The live model stays as it is, and no tag is made."""
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file(plain() | tensors, hub / "model.safetensors", metadata={"format": "pt"})
+    (hub / "config.json").write_text(json.dumps({**SIZES, **(config or {})}))
+    for strict in (True, False):
+        live = {name: tensor.clone() for name, tensor in plain().items()}
+        with pytest.raises(UnsupportedState, match=text):
+            load_checkpoint(hub, model=live, strict=strict)
+        assert all(torch.equal(live[name], tensor) for name, tensor in plain().items())
+    source, options = hub, dict[str, Any]()
+    if config is None:
+        (hub / "config.json").rename(tmp_path / "config.json")
+        source, options = hub / "model.safetensors", {"config": tmp_path / "config.json"}
+    with pytest.raises(UnsupportedState, match=text):
+        import_checkpoint(source, tmp_path / "run" / "step_0", **options)
+    assert not (tmp_path / "run" / "step_0").exists()
+
+
+def test_a_config_of_quantized_weights_is_refused_for_others(tmp_path: Path) -> None:
+    """Sizes that are taken from another config.json do not hide that the weights are quantized."""
+    save_file(plain(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    document = {**SIZES, "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(UnsupportedState, match="by awq"):
+        import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run" / "s", config=tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "float8_e4m3fn"), (torch.int8, "int8")])
+def test_quantized_weights_of_a_tag_are_not_exported(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    """Their scales are in no file of the export, whatever dtype they are cast to."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    save_checkpoint(tmp_path / "run", "s", plain() | {f"{Q}.weight": torch.ones(8, 8).to(dtype)})
+    for cast in (None, "bfloat16"):
+        with pytest.raises(UnsupportedState, match=f"{Q}.weight is {name}"):
+            export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", config=tmp_path / "config.json", dtype=cast)
+    assert not (tmp_path / "out").exists()
