@@ -62,12 +62,17 @@ class Sizes:
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
+    def key(self, name: str) -> str:
+        """Under which keys config.json has a size, for errors."""
+        return " or ".join(self.keys.get(name) or CONFIG_KEYS.get(name, (name,)))
+
     def get(self, name: str) -> int:
         """As :meth:`find`; raises InvalidArgument where config.json does not say."""
         value = self.find(name)
         if value is None:
-            keys = " or ".join(self.keys.get(name) or CONFIG_KEYS.get(name, (name,)))
-            raise InvalidArgument(f"config.json does not say {keys}, which the mapping needs; pass that of this model")
+            raise InvalidArgument(
+                f"config.json does not say {self.key(name)}, which the mapping needs; pass that of this model"
+            )
         return value
 
     def attention(self) -> Heads:

@@ -54,6 +54,11 @@ class Ignoring:
         if model is not None and (self or self.is_selective):
             self._aliases = model.aliases
 
+    def know_apart(self, names: Collection[str]) -> None:
+        """From here on, each of these tied ``names`` stands for itself: different tensors were saved under them."""
+        aliases = self._aliases
+        self._aliases = lambda name: [name] if name in names else aliases(name)
+
     def choose(self, names: Names) -> None:
         """Let a callable choose from ``names``. Raises KeyMismatch where it returns others."""
         if self._choose is None:

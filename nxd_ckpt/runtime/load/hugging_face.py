@@ -20,10 +20,11 @@ from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.adapters.dtensor import refuse_sizes
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
+from nxd_ckpt.core.hf_padding import is_rounded
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, ShapeMismatch
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.layout.hugging_face import HuggingFaceDirectory
 from nxd_ckpt.layout.mappings import find_mapping
@@ -34,6 +35,7 @@ from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.load.placing import local_tree
+from nxd_ckpt.runtime.load.tied import refuse_unequal_ties
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
@@ -180,8 +182,6 @@ class _Prepared:
         absent: dict[str, KeyMismatch] = {}
         for match in matches:
             name = match.name
-            if not found.keys().isdisjoint(self._model.aliases(name)):
-                continue
             self._model.check_writable(name)
             if name not in specs:
                 raise InvalidArgument(f"model/{name} is not a tensor, expected one with the shape that this rank holds")
@@ -195,7 +195,36 @@ class _Prepared:
         for name, problem in absent.items():
             if found.keys().isdisjoint(self._model.aliases(name)):
                 self._complain(str(problem))
+        for match in matches:
+            if match.name in found:
+                self._refuse_zeroed_rows(match, specs[match.name].shape, topology.tp)
+        refuse_unequal_ties(
+            self.where, found, self._model.aliases, lambda: LeafReader(self._directory.files, {}), may_choose=False
+        )
+        found = {name: leaf for name, leaf in found.items() if self._is_first(name, found)}
         return local_tree(found, self._model.placed(found))
+
+    def _is_first(self, name: str, found: Collection[str]) -> bool:
+        """Whether it is the first of its tied names that the directory has."""
+        return name == next(other for other in self._model.aliases(name) if other in found)
+
+    def _refuse_zeroed_rows(self, match: Match, shape: tuple[int, ...], tp: int) -> None:
+        """Live rows beyond those of the files become zero: only where rounding to the ranks explains them."""
+        dim, rows = match.rule.dim, match.rule.members[0].rows
+        if dim is None or rows is None:
+            return
+        length, count = shape[dim] * tp, self._sizes.get(rows)
+        if length > count and not (tp > 1 and is_rounded(length, count, tp)):
+            problem = (
+                f"{self.where}: config.json says {self._sizes.key(rows)} {count}, the live {match.name} has {length} "
+                f"rows, and no rounding to {tp} tensor-parallel ranks explains rows {count} to {length - 1}, which "
+                f"would become zero; build the model with {count} rows, load it, and add rows then"
+            )
+            if self._strict:
+                raise ShapeMismatch(f"{problem}. strict=False sets them to zero")
+            logger.warning("loading with strict=False: %s", problem)
+        elif length > count:
+            logger.info("%s: rows %d to %d of %s are padding, and zero", self.where, count, length - 1, match.name)
 
     def _refuse_what_stays_meta(self) -> None:
         filled = self._model.ids(self._leaves)

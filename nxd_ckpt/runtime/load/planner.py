@@ -25,6 +25,7 @@ from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.runtime.load.load_context import LoadContext
 from nxd_ckpt.runtime.load.master_weights import ExactWeights, exact_weights, of_other_dtype
 from nxd_ckpt.runtime.load.placing import local_tree
+from nxd_ckpt.runtime.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.runtime.load.trees import LoadTrees
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 
@@ -42,6 +43,11 @@ class LoadPlanner:
         self._left_alone: frozenset[str] = frozenset()
         self._strangers: set[str] = set()
         self._exact = ExactWeights({}, ())
+        if self._filter and self._model is not None and self._opened.parts.model:
+            saved, aliases = self._context.state.model.values, self._model.aliases
+            tied = {name: leaf for name, leaf in saved.items() if len(aliases(name)) > 1}
+            pairs = unequal_ties(tied, aliases, self._opened.reader)
+            self._filter.know_apart({name for pair in pairs for name in pair})
 
     def names(self) -> Iterator[str]:
         """The global names of all that the tag holds of model and optimizer, and of what is live."""
@@ -86,6 +92,8 @@ class LoadPlanner:
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
+            taken = {name: trees.model_tree[name] for name in trees.names}
+            refuse_unequal_ties(self._opened.where, taken, model.aliases, self._opened.reader)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)

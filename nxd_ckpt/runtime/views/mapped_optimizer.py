@@ -109,6 +109,10 @@ class MappedOptimizer:
         self._refuse_numbers()
         for tensor in self.tensors:
             self._mapped.assembly(tensor)
+        packed = [tensor for tensor in self.tensors if isinstance(tensor, PackedTensor)]
+        parts = [part for tensor in packed for part, _ in tensor.parts]
+        single = [tensor for tensor in self.tensors if not isinstance(tensor, PackedTensor)]
+        self._mapped.refuse_lost_values([*single, *parts])
         self.document  # noqa: B018
 
     def _refuse_numbers(self) -> None:

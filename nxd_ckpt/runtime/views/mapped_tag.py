@@ -34,6 +34,7 @@ from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.views.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.runtime.views.optimizer_names import is_number
 from nxd_ckpt.runtime.views.packed_tensors import PackedTensor, packed
+from nxd_ckpt.runtime.views.padding import refuse_lost_values
 from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
 from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.runtime.views.resharded_state import ReshardedState, recorded_state
@@ -125,11 +126,12 @@ class MappedTag:
         return [name for name in absent if name not in held]
 
     def require_all(self) -> None:
-        """Check that this is the tag of such a model, as far as names and digests tell; reads no tensor.
+        """Check that this is the tag of such a model, as far as names and digests tell; reads padding only.
 
         Raises:
             KeyMismatch: names are not mapped, or tensors are missing.
             MalformedFile: a rank lacks a tensor that others have.
+            ShapeMismatch: rows or heads that are no padding would be left out.
             TopologyMismatch: ranks that should hold the same hold different values.
             OptimizerMismatch: master weights are wanted, and nothing says whose they are.
         """
@@ -145,6 +147,11 @@ class MappedTag:
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
             self._refuse_holes(source)
             self._refuse_unequal_copies(source)
+        self.refuse_lost_values(self.tensors)
+
+    def refuse_lost_values(self, tensors: Sequence[HfTensor]) -> None:
+        """Raise ShapeMismatch where more than padding of zeros would be left out of ``tensors``; reads only that."""
+        refuse_lost_values(self._opened, self.sizes, tensors, self.assembly)
 
     def named_optimizer(self) -> ReshardedOptimizer:
         """The optimizer; raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
