@@ -102,10 +102,10 @@ def test_a_bias_that_is_zero_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_tie_that_was_made(tmp_path: Path) -> None:
-    """Two parameters had a state each, live they are one: whose moments should it continue with?"""
+    """Two equal parameters had a state each, live they are one: whose moments should it continue with?"""
 
     def what(rank: int) -> dict[str, Any]:
-        model = Model({"embed": torch.full((2,), 1.0), "head": torch.full((2,), 2.0)})
+        model = Model({"embed": torch.full((2,), 1.0), "head": torch.full((2,), 1.0)})
         return {"model": model, "optimizer": adam(model, 10.0)}
 
     save(tmp_path, Topology(), what)
