@@ -91,6 +91,9 @@ class ExpertZero1Optimizer:
         given = [one if one["params"] else other for one, other in pairs]  # on other sizes an empty one has no options
         restore_groups([self._optimizer.param_groups], given, read)
 
+    def after_load(self) -> None:
+        """Nothing to call."""
+
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         ordinary, experts = split(saved)
         yield from self._ordinary.followed(ordinary)

@@ -10,8 +10,10 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, local_of, placed_of
+from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of
+from nxd_ckpt.adapters.load_hooks import ModuleHooks
 from nxd_ckpt.adapters.parameters import (
     form_of,
     has_address,
@@ -33,6 +35,9 @@ from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
+"""What a lazy module has until its first batch, or its load."""
+
 _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
 
 
@@ -41,6 +46,8 @@ class ModelAdapter:
 
     def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
         self._live, self._may_be_meta = live, may_be_meta
+        self._incompatible: tuple[list[str], list[str]] = ([], [])
+        """Names that are missing from what is loaded, and that are unexpected in it."""
 
     def capture(self, tp: int) -> ModelState:
         """The state of the model on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
@@ -119,20 +126,36 @@ class ModelAdapter:
         """
         ties = self._ties
         given = {ties.get(name, name) for name in saved}
-        missing = [name for name in self.expected(saved) if ties.get(name, name) not in given]
+        missing = [name for name in self.expected(saved) if ties.get(name, name) not in given and not self.owns(name)]
         if ignores is not None:
             missing = [name for name in missing if not ignores(name)]
-        unexpected = [name for name in saved if name not in self._live]
+        unexpected = [name for name in saved if name not in self._live and not self.owns(name)]
+        self._incompatible = missing, unexpected
         if missing or unexpected:
             if strict:
                 _raise_key_mismatch(missing, unexpected)
             logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
-        names = [name for name in saved if name in self._live]
+        names = [name for name in saved if name in self._live or self.owns(name)]
         for name in names:
+            if self.owns(name):
+                continue
             self.check_writable(name)
             if not _is_extra_state(name):
                 _check_form(name, saved[name], self._live[name])
         return names
+
+    def owns(self, name: str) -> bool:
+        """True for a name whose module loads it by itself; see :class:`~nxd_ckpt.adapters.load_hooks.ModuleHooks`."""
+        return False
+
+    def load_own(self, values: dict[str, Any], strict: bool) -> None:
+        """Hand modules what they load by themselves: the CPU tensors, or other values, of all that :meth:`owns` says.
+
+        Raises KeyMismatch or ShapeMismatch where one of them refuses it.
+        """
+
+    def after_load(self) -> None:
+        """Call what torch calls after a load; all is in its place."""
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
         """The live names that ``saved`` must have to hold the whole model."""
@@ -147,7 +170,7 @@ class ModelAdapter:
 
     def ids(self, names: Iterable[str]) -> set[int]:
         """The ids of the live tensors with these names."""
-        return {id(self._live[name]) for name in names}
+        return {id(self._live[name]) for name in names if name in self._live}
 
     def on_meta(self) -> dict[int, str]:
         """What is on the meta device, by id; also what is in no state dict, such as buffers that a module computes."""
@@ -156,7 +179,7 @@ class ModelAdapter:
     def materialize(self, names: Iterable[str]) -> None:
         """Give those of ``names`` that are on the meta device memory on the CPU, uninitialised."""
         for name in names:
-            if self._tensors[name].is_meta:  # of tied names, at the first
+            if name in self._tensors and self._tensors[name].is_meta:  # of tied names, at the first
                 materialize(self._tensors[name])
 
     def destination(self, name: str) -> torch.Tensor | None:
@@ -198,14 +221,16 @@ class ModelAdapter:
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, _WITHOUT_SHAPE)}
 
     def check_writable(self, name: str) -> None:
         """Raise UnsupportedState if assigning to ``name`` would be lost."""
 
 
 class ModuleModel(ModelAdapter):
-    """A module. ``load_state_dict`` and its hooks are not called: values go straight into parameters and buffers.
+    """A module. Values go straight into parameters and buffers, and not by ``load_state_dict``, but what that would
+    call of a user's own is called.
 
     Pipeline models are recognised by ``local_state_dict``: it holds this stage under the whole model's names.
     """
@@ -227,6 +252,7 @@ class ModuleModel(ModelAdapter):
         super().__init__(dict(live), may_be_meta)
         self._model = model
         self._modules = list(model.local_modules()) if self._is_stage else [model]
+        self._hooks = ModuleHooks(None if self._is_stage else model)
 
     @cached_property
     def _held(self) -> set[int]:
@@ -246,6 +272,38 @@ class ModuleModel(ModelAdapter):
                 if held.is_meta:
                     found.setdefault(id(held), name)
         return found
+
+    def capture(self, tp: int) -> ModelState:
+        for name, value in self._live.items():
+            self._require_loadable(name, value)
+        return super().capture(tp)
+
+    def _require_loadable(self, name: str, value: Any) -> None:
+        """Raise UnsupportedState for what a load could not give back."""
+        if isinstance(value, _WITHOUT_SHAPE):
+            raise UnsupportedState(
+                f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
+            )
+        if _is_extra_state(name) and not self.owns(name):
+            owner = self._owner(name)
+            if type(owner).set_extra_state is torch.nn.Module.set_extra_state:
+                raise UnsupportedState(
+                    f"model/{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so no load "
+                    f"could give it back; write one, or pass ignore_keys=['model/{name}']"
+                )
+
+    def owns(self, name: str) -> bool:
+        return bool(self._hooks) and self._hooks.owns(self._wrapped_names.get(name, name))
+
+    def load_own(self, values: dict[str, Any], strict: bool) -> None:
+        live, wrapped = self._live, self._wrapped_names
+        placed = {
+            name: like(value, live[name]) if is_dtensor(live.get(name)) else value for name, value in values.items()
+        }
+        self._hooks.load({wrapped.get(name, name): value for name, value in placed.items()}, strict)
+
+    def after_load(self) -> None:
+        self._hooks.after_load(*self._incompatible)
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):

@@ -66,6 +66,9 @@ class OptimizerAdapter(Protocol):
         and so go on decaying a parameter that had a gradient before and gets none in the next step.)
         """
 
+    def after_load(self) -> None:
+        """Call what torch calls after a load; all is in its place."""
+
     def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
         """The live parameters, by name, that :meth:`load` takes copies of, where ``saved`` has none."""
 

@@ -87,6 +87,9 @@ class DictOptimizer:
         self._state.clear()
         self._state.update(loaded)
 
+    def after_load(self) -> None:
+        """Nothing to call."""
+
     def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
         return ()
 

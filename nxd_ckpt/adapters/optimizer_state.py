@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, placed_of
-from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, traits_of
+from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, new_like, traits_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -157,8 +158,10 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
         # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape, but for
         # what was reduced away (Adafactor's row_var and col_var).
         wanted_dtype = dtype
+        # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
         of_key = tuple(1 if found == 1 else size for found, size in zip(shape, slot.key.shape, strict=False))
-        wanted = of_key if 0 < len(shape) == slot.key.dim() else shape
+        is_free = slot.key is slot.parameter and not slot.name.startswith("#") and not is_dtensor(slot.key)
+        wanted = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
     if shape != wanted:
         raise ShapeMismatch(
             f"optim/{slot.name}/{entry}: saved with shape {shape}, the live one has {wanted}; the checkpoint was saved "
@@ -238,14 +241,20 @@ def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
         read.into(leaf, memory)
 
 
-def materialise(tree: Any, read: LeafSource, device: torch.device) -> Any:
-    """``tree`` with copied containers and every saved leaf as a tensor on ``device``."""
+def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Tensor | None = None) -> Any:
+    """``tree`` with copied containers and every saved leaf as a tensor on ``device``; if shaped like ``key``, with its
+    strides."""
     if is_tensor(tree):
-        return _new(tree, read) if device.type == "cpu" else place(read(tree), device)
+        return _new(tree, read, key) if device.type == "cpu" else place(_strided(read(tree), key), device)
     if isinstance(tree, Mapping):
-        return {key: materialise(value, read, device) for key, value in tree.items()}
+        values = {name: materialise(value, read, device, key) for name, value in tree.items()}
+        if isinstance(tree, defaultdict):
+            return defaultdict(tree.default_factory, values)
+        return Counter(values) if isinstance(tree, Counter) else values
     if type(tree) in (list, tuple):
-        return type(tree)(materialise(value, read, device) for value in tree)
+        return type(tree)(materialise(value, read, device, key) for value in tree)
+    if isinstance(tree, deque):
+        return deque((materialise(value, read, device, key) for value in tree), tree.maxlen)
     return tree
 
 
@@ -281,7 +290,7 @@ def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot
     elif is_tensor(value):
         _make(entries, entry, value, slot.key.device, slot, read)
     else:
-        entries[entry] = materialise(value, read, slot.key.device)
+        entries[entry] = materialise(value, read, slot.key.device, slot.key)
 
 
 def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
@@ -292,8 +301,7 @@ def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot,
         else:
             copy_in(live, _like(read(value) if is_tensor(value) else value, live))
     elif not is_tensor(value):
-        # What neuronx_distributed counts in a Python number, torch's optimizers of DTensors do in a tensor.
-        entries[entry] = torch.tensor(float(value)) if is_dtensor(slot.key) else value
+        entries[entry] = value
     elif isinstance(live, (int, float)):
         entries[entry] = type(live)(read(value).item())
     else:
@@ -304,17 +312,31 @@ def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot,
 
 def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: Slot, read: LeafSource) -> None:
     if device.type == "cpu":
-        entries[entry] = slot.held(entry, _new(leaf, read))
+        entries[entry] = slot.held(entry, _new(leaf, read, slot.key))
     else:
-        read.then(leaf, lambda value: entries.update({entry: slot.held(entry, place(value, device))}))
+
+        def take(value: torch.Tensor) -> None:
+            entries[entry] = slot.held(entry, place(_strided(value, slot.key), device))
+
+        read.then(leaf, take)
 
 
-def _new(leaf: Any, read: LeafSource) -> torch.Tensor:
-    """The leaf as a new CPU tensor, filled by the time that the load is over."""
+def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
+    """The leaf as a new CPU tensor, filled by the time that the load is over; if shaped like ``key``, with its
+    strides."""
     dtype, shape = form_of(leaf)
-    memory = allocated(shape, dtype)
-    read.into(leaf, memory)
+    memory = allocated(shape, dtype) if key is None else new_like(key, shape, dtype)
+    if memory.is_contiguous():
+        read.into(leaf, memory)
+    else:
+        read.then(leaf, partial(copy_in, memory))
     return memory
+
+
+def _strided(value: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+    """A CPU tensor with the strides that :func:`_new` gives it."""
+    found = value if key is None else new_like(key, tuple(value.shape), dtype_name(value.dtype))
+    return value if found.is_contiguous() else found.copy_(value)
 
 
 def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:

@@ -11,7 +11,7 @@ from nxd_ckpt.adapters import dtensor, torch_xla
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.formats.tensors import dtype_name
+from nxd_ckpt.formats.tensors import allocated, dtype_name
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -82,10 +82,22 @@ def memory_for(live: Any) -> torch.Tensor | None:
     return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
 
 
+def new_like(model: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """An empty CPU tensor with the strides of ``torch.zeros_like(model)``, if it has its shape; else contiguous.
+
+    Kernels of fused optimizers go through a parameter and its state by address, so one order must serve both.
+    """
+    model = dtensor.local_of(model)
+    if tuple(model.shape) != shape or model.is_contiguous() or torch_xla.is_xla(model):
+        return allocated(shape, dtype)
+    stride = torch.empty_like(model, device="meta", memory_format=torch.preserve_format).stride()
+    return allocated(shape, dtype, stride)
+
+
 def materialize(tensor: torch.Tensor) -> None:
     """Give a tensor on the meta device memory on the CPU, uninitialised. It stays the same object, with its attributes:
     optimizers, and modules that share it, need not be told."""
-    found = torch.empty(tensor.shape, dtype=tensor.dtype)
+    found = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
         found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
     vars(found).update(vars(tensor))

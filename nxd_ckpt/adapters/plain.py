@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed
+from nxd_ckpt.adapters.load_hooks import OptimizerHooks, keys_of_its_own
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -22,13 +23,31 @@ from nxd_ckpt.adapters.optimizer_state import (
     flat_parameters,
     form_of_slots,
     keeps_nothing,
+    materialise,
     restore_groups,
     traits_of_all,
 )
 from nxd_ckpt.adapters.parameters import spec_of
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
-from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
+
+
+class _Now:
+    """A source that has read each leaf when it is asked for."""
+
+    def __init__(self, read: LeafSource) -> None:
+        self._read = read
+
+    def __call__(self, leaf: Any) -> torch.Tensor:
+        return self._read(leaf)
+
+    def into(self, leaf: Any, memory: torch.Tensor) -> None:
+        memory.copy_(self._read(leaf))
+
+    def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
+        take(self._read(leaf))
 
 
 class PlainOptimizer:
@@ -64,7 +83,15 @@ class PlainOptimizer:
             return describe_path(path, tensor, self._slots[path[1]] if owned else None)
 
         grounds = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
-        return state_of(self._optimizer.state_dict(), describe, grounds)
+        state = self._optimizer.state_dict()
+        own = keys_of_its_own(state)
+        if own and not self._hooks.loads_itself:
+            raise UnsupportedState(
+                f"optimizer: the state_dict() of {type(self._optimizer).__name__} has {first_of(own)} beside state and "
+                "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
+                "register_load_state_dict_pre_hook()"
+            )
+        return state_of(state, describe, grounds)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if "base_state" in saved or "state" not in saved:
@@ -72,6 +99,13 @@ class PlainOptimizer:
                 f"optimizer: the checkpoint holds a {'ZeRO-1' if 'base_state' in saved else 'foreign'} state "
                 f"({', '.join(map(str, saved))}), the live {type(self._optimizer).__name__} is not sharded; "
                 "build the optimizer as when it was saved, or load with optimizer=None"
+            )
+        own = keys_of_its_own(saved)
+        if own and not self._hooks.loads_itself:
+            raise OptimizerMismatch(
+                f"optimizer: the checkpoint holds {first_of(own)} beside state and param_groups, which the live "
+                f"{type(self._optimizer).__name__} does not take: it has no load_state_dict() of its own, nor a hook "
+                "before a load; build the optimizer as when it was saved"
             )
         check_state(self._by_index(saved), saved["state"], self._optimizer.state)
 
@@ -84,6 +118,9 @@ class PlainOptimizer:
         return found
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        if self._hooks.loads_itself:
+            self._load_by_itself(saved, read, keeps)
+            return
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
         counted_in_numbers = self._counts_in_numbers
         try:
@@ -94,6 +131,37 @@ class PlainOptimizer:
         for slot in self._slots:
             slot.clear_gradients()
 
+    def _load_by_itself(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> None:
+        """Let the optimizer load a state dict of the tensors themselves, as torch does."""
+        cpu = torch.device("cpu")
+        own = {key: materialise(value, _Now(read), cpu) for key, value in saved.items() if key != "state"}
+        state: dict[Any, Any] = {}
+        slots = self._by_index(saved)
+        for index, slot in slots.items():
+            live = self._optimizer.state.get(slot.key, {})
+            kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
+            entries = saved["state"].get(index, {})
+            values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
+            loaded = {entry: slot.held(entry, value) for entry, value in values.items()} | kept
+            if loaded:
+                state[index] = loaded
+        state |= {key: materialise(value, _Now(read), cpu) for key, value in saved["state"].items() if key not in slots}
+        for group, live_group in zip(own["param_groups"], self._optimizer.param_groups, strict=True):
+            for option, value in group.items():
+                if isinstance(value, list) and isinstance(live_group.get(option), tuple):
+                    group[option] = tuple(value)
+        self._optimizer.load_state_dict({"state": state, **own})
+        for slot in self._slots:
+            slot.clear_gradients()
+
+    def after_load(self) -> None:
+        if not self._hooks.loads_itself:  # else it has called them
+            self._hooks.after_load()
+
+    @property
+    def _hooks(self) -> OptimizerHooks:
+        return OptimizerHooks(self._optimizer)
+
     @property
     def _counts_in_numbers(self) -> bool:
         """Not so where steps are tensors, even those that are still on their way to a device."""
@@ -101,8 +169,12 @@ class PlainOptimizer:
         return any(isinstance(step, (int, float)) for step in steps)
 
     def _count_in_tensors(self) -> None:
-        """As torch's load_state_dict does it for the steps that NxD's optimizers count as numbers."""
-        if type(self._optimizer).__module__.startswith("torch.optim"):
+        """As torch's load_state_dict does it for the steps that NxD's optimizers count as numbers.
+
+        Another class that steps in its own way goes on with the numbers that it saved.
+        """
+        steps_by = next(kind for kind in type(self._optimizer).__mro__ if "step" in vars(kind))
+        if steps_by.__module__.startswith("torch.optim"):
             groups = self._optimizer.param_groups
             self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
 

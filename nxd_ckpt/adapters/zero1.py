@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed
+from nxd_ckpt.adapters.load_hooks import OptimizerHooks
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -89,6 +90,13 @@ class Zero1Optimizer:
             owned = path[0] in ("base_state", MASTERS) and isinstance(path[1], int)
             return describe_path(path, tensor, self.slots[path[1]] if owned else None)
 
+        for optimizer in (self._optimizer, self._optimizer.base_optimizer):
+            if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}):
+                raise UnsupportedState(
+                    f"optimizer: {type(optimizer).__name__} has hooks that look at its state dict before a load "
+                    "(register_load_state_dict_pre_hook); ZeRO-1 shards are loaded without one, so they would be "
+                    "skipped: do in a post hook what they do"
+                )
         return state_of(self._optimizer.state_dict(), describe, self.grounds())
 
     def validate(self, saved: Mapping[str, Any]) -> None:
@@ -125,6 +133,10 @@ class Zero1Optimizer:
         self._rederive([slot for index, slot in enumerate(self.slots) if index not in masters], keeps)
         for slot in self.slots:
             slot.clear_gradients()
+
+    def after_load(self) -> None:
+        for optimizer in (self._optimizer, self._optimizer.base_optimizer):
+            OptimizerHooks(optimizer).after_load()
 
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         masters = saved.get(MASTERS, {})

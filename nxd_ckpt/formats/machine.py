@@ -22,6 +22,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -99,11 +100,11 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_append(self) -> None:
         value = self.stack.pop()
-        self._top(list).append(value)
+        self._top((list, deque)).append(value)
 
     def load_appends(self) -> None:
         items = self.pop_mark()
-        self._top(list).extend(items)
+        self._top((list, deque)).extend(items)
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -153,7 +154,7 @@ class Machine(_Machine):  # type: ignore[misc]
             self._keys[id(target)][1].check(target)
         self._keys[id(target)][1].check(keys)
 
-    def _top(self, kind: type) -> Any:
+    def _top(self, kind: type | tuple[type, ...]) -> Any:
         """What is on top of the stack, which must be of that kind."""
         found = self.stack[-1]
         if not isinstance(found, kind):
@@ -298,7 +299,7 @@ _CONTAINER = 10
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorStub})
 """Most of what is no container: told at once."""
 
-_SEQUENCES = (list, tuple)
+_SEQUENCES = (list, tuple, deque)
 
 
 def _containers(values: Collection[Any]) -> Collection[Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
 import types
 import uuid
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ _ATOMS = frozenset(
         datetime.timedelta,
         datetime.timezone,
         uuid.UUID,
+        io.BytesIO,
     }
 )
 
@@ -114,7 +116,7 @@ def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
         factory = [(node.default_factory, f"{path}.default_factory")] if kind is defaultdict else []
         keys = [(key, f"{path}'s key {key!r:.80}") for key in node]
         return [*factory, *keys, *((value, f"{path}[{key!r:.80}]") for key, value in node.items())]
-    if kind in (list, tuple):
+    if kind in (list, tuple, deque):
         return [(item, f"{path}[{index}]") for index, item in enumerate(node)]
     if kind in (set, frozenset):
         return [(item, f"{path}'s item {item!r:.80}") for item in node]

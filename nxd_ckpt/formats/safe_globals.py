@@ -12,13 +12,14 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import io
 import os
 import pathlib
 import re
 import types
 import uuid
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -62,6 +63,13 @@ def _defaultdict(factory: object = None) -> defaultdict[Any, Any]:
 
 def _counter(counts: object = None) -> Counter[Any]:
     return Counter(_of(dict, counts or {}, "Counter"))
+
+
+def _deque(items: object = (), longest: object = None) -> deque[Any]:
+    """Written empty, with the most that it may hold; its items follow."""
+    if items not in ((), []) or not (longest is None or (type(longest) is int and 0 <= longest < 2**63)):
+        raise MalformedFile("a deque is written empty, with a length or None")
+    return deque(maxlen=longest)
 
 
 def _ordered(items: object = None) -> OrderedDict[Any, Any]:
@@ -221,6 +229,11 @@ def set_state(obj: Any, state: Any) -> None:
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise MalformedFile(f"a {type(obj).__name__} must hold a dict of named attributes")
         vars(obj).update(state)
+    elif isinstance(obj, io.BytesIO):
+        if not isinstance(state, tuple) or [type(part) for part in state[:2]] != [bytes, int] or any(state[2:]):
+            raise MalformedFile("a BytesIO must hold its bytes and a position")
+        obj.write(state[0])
+        obj.seek(min(max(state[1], 0), len(state[0])))
     elif not isinstance(obj, (OrderedDict, Counter)):
         raise MalformedFile(f"its pickle sets the state of {shown(obj)}, which has none")
 
@@ -265,6 +278,8 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): Call(_defaultdict),
     ("collections", "OrderedDict"): Call(_ordered),
     ("collections", "Counter"): Call(_counter),
+    ("collections", "deque"): Call(_deque),
+    ("_io", "BytesIO"): Call(_none_of(io.BytesIO)),
     ("types", "SimpleNamespace"): Call(_none_of(types.SimpleNamespace)),
     ("datetime", "datetime"): Call(datetime.datetime),
     ("datetime", "date"): Call(datetime.date),

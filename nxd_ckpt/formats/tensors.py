@@ -10,6 +10,7 @@ import copy
 import ctypes
 import math
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -271,9 +272,14 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def allocated(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """An empty tensor on the CPU. Raises HostExhausted where the host has no memory for it."""
+def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    """An empty tensor on the CPU, contiguous unless a ``stride`` is given, in elements.
+
+    Raises HostExhausted where the host has no memory for it.
+    """
     try:
+        if stride is not None:
+            return torch.empty_strided(shape, stride, dtype=torch_dtype(dtype))
         return torch.empty(shape, dtype=torch_dtype(dtype))
     except (RuntimeError, MemoryError) as error:  # torch's allocator has no class of its own
         raise HostExhausted(
@@ -366,7 +372,7 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
     return walk(tree)
 
 
-CONTAINERS = (dict, list, tuple, Namespace, SimpleNamespace)
+CONTAINERS = (dict, list, tuple, deque, Namespace, SimpleNamespace)
 """What trees are made of."""
 
 
@@ -374,7 +380,7 @@ def children_of(node: Any) -> Iterable[tuple[Any, Any]]:
     """What a container holds, with the key, index or name of each; nothing for what is no container."""
     if isinstance(node, dict):
         return node.items()
-    if isinstance(node, (list, tuple)):
+    if isinstance(node, (list, tuple, deque)):
         return enumerate(node)
     if isinstance(node, (Namespace, SimpleNamespace)):
         return vars(node).items()
@@ -382,7 +388,7 @@ def children_of(node: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _set(container: Any, key: Any, value: Any) -> None:
-    if isinstance(container, (dict, list)):
+    if isinstance(container, (dict, list, deque)):
         container[key] = value
     else:
         setattr(container, key, value)

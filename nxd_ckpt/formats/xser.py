@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -69,11 +70,24 @@ def balance(nbytes: Sequence[int], n: int) -> list[int]:
 
 
 def normalise(tree: Any) -> Any:
-    """``tree`` as NxD's way to disk leaves it: tuples and ``torch.Size`` are lists, OrderedDicts dicts."""
+    """``tree`` with OrderedDicts as dicts, and ``betas`` and ``shape_info`` as lists, as NxD's way to disk leaves them.
+
+    Other tuples, and other sizes, stay what they are: only then can a load give them back.
+    """
     if isinstance(tree, TENSORS):
         return tree
-    if isinstance(tree, dict):
-        return {key: normalise(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [normalise(item) for item in tree]
+    if type(tree) in (dict, OrderedDict):
+        return {key: _listed(value) if key in _AS_LISTS else normalise(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(normalise, tree))
     return tree
+
+
+_AS_LISTS = ("betas", "shape_info")
+
+
+def _listed(tree: Any) -> Any:
+    """``tree`` with lists for tuples and sizes."""
+    if isinstance(tree, dict):
+        return {key: _listed(value) for key, value in tree.items()}
+    return list(map(_listed, tree)) if isinstance(tree, (list, tuple)) else tree

@@ -34,8 +34,17 @@ def overwriting(where: str) -> Iterator[None]:
         raise
 
 
-def fill_model(model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], delivery: Delivery) -> None:
-    """Assign what ``tree`` has under ``names``. All is in its place when the delivery has finished."""
+def fill_model(
+    model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], delivery: Delivery, strict: bool = True
+) -> None:
+    """Assign what ``tree`` has under ``names``. All is in its place when the delivery has finished.
+
+    What modules load by themselves comes first: they may refuse it, and then nothing else has changed.
+    """
+    own = [name for name in names if model.owns(name)]
+    if own:
+        model.load_own({name: map_tensors(tree[name], delivery, (TensorStub, Assembly)) for name in own}, strict)
+        names = [name for name in names if not model.owns(name)]
     # All of it before the first read: while threads read, asking a tensor anything takes ten times as long.
     destinations = {name: model.destination(name) for name in names}
     for name in names:

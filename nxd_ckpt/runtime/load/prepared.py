@@ -281,8 +281,10 @@ class PreparedLoad:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
             with garbage_left():
-                fill_model(model, self._trees.names, self._trees.model_tree, self._delivery)
+                strict = self._options.strict_names
+                fill_model(model, self._trees.names, self._trees.model_tree, self._delivery, strict)
             self._delivery.finish()
+            model.after_load()
         if optimizer is not None:
             with garbage_left():
                 if self._trees.optimizer_tree:
@@ -290,6 +292,8 @@ class PreparedLoad:
                 else:
                     optimizer.follow(self._trees.keeps)
             self._delivery.finish()
+            if self._trees.optimizer_tree:
+                optimizer.after_load()
         if isinstance(self._scheduler, dict):
             self._scheduler.clear()
             self._scheduler.update(self._scheduler_state or {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
+
+import torch
 
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
@@ -77,10 +79,31 @@ def capture(
     ignoring = Ignoring(options.ignore_keys)
     ignoring.know_ties(model_adapter)
     state = leave_out(state, ignoring, topology)
-    for what in contents:
-        if not options.trust_pickle:
+    if not options.trust_pickle:
+        for what in contents:
             check_picklable_as_data(getattr(state, what), what)
+        _check_values(state)
     return state
+
+
+def _check_values(state: SaveState) -> None:
+    """Raise UnsafePickle for what is no tensor in model or optimizer, and no plain data: a load would refuse it."""
+    for part, values in state.trees().items():
+        for name, value in _unusual(values.tree, part, depth=2):
+            check_picklable_as_data(value, name)
+
+
+def _unusual(tree: Mapping[Any, Any], name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Everything but tensors and numbers, with its name. Quick, as it is on the caller's thread in each save."""
+    for key, value in tree.items():
+        kind = type(value)
+        if kind is dict and depth:
+            yield from _unusual(value, f"{name}/{key}", depth - 1)
+        elif kind not in _USUAL and not isinstance(value, torch.Tensor):
+            yield f"{name}/{key}", value
+
+
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
 def _require_any(*parts: Any) -> None:

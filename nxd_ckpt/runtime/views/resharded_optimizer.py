@@ -74,6 +74,11 @@ class ReshardedOptimizer:
         """State that is no parameter's, the same on all ranks."""
         return next((saved.general for saved in self._references.values()), {})
 
+    @cached_property
+    def own(self) -> Mapping[str, Any]:
+        """What the optimizer's class has in its state dict beside torch's keys, the same on all ranks."""
+        return next((saved.own for saved in self._references.values()), {})
+
     def group_order(self, form: OptimizerForm, covers: Covers = _covers_nothing) -> list[int]:
         """The number of the saved group that each live param group (without experts' own) was, as far as it has one."""
         order, begin = [], 0
@@ -119,7 +124,7 @@ class ReshardedOptimizer:
         entries |= {key: value for key, value in self.general.items() if not ignores(f"optim/state/{key}")}
         groups = self._groups(form, [None if saved is None else saved.slot for saved in found])
         if form.kind == "plain":
-            return {"state": entries, "param_groups": groups}
+            return {"state": entries, "param_groups": groups, **self.own}
         tree: dict[str, Any] = {"state": {}, "param_groups": groups, "base_state": entries}
         if form.ordinary is not None:
             slots_before, groups_before = form.ordinary
@@ -127,7 +132,7 @@ class ReshardedOptimizer:
             offsets = (1, groups_before, slots_before, slots_before)
             tree = {**dict(zip(EXPERT_KEYS, offsets, strict=True)), **tree}
         tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
-        return tree | ({MASTERS: masters} if masters else {})
+        return tree | ({MASTERS: masters} if masters else {}) | dict(self.own)
 
     def slot(self, name: str, spec: ParameterSpec) -> SavedSlot | None:
         """What was saved for the parameter ``spec``; None where the optimizer had no such parameter.

@@ -13,6 +13,9 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
 
+_KNOWN = {"state", "param_groups", "base_state", "shape_info", MASTERS, *EXPERT_KEYS}
+"""The keys of the state dicts of torch's optimizers, and of NxD's."""
+
 
 @dataclass(frozen=True)
 class SavedSlot:
@@ -51,11 +54,13 @@ class SavedOptimizer:
 
     ``slots`` are its parameters by name, in the order of their numbers. ``groups`` are the options of each param group,
     empty ones too; with experts apart, of the ordinary parameters' groups. ``general`` is state that is no parameter's.
+    ``own`` is what the optimizer's class has in its state dict beside torch's keys.
     """
 
     slots: Mapping[str, SavedSlot]
     groups: Sequence[Mapping[str, Any]]
     general: Mapping[str, Any]
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 def saved_optimizer(
@@ -87,6 +92,7 @@ def saved_optimizer(
         {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},
         [options_of(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
         {key: value for key, value in section.items() if isinstance(key, str)},
+        {key: value for key, value in tree.items() if key not in _KNOWN},
     )
 
 
