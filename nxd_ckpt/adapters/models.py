@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,13 +19,29 @@ def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
     Raises InvalidArgument for anything else.
     """
     if isinstance(model, dict):
+        _refuse_live_objects(model)
         return DictModel(model, may_be_meta)
-    if not callable(getattr(model, "state_dict", None)):
-        raise InvalidArgument(
-            f"model must be a torch.nn.Module, an NxD model or a state dict, found {type(model).__name__}"
-        )
+    if isinstance(model, type) or not callable(getattr(model, "state_dict", None)):
+        found = f"the class {model.__name__} itself" if isinstance(model, type) else f"a {type(model).__name__}"
+        several = isinstance(model, (list, tuple)) and bool(model)
+        advice = "; pass several models as one, torch.nn.ModuleList(models) or torch.nn.ModuleDict" if several else ""
+        raise InvalidArgument(f"model= must be a torch.nn.Module, an NxD model or a state dict, found {found}{advice}")
+    if hasattr(model, "param_groups"):
+        raise InvalidArgument(f"model= is an optimizer ({type(model).__name__}): pass it as optimizer=")
     model = _unwrapped(model)
     return LoraAdapter(model, may_be_meta) if is_lora(model) else ModuleModel(model, may_be_meta)
+
+
+def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
+    """Raise InvalidArgument for a dict of modules, optimizers and the like, as torch's "app state"."""
+    live = {name: value for name, value in state.items() if callable(getattr(value, "load_state_dict", None))}
+    if live:
+        kinds = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(live.items())[:4])
+        raise InvalidArgument(
+            f"model= is a dict of live objects ({kinds}), expected a module or its state_dict(): pass them as model=, "
+            "optimizer= and scheduler=, several models as one torch.nn.ModuleDict, and anything else by its "
+            "state_dict() in user_content="
+        )
 
 
 def _unwrapped(model: Any) -> Any:

@@ -16,6 +16,7 @@ from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, flat_parameters
 from nxd_ckpt.adapters.plain import PlainOptimizer
 from nxd_ckpt.adapters.state import OptimizerForm, State
 from nxd_ckpt.adapters.zero1 import Zero1Optimizer
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from nxd_ckpt.formats.tensors import Path
@@ -97,6 +98,7 @@ def open_optimizer(
     """
     topology = topology or Topology()
     if isinstance(optimizer, dict):
+        _refuse_live_objects(optimizer)
         return DictOptimizer(optimizer, param_names, model, zero1_optimizer, topology)
     optimizer = _unwrapped(optimizer)
     if hasattr(optimizer, "ep_zero_optimizer"):
@@ -110,6 +112,15 @@ def open_optimizer(
         return Zero1Optimizer(optimizer, names, topology)
     on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
     return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer and not on_meshes)
+
+
+def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
+    live = [name for name, value in state.items() if callable(getattr(value, "load_state_dict", None))]
+    if live:
+        raise InvalidArgument(
+            f"optimizer= is a dict of live objects ({first_of(map(repr, live))}), expected an optimizer or its "
+            "state_dict(); save each of several optimizers under a directory of its own"
+        )
 
 
 def _refuse_others_parameters(names: Sequence[str]) -> None:
@@ -127,8 +138,11 @@ def _unwrapped(optimizer: Any) -> Any:
     # NxD's wrapper keeps no state of its own; others (Lookahead and its kind) do, and are saved as they are.
     while hasattr(seen, "nxd_config") and hasattr(seen, "optimizer"):
         seen = seen.optimizer
-    if not hasattr(seen, "param_groups") or not hasattr(seen, "state_dict"):
+    if isinstance(seen, type) or not hasattr(seen, "param_groups") or not hasattr(seen, "state_dict"):
+        found = f"the class {seen.__name__} itself" if isinstance(seen, type) else f"a {type(optimizer).__name__}"
+        several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
+        advice = "; save each of several optimizers under a directory of its own" if several else ""
         raise InvalidArgument(
-            f"optimizer must be a torch optimizer, an NxD optimizer or a state dict, found {type(optimizer).__name__}"
+            f"optimizer= must be a torch optimizer, an NxD optimizer or a state dict, found {found}{advice}"
         )
     return seen

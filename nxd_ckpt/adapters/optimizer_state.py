@@ -116,7 +116,8 @@ def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> 
         for slot in slots
         if slot.spec is not None
     )
-    return OptimizerForm(kind, known, tuple(len(group["params"]) for group in groups))
+    sizes, options = tuple(len(group["params"]) for group in groups), tuple(map(options_of, groups))
+    return OptimizerForm(kind, known, sizes, options=options)
 
 
 def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -98,7 +98,8 @@ class OptimizerSlot:
 class OptimizerForm:
     """What an optimizer's state dict is on one rank, its values left out.
 
-    ``slots`` are its parameters in the order of their indices, ``groups`` how many of them each param group has.
+    ``slots`` are its parameters in the order of their indices, ``groups`` how many of them each param group has, and
+    ``options`` its live options.
     ``ordinary`` is None, or for ZeRO-1 with expert parallelism how many slots, and how many groups, come before the
     experts'.
     """
@@ -107,6 +108,7 @@ class OptimizerForm:
     slots: tuple[OptimizerSlot, ...]
     groups: tuple[int, ...]
     ordinary: tuple[int, int] | None = None
+    options: tuple[dict[str, Any], ...] = field(default=(), compare=False)
 
 
 def state_of(

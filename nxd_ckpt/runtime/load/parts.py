@@ -39,6 +39,26 @@ def _held(parts: Any) -> str:
     return ", ".join(held) or "nothing"
 
 
+def check_scheduler(live: Any, saved: Any, where: str) -> None:
+    """Raise IncompatibleState where a list of schedulers is live and another number of them, or one, was saved."""
+    counts = [len(one) if isinstance(one, (list, tuple)) else None for one in (live, saved)]
+    if live is not None and counts[0] != counts[1]:
+        known = ["one scheduler" if count is None else f"a list of {count}" for count in counts]
+        raise IncompatibleState(f"scheduler: {where} holds {known[1]}, the live one is {known[0]}; pass what was saved")
+
+
+def load_scheduler(live: Any, saved: Any) -> None:
+    """Load a scheduler, a list of them, or a dict that is filled with its state."""
+    if isinstance(live, dict):
+        live.clear()
+        live.update(saved or {})
+    elif isinstance(live, (list, tuple)):
+        for one, state in zip(live, saved, strict=True):
+            load_scheduler(one, state)
+    else:
+        live.load_state_dict(saved)
+
+
 def part_names(
     opened: OpenTag, topology: Topology, filtered: Filter, *, scheduler: bool, rank_content: bool
 ) -> Iterator[str]:

@@ -15,7 +15,7 @@ from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
-from nxd_ckpt.adapters.state import MASTER_WEIGHTS
+from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm
 from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
 from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.resharding import check_partitions
@@ -233,8 +233,29 @@ class LoadPlanner:
         source, filtered = context.state.optimizer, self._filter
         tree = source.tree(form, filtered.ignores, filtered.covers)
         self._is_regrouped = source.group_order(form, filtered.covers) != list(range(len(source.groups)))
+        self._refuse_joined(form, source.group_order(form, filtered.covers))
         self._refuse_unused([*source.slots], [slot.name for slot in form.slots])
         return tree
+
+    def _refuse_joined(self, form: OptimizerForm, order: Sequence[int]) -> None:
+        """Raise OptimizerMismatch where live param groups with different options were one group when they were saved.
+
+        Its options would become those of them all: weight decay of biases, say, that is not wanted.
+        """
+        if self._filter.ignores(PARAM_GROUPS):
+            return
+        for number, options in enumerate(form.options[: len(order)]):
+            first = order.index(order[number])
+            other = form.options[first]
+            known = options.keys() - {"lr", "initial_lr"}
+            differ = sorted(key for key in known if repr(options[key]) != repr(other.get(key)))
+            if differ:
+                raise OptimizerMismatch(
+                    f"optimizer: the live param groups {first} and {number} were one group in {self._opened.where}. "
+                    f"They differ now in {differ[0]} ({other.get(differ[0])!r} and {options[differ[0]]!r}), which a "
+                    "load would undo; build the groups as when it was saved, or keep the live options with "
+                    f"ignore_keys=[{PARAM_GROUPS!r}]"
+                )
 
     def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
         """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""

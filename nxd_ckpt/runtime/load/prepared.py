@@ -28,7 +28,7 @@ from nxd_ckpt.runtime.load.load_context import load_context
 from nxd_ckpt.runtime.load.mesh_shares import MeshShares, agree_on_blocks
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
-from nxd_ckpt.runtime.load.parts import demand, own_content, part_names
+from nxd_ckpt.runtime.load.parts import check_scheduler, demand, load_scheduler, own_content, part_names
 from nxd_ckpt.runtime.load.planner import LoadPlanner
 from nxd_ckpt.runtime.load.renamed_tag import RenamedTag
 from nxd_ckpt.runtime.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
@@ -118,6 +118,7 @@ class PreparedLoad:
                 "keeps learning rates; build them as when it was saved, or load with scheduler=None"
             )
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
+        check_scheduler(self._scheduler, self._scheduler_state, opened.where)
         if self._trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
         content = None if self.filtered.covers("user_content") else opened.user_content()
@@ -294,11 +295,8 @@ class PreparedLoad:
             self._delivery.finish()
             if self._trees.optimizer_tree:
                 optimizer.after_load()
-        if isinstance(self._scheduler, dict):
-            self._scheduler.clear()
-            self._scheduler.update(self._scheduler_state or {})
-        elif self._scheduler is not None:
-            self._scheduler.load_state_dict(self._scheduler_state)
+        if self._scheduler is not None:
+            load_scheduler(self._scheduler, self._scheduler_state)
         if self._options.rank_content is not None and self._rank_content is not None:
             live, saved = self._options.rank_content, self._rank_content
             content = self.filtered.pruned("rank_content", saved) | self.filtered.kept("rank_content", live, saved)

@@ -125,6 +125,8 @@ def _as_dcp(kind: str) -> str:
 
 
 def _scheduler_state(scheduler: Any) -> Any:
+    if isinstance(scheduler, (list, tuple)):
+        return [_scheduler_state(one) for one in scheduler]
     return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
 
 

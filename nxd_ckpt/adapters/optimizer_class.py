@@ -1,0 +1,56 @@
+"""Whether saved state is that of the live optimizer's class: torch loads another one's, and fails, or drifts, later.
+
+What each class keeps is that of torch.optim 2.5 to 2.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import OptimizerMismatch
+
+_OPTIONS = {
+    *("betas", "eps", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "lr_decay"),
+    *("initial_accumulator_value", "lambd", "t0", "momentum_decay", "etas", "step_sizes", "beta2_decay", "d"),
+    *("ns_coefficients", "ns_steps", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn"),
+}
+"""Options that say which class of torch.optim a param group is of; others come and go with releases and schedulers."""
+
+_ENTRIES = {
+    "Adadelta": {"square_avg", "acc_delta"},
+    "Adagrad": {"sum"},
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Adamax": {"exp_avg", "exp_inf"},
+    "ASGD": {"eta", "mu", "ax"},
+    "NAdam": {"mu_product", "exp_avg", "exp_avg_sq"},
+    "RAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg"},
+    "Rprop": {"prev", "step_size"},
+    "SparseAdam": {"exp_avg", "exp_avg_sq"},
+}
+"""What the classes of torch.optim keep for each parameter once it was stepped, whatever their options are."""
+
+
+def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    """Raise OptimizerMismatch for param groups or state that another class of optimizer saved."""
+    kind = type(optimizer)
+    for number, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        unknown = sorted((saved.keys() & _OPTIONS) - live.keys())
+        if unknown:
+            raise OptimizerMismatch(
+                f"optimizer: param group {number} was saved with {first_of(unknown)}, which the live {kind.__name__} "
+                "does not know: another class of optimizer saved it; build that one, or load with optimizer=None"
+            )
+    if not kind.__module__.startswith("torch.optim"):
+        return
+    for index, entries in state.items():
+        lost = _ENTRIES.get(kind.__name__, set()) - entries.keys() if isinstance(entries, Mapping) and entries else ()
+        if lost and not isinstance(index, str):
+            raise OptimizerMismatch(
+                f"optimizer: the state of parameter {index} has {first_of(map(str, entries))}, and not "
+                f"{first_of(sorted(lost))}, without which {kind.__name__} cannot step: another class of optimizer "
+                "saved it; build that one, or load with optimizer=None"
+            )

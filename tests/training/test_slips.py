@@ -1,0 +1,150 @@
+"""What a person passes by mistake is refused by name, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt.api import close_checkpointers
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, OptimizerMismatch
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+CLASSES: dict[str, dict[str, Any]] = {
+    "SGD": SGD, "AdamW": {}, "Adam": {}, "NAdam": {}, "Adamax": {}, "RMSprop": {}, "Adagrad": {}, "Adadelta": {},
+    "ASGD": {}, "Rprop": {}, "RAdam": {},
+}  # fmt: skip
+ALIKE = [{"Adam", "AdamW"}, {"AdamW", "RAdam"}, {"Adam", "RAdam"}]
+"""Whose state the other one can go on with, at least in one direction."""
+
+
+def made(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    kind = getattr(torch.optim, name)
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **CLASSES[name])
+    return optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def held(optimizer: torch.optim.Optimizer) -> str:
+    return str(optimizer.state_dict())
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("saved", CLASSES)
+def test_another_class_of_optimizer_is_refused(tmp_path: Path, model: torch.nn.Module, saved: str) -> None:
+    """Before anything changes; the same class loads."""
+    optimizer = made(saved, model)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    weights = copy.deepcopy(model.state_dict())
+    for live in CLASSES:
+        other = made(live, model)
+        before = held(other)
+        if live == saved:
+            load_checkpoint(tmp_path, "t", model, other)
+            step(copy.deepcopy(model), other)
+        elif {live, saved} not in ALIKE:
+            with pytest.raises(OptimizerMismatch, match="another class of optimizer saved it"):
+                load_checkpoint(tmp_path, "t", model, other)
+            assert before == held(other)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_options_of_another_release_load(tmp_path: Path, model: torch.nn.Module) -> None:
+    """torch adds options, schedulers add theirs, and users add their own."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    del optimizer.param_groups[0]["decoupled_weight_decay"]
+    optimizer.param_groups[0].update(initial_lr=0.1, name="all")
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    other = torch.optim.AdamW(model.parameters())
+    load_checkpoint(tmp_path, "t", model, other)
+    assert ("all", True) == (other.param_groups[0]["name"], "decoupled_weight_decay" in other.param_groups[0])
+
+
+def groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    return [{"params": [named["weight"]]}, {"params": [named["bias"]], "weight_decay": decay}]
+
+
+def test_one_group_does_not_undo_what_two_say(tmp_path: Path, model: torch.nn.Module) -> None:
+    """No weight decay of biases, say. Groups with equal options load, and the live options can be kept."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    other = torch.optim.AdamW(groups(model, 0.0), weight_decay=0.1)
+    with pytest.raises(OptimizerMismatch, match=r"were one group .* weight_decay \(0\.1 and 0\.0\)"):
+        load_checkpoint(tmp_path, "t", model, other)
+    load_checkpoint(tmp_path, "t", model, other, ignore_keys=["optim/param_groups"])
+    assert [0.1, 0.0] == [group["weight_decay"] for group in other.param_groups]
+    equal = torch.optim.AdamW(groups(model, 0.1), weight_decay=0.1)
+    load_checkpoint(tmp_path, "t", model, equal)
+    assert 2 == len(equal.state)
+
+
+def test_what_is_in_the_wrong_place_is_refused(tmp_path: Path, model: torch.nn.Module) -> None:
+    """Live objects in a dict or a list, classes, and optimizer and model exchanged, of a save and of a load."""
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    save_checkpoint(tmp_path, "good", model, optimizer)
+    wrong: list[tuple[Any, Any, str]] = [
+        ({"model": model, "optimizer": optimizer}, None, "a dict of live objects .*'model': Linear, 'optimizer': SGD"),
+        ([model, model], None, "found a list; pass several models as one"),
+        (torch.nn.Linear, None, "found the class Linear itself"),
+        (optimizer, None, r"model= is an optimizer \(SGD\): pass it as optimizer="),
+        (model.parameters(), None, "found a generator"),
+        (model, model, "optimizer= must be .* found a Linear"),
+        (model, [optimizer], "found a list; save each"),
+        (model, torch.optim.SGD, "found the class SGD itself"),
+        (model, {"a": optimizer}, "optimizer= is a dict of live objects"),
+    ]
+    for one, other, match in wrong:
+        with pytest.raises(InvalidArgument, match=match):
+            save_checkpoint(tmp_path, "t", one, other)
+        close_checkpointers()
+        with pytest.raises(InvalidArgument, match=match):
+            load_checkpoint(tmp_path, "good", one, other)
+    assert not (tmp_path / "t").exists()
+
+
+def schedulers(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, list[Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    return optimizer, [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3),
+    ]
+
+
+def test_several_schedulers_are_saved_as_a_list(tmp_path: Path, model: torch.nn.Module) -> None:
+    """SWALR among them; another number of them is refused."""
+    optimizer, live = schedulers(model)
+    for _ in range(2):
+        step(model, optimizer)
+        for one in live:
+            one.step()
+    save_checkpoint(tmp_path, "t", model, optimizer, live)
+    other, fresh = schedulers(model)
+    with pytest.raises(IncompatibleState, match="holds a list of 2, the live one is one scheduler"):
+        load_checkpoint(tmp_path, "t", model, other, fresh[0])
+    load_checkpoint(tmp_path, "t", model, other, fresh)
+    assert [one.last_epoch for one in live] == [one.last_epoch for one in fresh]
+    for one, its in ((optimizer, live), (other, fresh)):
+        step(model, one)
+        for scheduler in its:
+            scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
