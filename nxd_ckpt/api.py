@@ -36,7 +36,7 @@ from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tier import Tier, checked_tiers
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tiers import Tiers
 
 _Key = tuple[str, Topology]
@@ -172,7 +172,7 @@ def load_checkpoint(
     shared, own = parted(DirectoryOptions, options)
     shared["topology"] = topology = options.get("topology") or default_topology()
     with _lock:
-        writing = _open.get((_resolved(directory), topology))
+        writing = _open.get((normalised(directory), topology))
     if writing is not None and tiers is not None and tuple(tiers) != writing.tiers:
         raise InvalidArgument(f"{directory} is saved to with tiers={list(writing.tiers)}: pass the same ones to load")
     checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
@@ -224,7 +224,7 @@ def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywor
     """
     topology = options["topology"] = options.get("topology") or default_topology()
     with _lock:
-        writing = _open.get((_resolved(path), topology))
+        writing = _open.get((normalised(path), topology))
     if writing is not None and writing.is_open:
         return writing.remove(tag)
     with Checkpointer(path, **options) as checkpointer:
@@ -251,7 +251,7 @@ def close_checkpointers() -> None:
 def _kept(directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, Any]) -> Iterator[Checkpointer]:
     """The one Checkpointer of a directory, which within is not forgotten; the first save's has these ``options``."""
     topology = options["topology"] = options.get("topology") or default_topology()
-    key = _resolved(directory), topology
+    key = normalised(directory), topology
     with _lock:
         checkpointer = _open.get(key) or _open.setdefault(key, Checkpointer(directory, tiers=tiers, **options))
         _saving[key] += 1
@@ -297,7 +297,3 @@ def _overwrite(ours: bool | None, other: bool | None) -> bool | None:
         raise InvalidArgument("pass overwrite= or save_overwrite=, which is another name for it, not both")
     return ours if ours is not None else other
 
-
-def _resolved(directory: StrPath) -> str:
-    """The same for all ways to write a place, as far as that can be told."""
-    return os.fspath(directory).rstrip("/") if is_url(directory) else os.path.abspath(local_path(directory))

@@ -40,7 +40,6 @@ from nxd_ckpt.runtime.tag.identity import Identity, of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
 from nxd_ckpt.verify import files_of
 
@@ -196,11 +195,8 @@ def _listing(
     storage: Storage, path: str, options: Options, tell: Tell, only: str | None = None, *, only_look: bool = False
 ) -> dict[str, Any]:
     tags = in_order(settled_tags(storage, only_look=only_look))
-    if not tags:
-        directory, tag = locate(path, None, options)
-        if tag is not None:
-            where = without_password(directory)
-            raise CheckpointNotFound(f"{storage.url} is itself a tag: list {where}, or inspect this one")
+    if not tags and locate(path, None, options)[1] is not None:
+        raise CheckpointNotFound(f"{storage.url}: no checkpoints; {describe_incomplete(storage)}")
     newest = latest(tags)
     if only is not None and all(info.tag != only for info in tags):
         tags = [replace(choose(storage, only), order_time=inf)]  # without markers: no time tells its place

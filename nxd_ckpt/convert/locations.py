@@ -23,7 +23,9 @@ from nxd_ckpt.storage.urls import (
     is_url,
     join,
     local_path,
+    normalised,
     open_storage,
+    overlap,
 )
 
 logger = logging.getLogger("nxd_ckpt")
@@ -159,13 +161,13 @@ def refuse_inside_tag(target: Location, storage: Storage) -> None:
 def refuse_overlap(source: Location, target: Location) -> None:
     """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
     refuse_inside(source, target)
-    if f"{source.path}/".startswith(f"{target.path}/"):
+    if normalised(source.path).startswith(normalised(target.path)):
         raise _overlap(source, target)
 
 
 def refuse_inside(source: Location, target: Location) -> None:
     """Raise InvalidArgument where the output is the input, or lies inside it."""
-    if f"{target.path}/".startswith(f"{source.path}/"):
+    if normalised(target.path).startswith(normalised(source.path)) or overlap(target.path, source.path, inside=False):
         raise _overlap(source, target)
 
 

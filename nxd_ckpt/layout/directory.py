@@ -163,7 +163,10 @@ def _of_a_rank(name: str) -> bool:
 
 
 def describe_incomplete(storage: Storage) -> str:
-    """What a directory without a complete tag holds instead, for error messages."""
+    """What a directory without a complete tag holds instead, for error messages, and what to call for that."""
+    kind = _kind_of(storage)
+    if kind is not None:
+        return kind
     tags = {info.tag: info for info in list_tags(storage)}
     lines = []
     for entry in storage.list():
@@ -181,6 +184,36 @@ def describe_incomplete(storage: Storage) -> str:
     if not lines:
         return "it is empty or absent"
     return f"it holds {first_of(lines)}"
+
+
+def _kind_of(storage: Storage) -> str | None:
+    """What a directory is that is no directory of tags, and which call reads it; None where nothing tells."""
+    url = storage.url.rstrip("/")
+    if _is_tag(storage):
+        directory, _, tag = url.rpartition("/")
+        return (
+            f"it is itself a tag: load it with load_checkpoint({directory!r}, tag={tag!r}), look at it with nxd-ckpt "
+            f"inspect {url}, and list its directory with nxd-ckpt list {directory}"
+        )
+    files = {entry.name for entry in storage.list() if not entry.is_dir}
+    if ".metadata" in files:
+        return (
+            "it is a torch DCP checkpoint: make a tag of it with nxd_ckpt.convert.from_dcp() or nxd-ckpt from-dcp, or "
+            "read it as it is with torch.distributed.checkpoint"
+        )
+    if files & {"trainer_state.json", "training_args.bin"}:
+        return (
+            "it is a checkpoint of transformers' Trainer: resume from it with nxd_ckpt.integrations.transformers; "
+            "load_checkpoint with model= alone and without a tag loads its weights"
+        )
+    if "config.json" in files and any(name.endswith((".safetensors", ".bin")) for name in files):
+        return (
+            f"it is a Hugging Face directory: load_checkpoint({url!r}, model=model), without a tag, loads its weights, "
+            "and nxd-ckpt import makes a tag of it"
+        )
+    if any(name.endswith(".ckpt") for name in files):
+        return "it holds checkpoint files of Lightning: resume from one with nxd_ckpt.integrations.lightning"
+    return None
 
 
 def _listed_in_newest(storage: Storage) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +15,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.storage import HostsStorage
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for, overlap
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
     later = next((tier for tier in tiers[1:] if tier.per_host), None)
     if later is not None:
         raise InvalidArgument(f"tier {later.name}: per_host=True is for the first tier, which every rank writes itself")
-    if path is not None and not _overlap(_place(path), _place(first.path), inside=False):
+    if path is not None and not overlap(path, first.path, inside=False):
         raise InvalidArgument(
             f"the checkpoint directory {without_password(os.fspath(path))} is not the first tier, {first.name}; leave "
             "one of them out, or make them the same"
@@ -160,10 +159,9 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
 
 
 def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
-    places = [_place(tier.path) for tier in tiers]
-    for later, place in enumerate(places):
+    for later, tier in enumerate(tiers):
         for earlier in range(later):
-            if _overlap(place, places[earlier]) or _same_storage(tiers[later], tiers[earlier]):
+            if overlap(tier.path, tiers[earlier].path) or _same_storage(tier, tiers[earlier]):
                 raise InvalidArgument(
                     f"tiers {tiers[earlier].name} and {tiers[later].name} are the same place, or one lies inside the "
                     "other: each tier needs a directory of its own, else what is lost in one is lost in both"
@@ -176,20 +174,3 @@ def _is_positive(value: object) -> bool:
 
 def _same_storage(one: Tier, other: Tier) -> bool:
     return one.storage is not None and one.storage is other.storage
-
-
-def _place(path: StrPath) -> str:
-    """The same for all ways to write a place, as far as that can be told: it ends in a slash."""
-    text = os.fspath(path)
-    if not is_url(text):
-        return os.path.realpath(local_path(text)).rstrip("/") + "/"
-    scheme, _, rest = text.rpartition("://")
-    parts = [part for part in re.split("/+", rest) if part not in ("", ".")]
-    return f"{scheme.lower().replace('s3a', 's3')}://{'/'.join(parts)}/"
-
-
-def _overlap(one: str, other: str, *, inside: bool = True) -> bool:
-    """Whether two places are the same, or one lies ``inside`` the other."""
-    if one == other or (inside and (one.startswith(other) or other.startswith(one))):
-        return True
-    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)

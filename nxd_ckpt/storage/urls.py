@@ -86,7 +86,7 @@ def options_for(path: StrPath, options: StorageOptions | None) -> StorageOptions
 
 
 def local_path(path: StrPath) -> str:
-    """The path of a local directory, given as itself or as ``file://`` URL.
+    """The path of a local directory, given as itself (``~`` is expanded) or as ``file://`` URL.
 
     Raises InvalidArgument for another host, and for a URL that pathlib took for a path: it must not become a directory.
     """
@@ -94,12 +94,37 @@ def local_path(path: StrPath) -> str:
     if not _scheme(text):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
             raise InvalidArgument(f"{text!r} is a URL that lost a slash when it became a path; pass URLs as strings")
-        return text
+        return os.path.expanduser(text)
     rest = text.partition("://")[2]
     host, slash, below = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise InvalidArgument(f"{text}: expected an absolute path of this host, as in file:///data/checkpoints")
     return slash + below
+
+
+def normalised(path: StrPath) -> str:
+    """Normalise a path or URL so that spellings of one directory compare equal; it ends in a slash.
+
+    Links, ``~``, relative paths, doubled and trailing slashes, ``file://``, ``s3a://`` and the case of schemes and
+    hosts make no difference.
+    """
+    text = os.fspath(path)
+    if not is_url(text):
+        return os.path.realpath(local_path(text)).rstrip("/") + "/"
+    scheme, _, rest = text.rpartition("://")
+    parts = [part for part in re.split("/+", rest) if part not in ("", ".")]
+    scheme = re.sub("s3[an]$", "s3", scheme.lower())
+    if scheme.endswith(("http", "https", "s3")) and parts:  # names of hosts and buckets
+        parts[0] = parts[0].lower()
+    return f"{scheme}://{'/'.join(parts)}/"
+
+
+def overlap(one: StrPath, other: StrPath, *, inside: bool = True) -> bool:
+    """True if two paths or URLs lead to one place, or one lies ``inside`` the other."""
+    first, second = normalised(one), normalised(other)
+    if first == second or (inside and (first.startswith(second) or second.startswith(first))):
+        return True
+    return os.path.isdir(first) and os.path.isdir(second) and os.path.samefile(first, second)
 
 
 def join(place: StrPath, *names: str) -> str:

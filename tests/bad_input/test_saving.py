@@ -52,8 +52,8 @@ def test_a_tag_must_be_given(tmp_path: Path) -> None:
         ({"param_names": [["up", "up", "down"]]}, errors.InvalidArgument, r"unique.*up"),
         ({"run_id": "no spaces"}, errors.InvalidArgument, r"run_id 'no spaces'"),
         ({"topology": Topology(dp=2)}, errors.InvalidArgument, r"2 ranks needs torch.distributed.*run_id="),
-        ({"model": torch.ones(3)}, errors.InvalidArgument, r"model must be.*Tensor"),
-        ({"optimizer": "adam"}, errors.InvalidArgument, r"optimizer must be.*str"),
+        ({"model": torch.ones(3)}, errors.InvalidArgument, r"model= must be.*Tensor"),
+        ({"optimizer": "adam"}, errors.InvalidArgument, r"optimizer= must be.*str"),
         ({"model": {"a": torch.ones(2, device="meta")}}, errors.UnsupportedState, r"model/a.*meta.*give it values"),
         ({"model": {"a": torch.eye(2).to_sparse()}}, errors.UnsupportedState, r"model/a.*sparse.*densify"),
         (

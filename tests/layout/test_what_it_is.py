@@ -1,0 +1,117 @@
+"""A path to something else than a directory of tags: every reader says what it is, and which call reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, finalize_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.api import close_checkpointers
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import copy_checkpoint, reshard
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
+from nxd_ckpt.storage.urls import normalised, overlap
+from nxd_ckpt.verify import verify_checkpoint
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+STATE = {"w": torch.ones(4)}
+READERS: dict[str, Callable[[str], Any]] = {
+    "load": lambda path: load_checkpoint(path, model={}),
+    "load by an object": lambda path: Checkpointer(path).load(model={}),
+    "open": lambda path: open_checkpoint(path),
+    "verify": lambda path: verify_checkpoint(path),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_tag_in_place_of_its_directory_is_said(tmp_path: Path, reader: str) -> None:
+    """With the call that loads it."""
+    save_checkpoint(tmp_path, "step_100", STATE)
+    close_checkpointers()
+    expected = rf"itself a tag: load it with load_checkpoint\('{tmp_path}', tag='step_100'\)"
+    with pytest.raises(CheckpointNotFound, match=expected):
+        READERS[reader](str(tmp_path / "step_100"))
+
+
+def test_what_others_wrote_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the function or command for it."""
+    for name, files, words in (
+        ("dcp", [".metadata", "__0_0.distcp"], "torch DCP checkpoint"),
+        ("trainer", ["trainer_state.json", "config.json", "model.safetensors"], "checkpoint of transformers' Trainer"),
+        ("lightning", ["epoch=0-step=3.ckpt"], "checkpoint files of Lightning"),
+    ):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(json.dumps({}))
+        if name != "trainer":  # whose weights load
+            with pytest.raises(CheckpointNotFound, match=words):
+                load_checkpoint(tmp_path / name, model={}, optimizer={})
+        main(["list", str(tmp_path / name)])
+        assert words in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("spelling", ["link", "link/", "./real//", "file", "sub/../real"])
+def test_a_load_waits_for_a_save_however_the_place_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    """A save by another spelling goes on in the same place, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    path = f"file://{tmp_path}/real" if spelling == "file" else spelling
+    state = {"w": torch.zeros(2**22)}
+    for step in (1, 2):
+        state["w"].fill_(step)
+        save_checkpoint("real" if step == 1 else path, f"step_{step}", state, async_save=True)
+        loaded: dict[str, torch.Tensor] = {}
+        load_checkpoint(path, model=loaded)
+        assert step == int(loaded["w"][0])
+    finalize_checkpoint()
+    close_checkpointers()
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory is named ``~``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    save_checkpoint("~/run", "t", STATE)
+    close_checkpointers()
+    assert (tmp_path / "home" / "run" / "t" / "done").is_file()
+    assert not os.path.exists("~")
+    assert "t" == open_checkpoint("~/run").tag
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("s3://Bucket//run/", "s3a://bucket/run", True),
+        ("s3://bucket/run", "s3://bucket/RUN", False),
+        ("HTTP://Host/run/", "http://host/run", True),
+        ("gs://bucket/run/.", "gs://bucket/run", True),
+        ("/tmp/../tmp/run", "/tmp/run/", True),
+        ("file:///tmp/run", "/tmp//run", True),
+    ],
+)
+def test_spellings_of_one_place_are_alike(one: str, other: str, same: bool) -> None:
+    """Keys of a store are told apart by case."""
+    assert same == (normalised(one) == normalised(other)) == overlap(one, other)
+
+
+def test_an_output_that_is_the_input_by_another_name_is_refused(tmp_path: Path) -> None:
+    """By a link to the directory, and by one to the tag."""
+    save_checkpoint(tmp_path / "run", "t", STATE)
+    close_checkpointers()
+    (tmp_path / "link").symlink_to("run")
+    for target in (tmp_path / "link" / "t", tmp_path / "link" / "t" / "inner"):
+        with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
+            copy_checkpoint(tmp_path / "run" / "t", target)
+        with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
+            reshard(tmp_path / "run" / "t", target, dp=1)
