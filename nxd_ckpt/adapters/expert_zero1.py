@@ -36,6 +36,7 @@ from nxd_ckpt.formats.tensors import Path
 class ExpertZero1Optimizer:
     """See OptimizerAdapter. Master weights, which upstream's state dict leaves out, are saved under the usual key."""
 
+    stepping = None
     kind = "zero1"
 
     def __init__(self, optimizer: Any, names: list[str], topology: Topology) -> None:

@@ -26,10 +26,12 @@ class OptimizerAdapter(Protocol):
     """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank holds state of its own).
 
     ``parameter_names`` lists the names of all parameters in the order of their indices, None if they are unknown.
+    ``stepping`` is the live optimizer whose class keeps the state; None where there are several, or none.
     """
 
     kind: str
     parameter_names: list[str] | None
+    stepping: Any
 
     def form(self) -> OptimizerForm | None:
         """What its state dict is on this rank; None for a dict, which takes what was saved.

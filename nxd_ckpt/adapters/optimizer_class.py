@@ -34,10 +34,6 @@ _ENTRIES = {
 """What the classes of torch.optim keep for each parameter once it was stepped, whatever their options are."""
 
 
-_FOREIGN = set[str]().union(*_ENTRIES.values(), ("momentum_buffer", "row_var", "col_var"))
-"""Entries that tell the class which keeps them."""
-
-
 def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
     """Raise OptimizerMismatch for param groups or state that another class of optimizer saved."""
     kind = type(optimizer)
@@ -55,7 +51,7 @@ def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapp
         if isinstance(index, str) or not isinstance(entries, Mapping):
             continue
         lost = needed - entries.keys()
-        if lost and entries.keys() & _FOREIGN - needed:  # alone it may have been left out of the load
+        if lost and entries:
             raise OptimizerMismatch(
                 f"optimizer: the state of parameter {index} has {first_of(map(str, entries))}, and not "
                 f"{first_of(sorted(lost))}, without which {kind.__name__} cannot step: another class of optimizer "

@@ -30,6 +30,7 @@ class DictOptimizer:
     model, a parameter's shape is known (from ``shape_info``, or its state), but not its cut over tp.
     """
 
+    stepping = None
     def __init__(
         self,
         state: dict[str, Any],

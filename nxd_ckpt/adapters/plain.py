@@ -10,7 +10,6 @@ import torch
 
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.load_hooks import OptimizerHooks, keys_of_its_own
-from nxd_ckpt.adapters.optimizer_class import check_class
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -58,6 +57,7 @@ class PlainOptimizer:
         self.kind = "zero1" if sharded else "plain"
         self.parameter_names = if_known(names)
         self._optimizer, self._names, self._tp = optimizer, names, tp
+        self.stepping = optimizer
 
     @cached_property
     def _slots(self) -> list[Slot]:
@@ -109,7 +109,6 @@ class PlainOptimizer:
                 "before a load; build the optimizer as when it was saved"
             )
         check_state(self._by_index(saved), saved["state"], self._optimizer.state)
-        check_class(self._optimizer, saved["param_groups"], saved["state"])
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
         found: dict[Path, Placed] = {}

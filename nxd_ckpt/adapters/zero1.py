@@ -17,7 +17,6 @@ import torch
 
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.load_hooks import OptimizerHooks
-from nxd_ckpt.adapters.optimizer_class import check_class
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -64,6 +63,7 @@ class Zero1Optimizer:
         self._place = _place_in_group(optimizer, topology, expert)
         self.parameter_names = if_known(names)
         self._optimizer, self._names, self._tp = optimizer, names, topology.tp
+        self.stepping = optimizer.base_optimizer
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -116,7 +116,6 @@ class Zero1Optimizer:
                     f"{tuple(slots[index].parameter.shape)}; did the order of parameters, or tp, change?"
                 )
         check_state(slots, saved["base_state"], self._optimizer.base_optimizer.state)
-        check_class(self._optimizer.base_optimizer, saved["param_groups"], saved["base_state"])
         for index, weights in saved.get(MASTERS, {}).items():
             if index not in slots:
                 raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter
+from nxd_ckpt.adapters.optimizer_class import check_class
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm
@@ -98,6 +99,9 @@ class LoadPlanner:
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
             self._refuse_bare_groups(tree, optimizer)
+            if optimizer.stepping is not None:
+                whole = {} if self._filter.is_selective else tree.get("base_state", tree.get("state", {}))
+                check_class(optimizer.stepping, tree["param_groups"], whole)
             trees.optimizer_tree = self._exact.put_into(self._filtered(tree, optimizer))
             optimizer.validate(trees.optimizer_tree)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
