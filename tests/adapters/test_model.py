@@ -232,5 +232,5 @@ def test_ties_of_dicts_are_seen_by_memory():
 
 def test_other_objects_are_refused():
     """What has no state dict is no model."""
-    with pytest.raises(InvalidArgument, match="found int"):
+    with pytest.raises(InvalidArgument, match="found a int"):
         open_model(3)

@@ -248,5 +248,5 @@ def test_zero1_flag_marks_state_of_this_rank_alone():
 
 def test_other_objects_are_refused():
     """What has no param groups is no optimizer."""
-    with pytest.raises(InvalidArgument, match="found Linear"):
+    with pytest.raises(InvalidArgument, match="found a Linear"):
         open_optimizer(torch.nn.Linear(1, 1))
