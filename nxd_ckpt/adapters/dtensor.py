@@ -125,13 +125,18 @@ def canonical(names: Iterable[str], where: str) -> dict[str, str]:
     Raises:
         UnsupportedState: two would have the same.
     """
-    found: dict[str, str] = {}
+    wrapped: dict[str, str] = {}
     for name in names:
-        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        if plain in found:
-            raise UnsupportedState(f"{where} holds both {found[plain]} and {name}, which have one name, {plain!r}")
-        found[plain] = name
-    return found
+        plain = without_wrappers(name)
+        if plain in wrapped:
+            raise UnsupportedState(f"{where} holds both {wrapped[plain]} and {name}, which have one name, {plain!r}")
+        wrapped[plain] = name
+    return wrapped
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a parameter without those of torch.compile's, FSDP's and activation checkpointing's wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @lru_cache(maxsize=64)

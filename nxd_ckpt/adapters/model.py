@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of
+from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
 from nxd_ckpt.adapters.load_hooks import ModuleHooks
 from nxd_ckpt.adapters.parameters import (
     form_of,
@@ -246,8 +246,10 @@ class ModuleModel(ModelAdapter):
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
         live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
         self._wrapped_names: dict[str, str] = {}
-        if any(map(is_dtensor, live.values())):
-            self._wrapped_names = canonical(live, "model")
+        if not self._is_stage:
+            replicated = _replicated(model)
+            shorter = {_without_replication(name, replicated): name for name in live}
+            self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
         super().__init__(dict(live), may_be_meta)
         self._model = model
@@ -358,6 +360,36 @@ class DictModel(ModelAdapter):
             copy_in(self._live[name], value)
         else:
             self._live[name] = value
+
+
+def _replicated(model: Any) -> list[str]:
+    """The prefixes of modules that torch's data parallelism wraps, the inner ones first; it calls what it wraps
+    ``module``."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    kinds = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    return sorted((f"{name}." if name else "" for name in names), key=len, reverse=True)
+
+
+def _without_replication(name: str, prefixes: Iterable[str]) -> str:
+    for prefix in prefixes:
+        if name.startswith(f"{prefix}module."):
+            name = prefix + name.removeprefix(f"{prefix}module.")
+    return name
+
+
+def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[str, str]:
+    """For each live name that is not among the ``saved`` ones, the one that is it but for the names of wrappers.
+
+    Those are of torch.compile, activation checkpointing, FSDP and data parallelism, on either side.
+    """
+    plain: dict[str, list[str]] = {}
+    for name in saved:
+        plain.setdefault(without_wrappers(name).removeprefix("module."), []).append(name)
+    lost = [name for name in live if name not in saved]
+    alike = {name: plain.get(without_wrappers(name).removeprefix("module."), []) for name in lost}
+    return {name: others[0] for name, others in alike.items() if len(others) == 1}
 
 
 def _state_with_identity(model: Any) -> dict[str, Any]:

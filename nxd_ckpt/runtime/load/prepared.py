@@ -13,6 +13,7 @@ import torch
 
 from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
+from nxd_ckpt.adapters.model import names_without_wrappers
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
@@ -68,8 +69,10 @@ class PreparedLoad:
         self.filtered = Filter(options)
         live = None if model is None else open_model(model)
         base_names = {} if live is None else live.base_names()
-        if base_names and opened.parts.model:
-            self.filtered.know_base_names(base_names, opened.model_names())
+        # The names in a manifest are at hand; those of other programs' tags are in the files of all stages.
+        if live is not None and opened.parts.model and (base_names or opened.manifest is not None):
+            saved = opened.model_names()
+            self.filtered.know_base_names(base_names | names_without_wrappers(live.names(), saved), saved)
         if self.filtered.renaming:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
