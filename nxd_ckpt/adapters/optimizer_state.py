@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, placed_of
-from nxd_ckpt.adapters.parameters import form_of, is_tensor, memory_for, new_like, traits_of
+from nxd_ckpt.adapters.parameters import form_of, is_dense, is_tensor, memory_for, new_like, traits_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -312,14 +312,29 @@ def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot,
 
 
 def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: Slot, read: LeafSource) -> None:
+    key = _layout_of(slot, entry)
     if device.type == "cpu":
-        entries[entry] = slot.held(entry, _new(leaf, read, slot.key))
+        entries[entry] = slot.held(entry, _new(leaf, read, key))
     else:
 
         def take(value: torch.Tensor) -> None:
-            entries[entry] = slot.held(entry, place(_strided(value, slot.key), device))
+            entries[entry] = slot.held(entry, place(_strided(value, key), device))
 
         read.then(leaf, take)
+
+
+def _layout_of(slot: Slot, entry: Any) -> torch.Tensor | None:
+    """The tensor whose memory layout a new entry takes; None for a contiguous one.
+
+    SGD and Rprop make some of theirs like the first gradient, which is contiguous for a parameter with gaps in its
+    memory; all others take the parameter's order.
+    """
+    of_gradient = _LIKE_GRADIENTS.get(entry) in slot.group
+    return None if of_gradient and not is_dense(slot.key) else slot.key
+
+
+_LIKE_GRADIENTS = {"momentum_buffer": "dampening", "step_size": "etas"}
+"""Entries that are like the gradient, each with an option that only their class has."""
 
 
 def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:

@@ -88,10 +88,20 @@ def new_like(model: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.T
     Kernels of fused optimizers go through a parameter and its state by address, so one order must serve both.
     """
     model = dtensor.local_of(model)
-    if tuple(model.shape) != shape or model.is_contiguous() or torch_xla.is_xla(model):
+    if tuple(model.shape) != shape or torch_xla.is_xla(model) or model.is_contiguous():
         return allocated(shape, dtype)
-    stride = torch.empty_like(model, device="meta", memory_format=torch.preserve_format).stride()
-    return allocated(shape, dtype, stride)
+    return allocated(shape, dtype, _dense_stride(model))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """False for a tensor with gaps in its memory, such as a slice."""
+    tensor = dtensor.local_of(tensor)
+    return torch_xla.is_xla(tensor) or tensor.is_contiguous() or _dense_stride(tensor) == tensor.stride()
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``torch.empty_like(tensor)``."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def materialize(tensor: torch.Tensor) -> None:
