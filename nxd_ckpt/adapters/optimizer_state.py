@@ -55,6 +55,14 @@ ON_HOST = (STEP, "mu_product")
 """Entries that torch keeps on the CPU, unless the optimizer's step runs on the device as a whole."""
 
 
+ROWS = "@ranks|"
+"""In the name of an entry that has a row for each rank; see optimizer_ranks."""
+
+
+def is_rows(entry: Any) -> bool:
+    return isinstance(entry, str) and ROWS in entry
+
+
 @dataclass(frozen=True)
 class Slot:
     """One parameter of an optimizer.
@@ -83,7 +91,7 @@ class Slot:
 
     def held(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
         """What an entry that is new becomes of the ``tensor`` that was loaded."""
-        return like(tensor, self.key) if entry in self.placed else tensor
+        return like(tensor, self.key) if entry in self.placed and not is_rows(entry) else tensor
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """What the state entry at ``parts`` ("exp_avg", ...) is: cut like the parameter if shaped like it."""
@@ -146,7 +154,7 @@ def check_state(slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mappi
             )
         slot = slots[index]
         for entry, value in entries.items():
-            if entry != STEP and is_tensor(value):
+            if entry != STEP and is_tensor(value) and not is_rows(entry):
                 check_form(slot, entry, value, live.get(slot.key, {}).get(entry))
 
 

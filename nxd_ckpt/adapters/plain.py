@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.adapters.dtensor import Placed
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor
 from nxd_ckpt.adapters.load_hooks import OptimizerHooks, keys_of_its_own
 from nxd_ckpt.adapters.optimizer_names import if_known
+from nxd_ckpt.adapters.optimizer_ranks import as_row, check_rows, is_of_rank, name_of_rows, placed_row, row_name
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
     LeafSource,
@@ -22,12 +23,13 @@ from nxd_ckpt.adapters.optimizer_state import (
     fill_state,
     flat_parameters,
     form_of_slots,
+    is_rows,
     keeps_nothing,
     materialise,
     restore_groups,
     traits_of_all,
 )
-from nxd_ckpt.adapters.parameters import spec_of
+from nxd_ckpt.adapters.parameters import form_of, spec_of
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
@@ -92,7 +94,19 @@ class PlainOptimizer:
                 "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
                 "register_load_state_dict_pre_hook()"
             )
-        return state_of(state, describe, grounds)
+        return state_of(self._with_rows(state), describe, grounds)
+
+    def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state dict, with what this rank alone holds as its row of what all ranks hold."""
+        if not any(is_dtensor(slot.key) for slot in self._slots):
+            return state
+        rows = dict(state["state"])
+        for index, slot in enumerate(self._slots):
+            own = [one for one, value in rows.get(index, {}).items() if is_of_rank(slot.key, one, value)]
+            if own:
+                entries = dict(rows[index])
+                rows[index] = entries | {row_name(slot.key, one): as_row(entries.pop(one), slot.key) for one in own}
+        return {**state, "state": rows}
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if "base_state" in saved or "state" not in saved:
@@ -108,13 +122,19 @@ class PlainOptimizer:
                 f"{type(self._optimizer).__name__} does not take: it has no load_state_dict() of its own, nor a hook "
                 "before a load; build the optimizer as when it was saved"
             )
-        check_state(self._by_index(saved), saved["state"], self._optimizer.state)
+        slots = self._by_index(saved)
+        for index, slot in slots.items():
+            check_rows(slot.name, slot.key, saved["state"].get(index, {}))
+        check_state(slots, saved["state"], self._optimizer.state)
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
         found: dict[Path, Placed] = {}
         for index, slot in self._by_index(saved).items():
             entries = saved["state"].get(index, {})
             slot.place(entries, self._optimizer.state.get(slot.key, {}))
+            for entry, leaf in entries.items():
+                if is_rows(entry):
+                    slot.placed[entry] = placed_row(slot.global_name(entry), slot.key, form_of(leaf)[1])
             found |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
         return found
 
@@ -143,7 +163,8 @@ class PlainOptimizer:
             kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
             entries = saved["state"].get(index, {})
             values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
-            loaded = {entry: slot.held(entry, value) for entry, value in values.items()} | kept
+            rows = {name_of_rows(one): values.pop(one)[0] for one in list(values) if is_rows(one)}
+            loaded = {entry: slot.held(entry, value) for entry, value in values.items()} | rows | kept
             if loaded:
                 state[index] = loaded
         state |= {key: materialise(value, _Now(read), cpu) for key, value in saved["state"].items() if key not in slots}
@@ -156,6 +177,10 @@ class PlainOptimizer:
             slot.clear_gradients()
 
     def after_load(self) -> None:
+        for slot in self._slots:
+            entries = self._optimizer.state.get(slot.key, {})
+            for one in list(filter(is_rows, entries)):
+                entries[name_of_rows(one)] = entries.pop(one)[0]
         if not self._hooks.loads_itself:  # else it has called them
             self._hooks.after_load()
 

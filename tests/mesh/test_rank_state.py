@@ -1,0 +1,125 @@
+"""An optimizer's plain tensors of a rank's own shard come back to that rank, and to no other one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nxd_ckpt import Checkpointer, open_checkpoint
+from nxd_ckpt.errors import OptimizerMismatch, RanksDisagree
+from tests.rigs.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def local_of(parameter: Any) -> torch.Tensor:
+    local: torch.Tensor = parameter.to_local()
+    return local
+
+
+class LocalMoments(torch.optim.Optimizer):
+    """Keeps codes of its shard, flat, and a scale for each of four of them, as low-bit optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, local, grad = self.state[parameter], parameter.to_local(), parameter.grad.to_local()
+            if not state:
+                state["codes"] = torch.zeros(local.numel(), dtype=torch.int8)
+                state["scale"] = torch.zeros(-(-local.numel() // 4))
+                state["step"] = torch.zeros(())
+            state["step"] += 1
+            state["codes"].add_((grad.reshape(-1) * 10).to(torch.int8))
+            state["scale"].add_(grad.abs().sum() + dist.get_rank())
+            local.sub_(0.01 * state["codes"].view_as(local))  # replicas of a shard stay alike
+
+
+def made(shape: tuple[int, ...], rows: int = 8) -> tuple[torch.nn.Module, LocalMoments]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, rows, bias=False)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    fully_shard(model, mesh=mesh)
+    return model, LocalMoments(model.parameters())
+
+
+def train(model: torch.nn.Module, optimizer: LocalMoments, seeds: range) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed + 100 * dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def resumed(rank: int, directory: Path, shape: tuple[int, ...], use_async: bool) -> bool:
+    """Whether a run that was resumed on this rank is the one that was not interrupted, for three steps."""
+    model, optimizer = made(shape)
+    train(model, optimizer, range(2))
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save("t", model, optimizer, async_save=use_async)
+        checkpointer.wait()
+        other, fresh = made(shape)
+        checkpointer.load("t", other, fresh)
+    for pair in ((model, optimizer), (other, fresh)):
+        train(*pair, range(2, 5))
+    states = zip(optimizer.state.values(), fresh.state.values(), strict=True)
+    same = all(one.keys() == its.keys() and all(torch.equal(one[k], its[k]) for k in one) for one, its in states)
+    weights = zip(model.parameters(), other.parameters(), strict=True)
+    return same and all(torch.equal(local_of(one), local_of(its)) for one, its in weights)
+
+
+@pytest.mark.parametrize(("shape", "use_async"), [((4,), False), ((2, 2), True)], ids=["fsdp", "hsdp, async"])
+def test_each_rank_has_its_own_back(
+    gloo_ranks: RankPool, tmp_path: Path, shape: tuple[int, ...], use_async: bool
+) -> None:
+    """Bit for bit, into fresh objects; the numbers that all ranks share stay shared."""
+    assert [True] * 4 == gloo_ranks.run(resumed, tmp_path, shape, use_async)
+    names = {name for name in open_checkpoint(tmp_path).metadata if name.startswith("optim/")}
+    assert {"codes", "scale", "step"} == {name.rpartition("/")[2].partition("@")[0] for name in names}
+
+
+def on_another_mesh(rank: int, directory: Path) -> tuple[str, bool]:
+    model, optimizer = made((4,))
+    train(model, optimizer, range(2))
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save("t", model, optimizer)
+        other, fresh = made((2, 2))
+        before = [local_of(parameter).clone() for parameter in other.parameters()]
+        try:
+            checkpointer.load("t", other, fresh)
+        except OptimizerMismatch as error:
+            same = zip(before, other.parameters(), strict=True)
+            return str(error), all(torch.equal(one, local_of(its)) for one, its in same)
+    return "", False
+
+
+def test_another_mesh_is_refused_by_name(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Before anything changes."""
+    for message, unchanged in gloo_ranks.run(on_another_mesh, tmp_path):
+        assert "optim/weight/codes is a plain tensor that each rank keeps for its own shard" in message
+        assert unchanged
+
+
+def uneven(rank: int, directory: Path) -> str:
+    model, optimizer = made((4,), rows=6)
+    train(model, optimizer, range(1))
+    with Checkpointer(directory) as checkpointer:
+        try:
+            checkpointer.save("t", model, optimizer)
+        except RanksDisagree as error:
+            return str(error)
+    return ""
+
+
+def test_state_of_uneven_shards_is_refused_at_the_save(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks hold rows of other lengths: that is said by name, and nothing is merged."""
+    for message in gloo_ranks.run(uneven, tmp_path):
+        assert "optim/weight/codes@ranks" in message
