@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Partition, Topology, errors, load_checkpoint
+from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -200,3 +200,39 @@ def test_the_same_sizes_with_partitions_that_the_attributes_do_not_say(tmp_path:
     live = Model({"k": torch.zeros(2, 2)}, attributes)
     load_checkpoint(tmp_path, "tag", live, topology=topology.at(3))
     assert torch.equal(heads[3], live.state_dict()["k"])
+
+
+@pytest.mark.parametrize("name", ["up.bias", "router.weight", "lora_B.weight"])
+def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Path, name: str) -> None:
+    """Biases that are not trained, frozen blocks, one seed on all ranks: on one rank and on four."""
+    values = torch.arange(8.0).reshape(4, 2)
+    for rank in range(2):
+        save_checkpoint(
+            tmp_path, "t", {name: values.clone()}, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True,
+            partitions={name: Partition(partition_dim=0, num_partitions=2)},
+        )  # fmt: skip
+    close_checkpointers()
+    whole = torch.cat([values, values])
+    for tp in (1, 4):
+        for rank in range(tp):
+            loaded: dict[str, torch.Tensor] = {}
+            load_checkpoint(tmp_path, "t", loaded, topology=Topology(tp=tp, rank=rank))
+            assert torch.equal(whole.chunk(tp)[rank], loaded[name])
+
+
+def test_keys_that_neighbours_share_are_refused_until_the_caller_says_how(tmp_path: Path) -> None:
+    """The remedy of the message works, either way: that they are another part, or the same."""
+    name, values = "attention.weight_k", torch.arange(8.0).reshape(4, 2)
+    for rank in range(2):
+        save_checkpoint(
+            tmp_path, "t", {name: values.clone()}, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True,
+            partitions={name: Partition(partition_dim=0, num_partitions=2)},
+        )  # fmt: skip
+    close_checkpointers()
+    with pytest.raises(errors.TopologyMismatch, match=r"partitions= with its num_partitions"):
+        load_checkpoint(tmp_path, "t", {}, topology=Topology())
+    cut_on_one_rank = Partition(partition_dim=0, num_partitions=1)
+    for cut, whole in ((cut_on_one_rank, torch.cat([values, values])), (Partition(), values)):
+        loaded: dict[str, torch.Tensor] = {}
+        load_checkpoint(tmp_path, "t", loaded, topology=Topology(), partitions={name: cut})
+        assert torch.equal(whole, loaded[name])

@@ -5,6 +5,7 @@ How a parameter was cut comes from the manifest, for tags without one from how t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,7 +28,8 @@ from nxd_ckpt.runtime.tag.opened import OpenTag
 class ReshardContext:
     """The tag ``opened``, for the rank that ``live`` is seen from.
 
-    ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved.
+    ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved, and
+    ``said`` names those of which the caller says it.
     ``aliases`` are all names of each tied parameter, by any of them. ``every_stage`` looks through all saved pipeline
     stages, also where this rank's own one stayed the same. ``experts`` are the saved expert parameters, None if the tag
     does not mark them: live ones are marked only where expert parallelism cuts them.
@@ -36,6 +38,7 @@ class ReshardContext:
     opened: OpenTag
     live: Topology
     partitions: Mapping[str, Partition] = field(default_factory=dict)
+    said: Collection[str] = ()
     recorded: Mapping[str, ParameterSpec] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     every_stage: bool = False
@@ -165,8 +168,9 @@ class ReshardContext:
         """Places to be compared with the first one: (place, whether it should be equal, what partitions= would say).
 
         Attributes get lost, and then a parameter counts as replicated. The commit has compared tags of ours over
-        tensor-parallel ranks. A parameter with as many partitions as ranks that two neighbours hold alike is one of
-        grouped-query attention, of which there are fewer.
+        tensor-parallel ranks. A key or value with as many partitions as ranks that two neighbours hold alike is one of
+        grouped-query attention, of which there are fewer. What the caller says of it is believed, and so is any other
+        parameter that is cut: biases that are not trained, or one seed on all ranks, make neighbours alike, too.
         """
         sizes, live, partition = self.saved, self.live, saved.partition
         found: list[tuple[CutIndex, bool, str]] = []
@@ -179,9 +183,15 @@ class ReshardContext:
             found += [(CutIndex(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
         elif 1 < partition.num_partitions < sizes.tp and guessed:
             found.append((CutIndex(partition.num_partitions), True, "rank_ordering"))
-        elif partition.num_partitions == sizes.tp and not partition.expert and prod(saved.shape) > 1:
+        elif partition.num_partitions == sizes.tp and not partition.expert and self._may_be_shared(name, saved):
             found.append((CutIndex(1), False, "num_partitions"))
         return found
+
+    def _may_be_shared(self, name: str, saved: ParameterSpec) -> bool:
+        """True for what may be a key or value of grouped-query attention, unless the caller says how it is cut."""
+        aliases = self.names(name)
+        given = any(alias in self.partitions or alias in self.said for alias in aliases)
+        return prod(saved.shape) > 1 and not given and any(_KEY_OR_VALUE.search(alias) for alias in aliases)
 
     def _is_credible(self, name: str, recorded: ParameterSpec, live: ParameterSpec) -> bool:
         """Whether what was recorded stands: against another whole, a cut that the caller gives counts more, and against
@@ -192,6 +202,10 @@ class ReshardContext:
         sides = ((recorded, self.saved.ep), (live, self.live.ep))
         wholes = [spec.partition.global_shape(spec.shape, ep) for spec, ep in sides]
         return recorded.partition.known and wholes[0] == wholes[1]
+
+
+_KEY_OR_VALUE = re.compile(r"(^|[._])(q?kv|[kv]|key|value)([._]|_?proj|$)|query_key_value|weight_[kv]|bias_[kv]")
+"""Names of what grouped-query attention shares between tensor-parallel ranks."""
 
 
 def _is_explicit(partition: Partition) -> bool:

@@ -122,7 +122,7 @@ class ReshardedModel:
                 raise TopologyMismatch(
                     f"model/{name}: taken to be {taken} on each rank, but rank (tp {place.tp_rank}, ep "
                     f"{place.ep_rank}) saved {saw} rank 0: its attributes were lost, or do not tell; pass partitions= "
-                    f"with its {attribute}"
+                    f"with its {attribute}{'' if equal else ' on these sizes, or Partition() if all ranks share it'}"
                 )
 
     def _is_constant(self, name: str, pp_rank: int) -> bool:
