@@ -35,7 +35,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.runtime.coordination.agreement import Alone, on_all
+from nxd_ckpt.runtime.coordination.agreement import Alone, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.load.loading import require_fit
@@ -84,9 +84,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._settle()
         self._require_supported()
         directory = self._directory(output_dir)
-        if self.is_main_process:
-            directory.begin()
-        self.wait_for_everyone()
+        agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint") or Alone()
+        decided_by_rank0(agreement, directory.begin)
         with self._bare() as bare:
             for hook in bare.save_hooks:  # what they take out of the weights is saved all the same
                 hook(list(bare.models), [None] * len(bare.models), directory.staged)

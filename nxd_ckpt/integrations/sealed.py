@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,6 +25,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import (
     CheckpointError,
     DigestMismatch,
+    DirectoryInUse,
     InvalidArgument,
     MalformedFile,
     OutcomeUnknown,
@@ -33,6 +34,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.layout.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
+from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.replacement import Replacement
 from nxd_ckpt.runtime.progress import Counter
@@ -40,6 +42,7 @@ from nxd_ckpt.runtime.save.background import Helpers
 from nxd_ckpt.runtime.save.pending import PendingSave
 from nxd_ckpt.runtime.tag.verification import crc32_of
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import locked
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -53,6 +56,16 @@ _ASIDE = ".replaced"
 
 _NEWS = 5.0
 """Seconds after which rank 0 says again that it is at work."""
+
+
+_LOCK = ".lock"
+"""In the directory of the tags: held by who writes files beside it."""
+_PATIENCE = 30.0
+"""Seconds for which a job of another host is watched, to see whether it lives."""
+_ELSE = "stop one of two jobs, or give each an output directory of its own"
+
+_claims: dict[str, ExitStack] = {}
+"""The locks of this process, by the directory of the tags, each held from the beginning of a save to its end."""
 
 
 class SealedDirectory:
@@ -96,7 +109,11 @@ class SealedDirectory:
             )
 
     def begin(self) -> None:
-        """Finish what a killed run was about to replace, remove what else it left, and make room."""
+        """Finish what a killed run was about to replace, remove what else it left, and make room.
+
+        Raises DirectoryInUse, before anything is touched, where another live job saves there.
+        """
+        self._claim()
         for folder in dict.fromkeys(("", self._folder)):  # often one: what leads to it is synced once
             self._storage.make_dir(folder)
         self._storage.sync_dir("")  # the library may have made the folder
@@ -110,6 +127,23 @@ class SealedDirectory:
         # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
         # synced itself, and its new name after the rename.
         LocalStorage(self._storage.root, durable=False).make_dir(self._staged)
+
+    def _claim(self) -> None:
+        """Exclude other jobs: by the lease of the tags, and until this job's first save has taken that, and while files
+        are written, by a lock of the system's."""
+        tags = LocalStorage(self.tags)
+        holder = lease.read(tags)
+        own = holder is not None and holder.is_of_process_of(lease.Lease.of_this_process(""))
+        if holder is not None and not own and lease.job_lives(tags, _PATIENCE):
+            raise DirectoryInUse(f"{self._storage.url}: {holder.describe()} saves here; {_ELSE}")
+        LocalStorage(self._storage.root, durable=False).make_dir(f"{_INCOMPLETE}/tags")
+        if self.tags not in _claims:
+            claim = ExitStack()
+            try:
+                claim.enter_context(locked(tags.root / _LOCK, wait=False))
+            except BlockingIOError:
+                raise DirectoryInUse(f"{self._storage.url}: another job is saving here; {_ELSE}") from None
+            _claims[self.tags] = claim
 
     @contextmanager
     def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
@@ -145,8 +179,11 @@ class SealedDirectory:
     def close(self) -> None:
         """The tags are saved, or failed: wait until it is visible, too. Raises OSError."""
         forget(self)
-        if self._published is not None:
-            self._published.result()
+        try:
+            if self._published is not None:
+                self._published.result()
+        finally:
+            _claims.pop(self.tags, ExitStack()).close()
 
     def _is_visible(self) -> bool:
         """Whether it is by now, or soon. Raises what failed."""

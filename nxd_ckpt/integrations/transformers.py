@@ -26,6 +26,7 @@ from nxd_ckpt.integrations.just_in_time import last_complete, make_way, refuse_i
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.runtime.coordination.agreement import Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.save.pending import PendingSave
 
@@ -80,9 +81,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
         directory.refuse_a_file()  # into a directory transformers would write, too
-        if self.args.process_index == 0:
-            directory.begin()
-        self.accelerator.wait_for_everyone()
+        agreement = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint") or Alone()
+        decided_by_rank0(agreement, directory.begin)
         if self.args.process_index == 0:
             make_way(directory.path, STATE)
         self._staging = directory

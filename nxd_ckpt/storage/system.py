@@ -168,6 +168,7 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[N
     try:
         yield
     finally:
+        unlock(fd)
         os.close(fd)
 
 
