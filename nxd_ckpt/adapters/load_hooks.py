@@ -66,10 +66,10 @@ class ModuleHooks:
 
     def after_load(self, missing: list[str], unexpected: list[str]) -> None:
         """Call the hooks that torch calls after a load, those of the inner modules first."""
-        found = torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        keys = torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
         for module in _inner_first(self._modules[""]) if self._modules else ():
             for hook in _post_hooks(module):
-                hook(module, found)
+                hook(module, keys)
 
 
 def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -36,7 +36,7 @@ from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 logger = logging.getLogger(__name__)
 
 _WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
-"""What a lazy module has until its first batch, or its load."""
+"""Parameters and buffers of a lazy module before its first batch, or its load."""
 
 _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
 

@@ -22,10 +22,10 @@ def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
         _refuse_live_objects(model)
         return DictModel(model, may_be_meta)
     if isinstance(model, type) or not callable(getattr(model, "state_dict", None)):
-        found = f"the class {model.__name__} itself" if isinstance(model, type) else f"a {type(model).__name__}"
+        kind = f"the class {model.__name__} itself" if isinstance(model, type) else f"a {type(model).__name__}"
         several = isinstance(model, (list, tuple)) and bool(model)
         advice = "; pass several models as one, torch.nn.ModuleList(models) or torch.nn.ModuleDict" if several else ""
-        raise InvalidArgument(f"model= must be a torch.nn.Module, an NxD model or a state dict, found {found}{advice}")
+        raise InvalidArgument(f"model= must be a torch.nn.Module, an NxD model or a state dict, found {kind}{advice}")
     if hasattr(model, "param_groups"):
         raise InvalidArgument(f"model= is an optimizer ({type(model).__name__}): pass it as optimizer=")
     model = _unwrapped(model)

@@ -141,10 +141,10 @@ def _unwrapped(optimizer: Any) -> Any:
     while hasattr(seen, "nxd_config") and hasattr(seen, "optimizer"):
         seen = seen.optimizer
     if isinstance(seen, type) or not hasattr(seen, "param_groups") or not hasattr(seen, "state_dict"):
-        found = f"the class {seen.__name__} itself" if isinstance(seen, type) else f"a {type(optimizer).__name__}"
+        kind = f"the class {seen.__name__} itself" if isinstance(seen, type) else f"a {type(optimizer).__name__}"
         several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
         advice = "; save each of several optimizers under a directory of its own" if several else ""
         raise InvalidArgument(
-            f"optimizer= must be a torch optimizer, an NxD optimizer or a state dict, found {found}{advice}"
+            f"optimizer= must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
         )
     return seen

@@ -1,4 +1,4 @@
-"""Whether saved state is that of the live optimizer's class: torch loads another one's, and fails, or drifts, later.
+"""Comparison of saved state with the live optimizer's class: torch loads another one's, and fails, or drifts, later.
 
 What each class keeps is that of torch.optim 2.5 to 2.14.
 """
@@ -31,7 +31,7 @@ _ENTRIES = {
     "Rprop": {"prev", "step_size"},
     "SparseAdam": {"exp_avg", "exp_avg_sq"},
 }
-"""What the classes of torch.optim keep for each parameter once it was stepped, whatever their options are."""
+"""Entries that the classes of torch.optim keep for each parameter once it was stepped, whatever their options are."""
 
 
 def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:

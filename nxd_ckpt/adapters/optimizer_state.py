@@ -359,8 +359,8 @@ def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
 
 def _strided(value: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
     """A CPU tensor with the strides that :func:`_new` gives it."""
-    found = value if key is None else new_like(key, tuple(value.shape), dtype_name(value.dtype))
-    return value if found.is_contiguous() else found.copy_(value)
+    memory = value if key is None else new_like(key, tuple(value.shape), dtype_name(value.dtype))
+    return value if memory.is_contiguous() else memory.copy_(value)
 
 
 def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:

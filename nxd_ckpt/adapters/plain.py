@@ -195,7 +195,7 @@ class PlainOptimizer:
         return any(isinstance(step, (int, float)) for step in steps)
 
     def _count_in_tensors(self) -> None:
-        """As torch's load_state_dict does it for the steps that NxD's optimizers count as numbers.
+        """Make tensors of the steps that NxD's optimizers count as numbers, like torch's load_state_dict.
 
         Another class that steps in its own way goes on with the numbers that it saved.
         """

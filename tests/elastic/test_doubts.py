@@ -202,16 +202,22 @@ def test_the_same_sizes_with_partitions_that_the_attributes_do_not_say(tmp_path:
     assert torch.equal(heads[3], live.state_dict()["k"])
 
 
-@pytest.mark.parametrize("name", ["up.bias", "router.weight", "lora_B.weight"])
-def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Path, name: str) -> None:
-    """Biases that are not trained, frozen blocks, one seed on all ranks: on one rank and on four."""
+def save_alike(directory: Path, name: str) -> torch.Tensor:
+    """A tag of a parameter that is said to be cut over two ranks, and that both hold alike; the values of one."""
     values = torch.arange(8.0).reshape(4, 2)
     for rank in range(2):
         save_checkpoint(
-            tmp_path, "t", {name: values.clone()}, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True,
+            directory, "t", {name: values.clone()}, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True,
             partitions={name: Partition(partition_dim=0, num_partitions=2)},
         )  # fmt: skip
     close_checkpointers()
+    return values
+
+
+@pytest.mark.parametrize("name", ["up.bias", "router.weight", "lora_B.weight"])
+def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Path, name: str) -> None:
+    """Biases that are not trained, frozen blocks, one seed on all ranks: on one rank and on four."""
+    values = save_alike(tmp_path, name)
     whole = torch.cat([values, values])
     for tp in (1, 4):
         for rank in range(tp):
@@ -222,13 +228,8 @@ def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Pa
 
 def test_keys_that_neighbours_share_are_refused_until_the_caller_says_how(tmp_path: Path) -> None:
     """The remedy of the message works, either way: that they are another part, or the same."""
-    name, values = "attention.weight_k", torch.arange(8.0).reshape(4, 2)
-    for rank in range(2):
-        save_checkpoint(
-            tmp_path, "t", {name: values.clone()}, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True,
-            partitions={name: Partition(partition_dim=0, num_partitions=2)},
-        )  # fmt: skip
-    close_checkpointers()
+    name = "attention.weight_k"
+    values = save_alike(tmp_path, name)
     with pytest.raises(errors.TopologyMismatch, match=r"partitions= with its num_partitions"):
         load_checkpoint(tmp_path, "t", {}, topology=Topology())
     cut_on_one_rank = Partition(partition_dim=0, num_partitions=1)
