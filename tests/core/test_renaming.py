@@ -21,12 +21,14 @@ KEYS = st.text("ab.", min_size=1, max_size=3)
 
 @given(st.lists(NAMES, max_size=5), st.lists(GLOBS, max_size=4))
 def test_globs_stand_for_paths_and_all_below(names: list[str], globs: list[str]) -> None:
-    """As fnmatch has it, for the name itself or a path above it."""
+    """As fnmatch has it, for the name itself or a path above it; one that ends in ``*`` also for what is below."""
     ignored = Ignored(globs)
     above = {name: [name[:end] for end in range(1, len(name) + 1) if (name + "/")[end] == "/"] for name in names}
     hits = {name: [glob for glob in globs if any(fnmatchcase(path, glob) for path in above[name])] for name in names}
     assert {name: bool(found) for name, found in hits.items()} == {name: ignored.matches(name) for name in names}
     hit = {glob for found in hits.values() for glob in found}
+    below = [f"{path}/" for name in names for path in above[name]]
+    hit |= {glob for glob in globs if glob.endswith("*") and any(fnmatchcase(path, glob) for path in below)}
     assert [glob for glob in globs if glob not in hit] == unmatched(globs, names)
     covered = [name for name in names if ignored.covers(name)]
     assert [] == [name for name in covered if not ignored.matches(f"{name}/c")]
