@@ -19,7 +19,12 @@ from typing import NamedTuple
 
 from tests.reliability import REPOSITORY, date_and_commit, put, table
 from tests.simulation.__main__ import PLACES
+from tests.simulation.crashes import enumerated
+from tests.simulation.disk_schedule import DiskSchedule
+from tests.simulation.lease_schedule import LeaseSchedule
+from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
+from tests.simulation.store_schedule import StoreSchedule
 
 _COORDINATION, _SAVE = "nxd_ckpt/runtime/coordination", "nxd_ckpt/runtime/save"
 _JOURNAL, _LEASE, _REPLACEMENT = (f"{_COORDINATION}/{name}.py" for name in ("journal", "lease", "replacement"))
@@ -27,7 +32,20 @@ _COMMIT, _PUBLICATION, _SAVING, _VOTING, _WRITING = (
     f"{_SAVE}/{name}.py" for name in ("commit", "publication", "saving", "voting", "writing")
 )
 _IDENTITY = "nxd_ckpt/runtime/tag/identity.py"
+_CHOOSING = "nxd_ckpt/runtime/tag/choosing.py"
 _DISK, _S3 = "nxd_ckpt/testing/simulation/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
+
+
+_EVERY_STATE = "every state"
+"""A place: all states are looked at that a loss of power may leave, see ``crashes``."""
+
+_SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    **PLACES,
+    "two faults": DiskSchedule.with_two_faults,
+    "a reader at a swap": DiskSchedule.with_reader_at_a_swap,
+    "lost replies": StoreSchedule.with_lost_replies,
+    "lease": LeaseSchedule.of,
+}
 
 
 class Break(NamedTuple):
@@ -69,6 +87,14 @@ def _stands_still(schedule: Schedule) -> bool:
 def _is_taken_over(schedule: Schedule) -> bool:
     """Whether another job comes while rank 0 stands still."""
     return schedule.late is None
+
+
+def _retains(schedule: Schedule) -> bool:
+    return any(save.num_kept for save in schedule.saves)
+
+
+def _must_not_replace(schedule: Schedule) -> bool:
+    return any(save.overwrite is False for save in schedule.saves)
 
 
 _BEATS_OVER = {
@@ -288,14 +314,174 @@ BREAKS = [
 ]
 
 
+BREAKS += [
+    Break(
+        "The order time ignores the tags that are there.", "disk",
+        {_COMMIT: ("max([elsewhere, *(info.order_time for info in list_tags(storage))])", "elsewhere")},
+        lambda schedule: schedule.fault == "clock",
+    ),
+    Break(
+        "The order time is not set on `done`.", "disk",
+        {_PUBLICATION: ('        storage.set_time(f"{self.folder}/{DONE}", order_time)\n', "")},
+    ),
+    Break(
+        "The votes are not judged.", "disk", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
+        lambda schedule: schedule.rank == 1 and schedule.fault in ("error", "full", "sync"),
+    ),
+    Break("The votes are not judged.", "store", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")}),
+    Break(
+        "Cleaning up removes what is staged for the attempt under way.", "disk",
+        {
+            _COMMIT: (
+                "        if (everyone_is_past and int(number) < counter) or "
+                "voting.all_voted(storage, entry.name, world_size):\n",
+                "        if True:\n",
+            )
+        },
+    ),
+    Break(
+        "Retention comes before the publication.", "disk",
+        {
+            _COMMIT: (
+                "    publication.publish(session, order_time, indexes)\n    if request.rules is not None:\n"
+                "        held = () if request.draining is None else request.draining.held\n"
+                "        retain(session, publication, request.rules, held)\n",
+                "    if request.rules is not None:\n        retain(session, publication, request.rules)\n"
+                "    publication.publish(session, order_time, indexes)\n",
+            )
+        },
+        _retains,
+    ),
+    Break(
+        "Retention removes nothing.", "disk",
+        {_COMMIT: ("        for tag in judgement.retention.surplus:", "        for tag in ():")},
+        _retains,
+    ),
+    Break(
+        "Retention does not look whether a surplus tag is still the one that was judged.", "disk",
+        {
+            "nxd_ckpt/runtime/save/retention.py": (
+                "return info.tag in pinned(storage) or not is_same", "return info.tag in pinned(storage)"
+            )
+        },
+        lambda schedule: _retains(schedule) and _is_taken_over(schedule),
+    ),
+    Break(
+        "`overwrite=False` is ignored.", "disk",
+        {
+            _PUBLICATION: (
+                "    return kind(session.attempt(counter), tag, overwrite)\n",
+                "    return kind(session.attempt(counter), tag, None)\n",
+            )
+        },
+        _must_not_replace,
+    ),
+    Break(
+        "The journal is dropped before the rename is synced.", "every state",
+        {
+            _JOURNAL: (
+                "restore = replacement.undo\n        _sync(storage)\n",
+                "restore = replacement.undo\n        if replaces:\n            _forget(storage)\n"
+                "        _sync(storage)\n",
+            )
+        },
+    ),
+    Break(
+        "The journal is not synced before the renames.", "every state",
+        {_JOURNAL: ("            storage.sync_dir(HIDDEN)\n        replacement", "        replacement")},
+    ),
+    Break(
+        "A job that begins does not recover what a dead one left.", "disk",
+        {f"{_SAVE}/session.py": ("    journal.recover(storage)\n", "")},
+        lambda schedule: _renames_twice(schedule) and _ends(schedule),
+    ),
+    Break(
+        "A save does not recover what an earlier one of its job left.", "disk",
+        {_JOURNAL: ("    recover(storage)  # an earlier swap of this job may not be finished yet\n", "")},
+        lambda schedule: _replaces(schedule) and schedule.rank == 0 and schedule.fault in ("error", "sync"),
+    ),
+    Break(
+        "Who reads does not recover what a dead job left.", "disk",
+        {_CHOOSING: ("            journal.recover(storage)\n", "            pass\n")},
+        lambda schedule: _renames_twice(schedule) and _ends(schedule),
+    ),
+    Break(
+        "A reader recovers although the job lives.", "a reader at a swap",
+        {_CHOOSING: (" and not lease.job_lives(storage, patience=_SWAP_TAKES):", ":")},
+    ),
+    Break(
+        "What undoes a save is not synced.", "two faults",
+        {_JOURNAL: ("        moves()\n        _sync(storage)\n", "        moves()\n")},
+        lambda schedule: schedule.rank == 0 and schedule.fault in ("error", "sync"),
+    ),
+    Break(
+        "The trash is emptied while there is a journal.", "disk",
+        {_JOURNAL: ("        if is_open(storage):\n            return\n        for entry", "        for entry")},
+        lambda schedule: _replaces(schedule) and _ends(schedule),
+    ),
+    Break(
+        "A dead job's lease is taken by `write`, not by `exchange`.", "lease",
+        {
+            _LEASE: (
+                "        elif storage.exchange(LEASE, data, _encode(mine)):\n",
+                "        else:\n            storage.write(LEASE, _encode(mine))\n",
+            )
+        },
+    ),
+    Break(
+        "An exchange puts its data there whatever it found.", "lease",
+        {_DISK: ("data if found == expected else found) and found == expected", "data)")},
+    ),
+    Break(
+        "Whoever's lease it is is released.", "lease",
+        {
+            _LEASE: (
+                "    if read(storage) == lease:\n        with suppress(OSError):\n"
+                "            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's\n"
+                "        remove_if(storage, LEASE, lambda: read(storage) == lease)\n",
+                "    storage.remove(LEASE)\n",
+            )
+        },
+    ),
+    Break(
+        "A holder gives no heartbeat.", "lease",
+        {_LEASE: ("        while not self._stop.wait(self._interval):\n", "        while False:\n")},
+    ),
+    Break(
+        "A put writes over what is there.", "store",
+        {
+            _PUBLICATION: (
+                "        if not storage.link_new(key, data) and storage.read(key) != data:\n",
+                "        storage.write(key, data)\n        if False:\n",
+            )
+        },
+    ),
+    Break(
+        "`done` does not say of which attempt it is.", "store",
+        {_PUBLICATION: ('f"{order_text(order_time)} {self.attempt}".encode()', "order_text(order_time).encode()")},
+    ),
+    Break(
+        "A reply to `done` that was lost is not looked up.", "lost replies",
+        {_PUBLICATION: ("            if not self._is_there(storage, error):\n", "            if True:\n")},
+    ),
+    Break(
+        "The lease is not looked at after `done`.", "store",
+        {_PUBLICATION: ("        self._withdraw_if_swept(session, mark)\n", "")},
+        _is_taken_over,
+    ),
+]
+
+
 def schedules_until_noticed(number: int, limit: int) -> Found:
     """Run the schedules that may show it, from seed 0 on, until one fails, in this process and with its code."""
     gc.disable()
     logging.disable(logging.CRITICAL)
     one = BREAKS[number]
+    if one.place == _EVERY_STATE:
+        return _states_until_noticed()
     runs = 0
     for seed in range(limit):
-        schedule = PLACES[one.place](seed)
+        schedule = _SCHEDULES[one.place](seed)
         if not one.may_show(schedule):
             continue
         runs += 1
@@ -304,6 +490,17 @@ def schedules_until_noticed(number: int, limit: int) -> Found:
         except AssertionError:
             return Found(seed, runs)
     return Found(None, runs)
+
+
+def _states_until_noticed() -> Found:
+    """As many as are looked at, of all that a loss of power may leave, up to the save that shows it."""
+    states = 0
+    for work in SAVES:
+        count = enumerated(work)
+        states += count.looked_at
+        if count.failures:
+            return Found(0, states)
+    return Found(None, states)
 
 
 def broken(number: int, limit: int) -> Found:
@@ -315,7 +512,9 @@ def broken(number: int, limit: int) -> Found:
             Path(copy, part).write_bytes((REPOSITORY / part).read_bytes())
         for name, (old, new) in BREAKS[number].edits.items():
             path = Path(copy, name)
-            path.write_text(path.read_text().replace(old, new))
+            text = path.read_text()
+            assert text.count(old) == 1, f"{name} has {text.count(old)} times {old!r}"
+            path.write_text(text.replace(old, new))
         code = f"from tests.simulation.broken import *; print(*schedules_until_noticed({number}, {limit}))"
         environment = {**os.environ, "PYTHONPATH": copy, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", code]
@@ -330,14 +529,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.broken", description=__doc__)
     parser.add_argument("--limit", type=int, default=20_000, help="the seeds to try (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="how many at once (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first of the list (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability.md")
     given = parser.parse_args()
+    if given.write and given.first:
+        parser.error("--write is for the whole list")
     origin = date_and_commit()  # the checkout may move on while it runs
     with ThreadPoolExecutor(given.processes) as threads:
-        found = list(threads.map(partial(broken, limit=given.limit), range(len(BREAKS))))
+        found = list(threads.map(partial(broken, limit=given.limit), range(given.first, len(BREAKS))))
     rows = [
         [one.what, one.place, "none" if seed is None else f"{seed:,}", f"{runs:,}"]
-        for one, (seed, runs) in zip(BREAKS, found, strict=True)
+        for one, (seed, runs) in zip(BREAKS[given.first :], found, strict=True)
     ]
     text = table(rows, ["what was broken", "place", "failed at schedule", "after schedules"])
     if given.write:

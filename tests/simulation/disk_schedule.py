@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import NoReturn
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout.names import HIDDEN
@@ -38,6 +39,12 @@ class DiskSchedule(Schedule):
     """Whether at the end a byte of a tag changes."""
     at_rename: bool = False
     """Whether ``at`` counts renames only: what a disk shows changes with them."""
+    then: int | None = None
+    """Power is lost, too, so many effects of the rank after the fault."""
+
+    @property
+    def is_harmless(self) -> bool:
+        return super().is_harmless and self.then is None
 
     @staticmethod
     def of(seed: int) -> DiskSchedule:
@@ -46,7 +53,31 @@ class DiskSchedule(Schedule):
         fields |= {"swaps": random.random() < 0.6, "rots": random.random() < 0.1}
         if fields["fault"] not in ("full", "sync") and random.random() < 0.25:
             fields |= {"at_rename": True, "at": random.randrange(RENAMES[fields["rank"]] * len(fields["saves"]))}
+        rules = Random(f"overwrite {seed}")
+        if [save.tag for save in fields["saves"]] == ["a", "a"] and "rival" not in fields and rules.random() < 0.25:
+            one, two = fields["saves"]
+            fields["saves"] = one, replace(two, overwrite=False)
         return DiskSchedule(seed, **fields)
+
+    @staticmethod
+    def with_two_faults(seed: int) -> DiskSchedule:
+        """The fault is one after which the rank goes on, where tags are renamed; soon after it power is lost."""
+        one, random = DiskSchedule.of(seed), Random(f"two faults {seed}")
+        fault = random.choice(("error", "error", "sync", "full", "stall"))
+        at = random.randrange(RENAMES[one.rank] * len(one.saves)) if fault in ("error", "stall") else one.at
+        then = int(random.expovariate(1 / 6)) + (fault != "full" or 12)
+        return replace(one, fault=fault, at=at, at_rename=fault in ("error", "stall"), then=then)
+
+    @staticmethod
+    def with_reader_at_a_swap(seed: int) -> DiskSchedule:
+        """Rank 0 stands still at a rename, where a tag is replaced by two, and another process reads."""
+        random = Random(f"reader {seed}")
+        at = random.randrange(2 * RENAMES[0])
+        machines = ("one", "two", "three")
+        return DiskSchedule(
+            seed, (Save("a", 1), Save("a", 2)), "stall", 0, at, machines=machines, reads=True, swaps=False,
+            at_rename=True,
+        )
 
     def start(self) -> DiskRun:
         return DiskRun(self)
@@ -61,6 +92,8 @@ class DiskRun(Run):
         super().__init__(schedule)
         self.disk = Disk(lambda: EPOCH + self.world.now)
         self._effects = 0
+        self._effects_since: int | None = None
+        """Those since the fault, of all kinds; None before it."""
         self._sync_failed = False
 
     def storage(self, process: Process) -> DiskStorage:
@@ -71,6 +104,8 @@ class DiskRun(Run):
 
     def afterwards(self) -> None:
         """Whoever loads a tag of which a byte has changed gets what was saved, or is told."""
+        if self.schedule.fault != "power" and self.schedule.then is None:
+            self.promises.done_tells_the_order(self.outside())
         if self.schedule.rots:
             random, save, reader = self.world.random, self.jobs[-1].begun[0][1], self.reader()
             path = random.choice([path for path in self.disk.files(save.tag) if self.disk.file(path).data])
@@ -81,10 +116,16 @@ class DiskRun(Run):
     def _before(self, process: Process, call: str, path: str) -> None:
         if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
             return
+        if self._effects_since is not None and call != "look":
+            self._effects_since += 1
+            if self._effects_since == self.schedule.then:
+                self._lose_power()
         if self.schedule.at_rename and call != "rename":
             return
         self._effects += 1
         count, fault, at = self._effects, self.schedule.fault, self.schedule.at
+        if count == at:
+            self._effects_since = 0
         if fault == "full" and at <= count < at + 12 and call in ("create", "write", "mkdir"):
             raise OSError(errno.ENOSPC, "No space left on device", path)
         if fault == "sync" and at <= count and call == "fsync" and not self._sync_failed:
@@ -93,15 +134,18 @@ class DiskRun(Run):
         if count != at:
             return
         if fault == "power":
-            for job in self.jobs:
-                self.end(job)
-            self.disk.crash_at_random(self.world.random)
-            raise Killed
+            self._lose_power()
         if fault == "error":
             raise OSError(errno.EIO, "Input/output error", path)
         if fault == "damage":
             self._damage()
         self.disturb(process, fault)
+
+    def _lose_power(self) -> NoReturn:
+        for job in self.jobs:
+            self.end(job)
+        self.disk.crash_at_random(self.world.random)
+        raise Killed
 
     def _damage(self) -> None:
         """Of one of the files by which ranks and jobs tell each other something, nothing is left, a half, or zeros."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 
 import torch
@@ -27,6 +27,15 @@ def visible(storage: Storage, late: bool = False) -> dict[str, int]:
     folders = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
     tags = {folder: _value(storage, folder) for folder in folders if _claims(storage, folder, late)}
     return tags | {folder: _unsharded(storage, folder) for folder in folders if storage.is_file(f"{folder}/model.pt")}
+
+
+def order_times(storage: Storage, tags: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """When each tag was saved, as its manifest and its ``done`` say, by which NxD orders tags."""
+    return {tag: (_order_time(storage, tag), storage.time(f"{tag}/done")) for tag in tags}
+
+
+def _order_time(storage: Storage, tag: str) -> float:
+    return float(json.loads(storage.read(f"{tag}/manifest.json"))["order_time"])
 
 
 def _claims(storage: Storage, folder: str, late: bool) -> bool:

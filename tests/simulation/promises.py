@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import inf
 
 from nxd_ckpt.storage.base import Storage
@@ -34,6 +34,9 @@ class Promises:
         self.nothing_good_is_lost(tags, jobs)
         self.every_rank_tells_the_same(tags, outcomes)
         self.no_wait_is_longer(outcomes)
+        self.what_must_not_be_replaced_stays(jobs)
+        if not self.late:
+            self.tags_are_in_the_order_of_saves(tags, jobs, storage)
         if reader is not None:
             self.readers_see_whole_tags(reader, saves, outcomes, self._first_removal(jobs))
 
@@ -59,6 +62,39 @@ class Promises:
             newer = {other.value for other in later} & set(tags.values())
             assert len(newer) >= kept, f"retention removed save {save.value} of {save.tag!r} for {newer}"
         assert set(tags.values()) <= {save.value for job in jobs for _, save in job.begun}
+
+    def what_must_not_be_replaced_stays(self, jobs: Sequence[Job]) -> None:
+        """``overwrite=False`` is refused where a tag of that name was saved before, and no rule removes any."""
+        for job in jobs:
+            saved = {told.save for told in job.outcomes if told.word == "saved"}
+            for save in saved:
+                earlier = [other for other in saved if other.tag == save.tag and other.value < save.value]
+                assert save.overwrite is not False or save.num_kept or not earlier, f"{save} replaced {earlier}"
+
+    def tags_are_in_the_order_of_saves(self, tags: dict[str, int], jobs: Sequence[Job], storage: Storage) -> None:
+        """Of each job, and after those of the jobs before it that are over: so the latest tag is the newest save."""
+        times = oracle.order_times(storage, tags)
+        last = {job.run_id: {save.value for _, save in job.begun} for job in jobs}
+        for one, other in combinations(sorted(tags, key=lambda tag: tags[tag]), 2):
+            is_apart = any(tags[one] in values and tags[other] in values for values in last.values())
+            if is_apart or tags[other] in last.get("second", ()):
+                assert times[one][0] < times[other][0], f"{other!r} is newer than {one!r}, and dated before: {times}"
+
+    def done_tells_the_order(self, storage: Storage) -> None:
+        """To NxD: ``done`` has the order time of the manifest. Power that is lost may take that away."""
+        for tag, (order, done) in oracle.order_times(storage, oracle.visible(storage)).items():
+            assert abs(order - done) < 1e-5, f"{tag}: its manifest says {order}, done is of {done}"
+
+    def retention_removes_what_its_rules_say(self, job: Job, storage: Storage) -> None:
+        """And no more, where nothing failed: after each save there are so many of the newest."""
+        tags: dict[str, int] = {}
+        for save in sorted({told.save for told in job.outcomes if told.word == "saved"}, key=lambda save: save.value):
+            tags.pop(save.tag, None)
+            tags[save.tag] = save.value
+            if save.num_kept is not None:
+                tags = dict(list(tags.items())[-save.num_kept :])
+        found = oracle.visible(storage)
+        assert found == tags, f"retention left {found}, expected {tags}"
 
     def jobs_keep_apart(self, jobs: Sequence[Job]) -> None:
         """Of those that come to one directory one saves, if nothing else happens, and no other disturbs it."""

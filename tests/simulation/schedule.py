@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,11 +17,12 @@ from typing_extensions import Self
 from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.testing.simulation import Killed, Process, World, inhabited
 from nxd_ckpt.testing.simulation.threads import Event
-from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, run_to_end
+from tests.simulation import oracle
+from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, loaded, run_to_end
 from tests.simulation.stage import Stage
 
 HARMLESS = {"nothing", "stall", "clock"}
-"""With these faults nothing fails that a process asks of the place."""
+"""With these faults alone nothing fails that a process asks of the place."""
 
 SHARED = "nxd_ckpt-upload-"
 """So begin the names of threads that all Checkpointers of a process share, and that last as long as it does."""
@@ -60,6 +62,11 @@ class Schedule(ABC):
     @property
     def dedups(self) -> bool:
         return any(save.dedup for save in self.saves)
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether nothing fails that a process asks of the place."""
+        return self.fault in HARMLESS
 
     def deduplicating(self) -> Self:
         """The same with saves that have something in common."""
@@ -143,15 +150,32 @@ class Run(Stage):
                 self.promises.jobs_keep_apart(self.jobs)
             elif schedule.rival and schedule.fault == "stall":
                 self.promises.a_job_is_not_disturbed(self.jobs[1], self.excused)
+            if not schedule.rival and schedule.fault in ("nothing", "clock"):
+                self.promises.retention_removes_what_its_rules_say(self.jobs[0], self.outside())
             for job in self.jobs:
                 self._leave(job)
             self.is_out = True
+            self.resume()
             self.finish("second", schedule.machines[2:3] * 2, dedup=schedule.dedups)
             reader.is_over = True
             run_to_end(self.world, reading)
             self.hold(reader)
             self.next_saves_work()
+            self.resume()
             self.afterwards()
+
+    def resume(self) -> None:
+        """Load the latest tag. Raises AssertionError unless it is the newest that is there."""
+        storage = self.outside()
+        tags = oracle.visible(storage, self.promises.late)
+        if not tags or self.promises.late:
+            return
+        newest = max(tags, key=lambda tag: oracle.order_times(storage, [tag])[tag][0])
+        reader = self.world.start_process("elsewhere")
+        values: list[int] = []
+        load = partial(loaded, self.storage(reader), 0, None)
+        run_to_end(self.world, [self.world.spawn(reader, lambda: values.append(load()))])
+        assert values == [tags[newest]], f"a resume took save {values}, the newest is {newest!r} of {tags}"
 
     def _rival_comes(self) -> None:
         """Wait until it does."""
@@ -172,7 +196,7 @@ class Run(Stage):
             tasks = [task for task in self.world.tasks if task.process in job.processes and not task.over]
             left = [task.stack() for task in tasks if not task.name.startswith(SHARED)]
             assert not left, "it was closed, and goes on:\n" + "\n".join(left)
-            assert not holds or self.schedule.fault not in HARMLESS, f"{job.run_id} was closed, and holds the lease"
+            assert not holds or not self.schedule.is_harmless, f"{job.run_id} was closed, and holds the lease"
             if not holds:
                 return
         self.end(job)

@@ -15,6 +15,7 @@ from nxd_ckpt.testing.simulation import EPOCH, Killed, Process
 from nxd_ckpt.testing.simulation.store import ObjectStore, Refused, Reply
 from nxd_ckpt.testing.simulation.store_client import ConnectionLost, store_storage
 from tests.simulation import oracle
+from tests.simulation.job import Save
 from tests.simulation.schedule import Run, Schedule, drawn
 
 EFFECTS = (30, 10)
@@ -68,6 +69,11 @@ class StoreSchedule(Schedule):
         times = random.choice((1, RETRIES + 1, RETRIES + 1, 4 * RETRIES))
         part, page = random.choice((2**20, 400)), random.choice((1000, 2))
         return StoreSchedule(seed, **fields, times=times, part=part, page=page)
+
+    @staticmethod
+    def with_lost_replies(seed: int) -> StoreSchedule:
+        """To one request of rank 0 in a save no reply comes, however often it is made; the next is answered."""
+        return StoreSchedule(seed, (Save("a", 1),), "lost", 0, seed % (2 * EFFECTS[0]), times=RETRIES + 1)
 
     def start(self) -> StoreRun:
         return StoreRun(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.simulation.__main__ import PLACES, counted, run_all
 from tests.simulation.broken import BREAKS
 from tests.simulation.disk_schedule import EFFECTS, DiskSchedule
 from tests.simulation.job import Save
+from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import EFFECTS as REQUESTS
 from tests.simulation.store_schedule import StoreSchedule
@@ -29,6 +31,23 @@ SLICE = {"disk": 4400, "store": 600}
 def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
     """A failure names its seed; ``python -m tests.simulation --place PLACE --count 1 --first SEED`` runs it again."""
     assert [] == counted(place, range(first, first + BATCH)).failures
+
+
+@pytest.mark.parametrize(
+    ("draw", "count"),
+    [
+        (DiskSchedule.with_two_faults, 250),
+        (DiskSchedule.with_reader_at_a_swap, 30),
+        (StoreSchedule.with_lost_replies, 40),
+        (LeaseSchedule.of, 300),
+    ],
+    ids=["two faults", "a reader at a swap", "lost replies", "lease"],
+)
+def test_the_promises_hold_in_directed_schedules(draw: Callable[[int], Schedule], count: int) -> None:
+    """Power is lost after another fault; a reader comes while a tag is away; several jobs take a dead one's lease; no
+    reply comes to a request."""
+    for seed in range(count):
+        run(draw(seed))
 
 
 @pytest.mark.parametrize(("place", "fault"), [("disk", "power"), ("disk", "kill"), ("store", "kill all")])
