@@ -35,8 +35,6 @@ class Promises:
         self.every_rank_tells_the_same(tags, outcomes)
         self.no_wait_is_longer(outcomes)
         self.what_must_not_be_replaced_stays(jobs)
-        if not self.late:
-            self.tags_are_in_the_order_of_saves(tags, jobs, storage)
         if reader is not None:
             self.readers_see_whole_tags(reader, saves, outcomes, self._first_removal(jobs))
 
@@ -71,8 +69,11 @@ class Promises:
                 earlier = [other for other in saved if other.tag == save.tag and other.value < save.value]
                 assert save.overwrite is not False or save.num_kept or not earlier, f"{save} replaced {earlier}"
 
-    def tags_are_in_the_order_of_saves(self, tags: dict[str, int], jobs: Sequence[Job], storage: Storage) -> None:
+    def tags_are_in_the_order_of_saves(self, jobs: Sequence[Job], storage: Storage) -> None:
         """Of each job, and after those of the jobs before it that are over: so the latest tag is the newest save."""
+        if self.late:
+            return
+        tags = oracle.visible(storage)
         times = oracle.order_times(storage, tags)
         last = {job.run_id: {save.value for _, save in job.begun} for job in jobs}
         for one, other in combinations(sorted(tags, key=lambda tag: tags[tag]), 2):

@@ -18,7 +18,7 @@ from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.testing.simulation import Killed, Process, World, inhabited
 from nxd_ckpt.testing.simulation.threads import Event
 from tests.simulation import oracle
-from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Save, among, loaded, run_to_end
+from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Reader, Save, among, loaded, run_to_end
 from tests.simulation.stage import Stage
 
 HARMLESS = {"nothing", "stall", "clock"}
@@ -163,6 +163,10 @@ class Run(Stage):
             self.next_saves_work()
             self.resume()
             self.afterwards()
+
+    def hold(self, reader: Reader | None = None) -> None:
+        super().hold(reader)
+        self.promises.tags_are_in_the_order_of_saves(self.jobs, self.outside())
 
     def resume(self) -> None:
         """Load the latest tag. Raises AssertionError unless it is the newest that is there."""
