@@ -56,7 +56,7 @@ class LoraAdapter(ModuleModel):
     def partitions(self, tp: int) -> dict[str, Partition]:
         """The output of an adapter's B is added to that of its base layer on each rank, so it is cut in the same way;
         its own attributes have no stride."""
-        found = {}
+        found = super().partitions(tp)
         for name, base in self._bases.items():
             spec = spec_of(base, tp)
             if spec.partition.partition_dim == 0 and spec.partition != spec_of(self._live[name], tp).partition:

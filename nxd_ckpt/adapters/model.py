@@ -25,6 +25,7 @@ from nxd_ckpt.adapters.parameters import (
     spec_of,
     traits_of,
 )
+from nxd_ckpt.adapters.shared_heads import partitions_of
 from nxd_ckpt.adapters.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -85,7 +86,7 @@ class ModelAdapter:
 
     def partitions(self, tp: int) -> dict[str, Partition]:
         """How parameters are cut, by name, if their own attributes say it wrongly."""
-        return {}
+        return {name: cut for name, cut in self._shared_heads(tp).items() if cut is not None}
 
     def base_names(self) -> dict[str, str]:
         """Live names that have another name in a tag of the model before it was wrapped: that name, by the live one."""
@@ -95,7 +96,14 @@ class ModelAdapter:
         """The parameters and buffers that this rank holds, by name. Raises as :meth:`capture`."""
         ties = self._ties
         specs = {name: spec_of(tensor, tp) for name, tensor in self._tensors.items() if not _is_extra_state(name)}
+        for name, partition in self._shared_heads(tp).items():
+            if partition is None and name in specs:
+                specs[name] = replace(specs[name], explicit=False)
         return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
+
+    def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
+        """Cuts of grouped-query attention's parameters, by name; None where only the values tell."""
+        return {}
 
     def parameter_names(self) -> dict[int, str]:
         """Names by the id of the live parameter; of tied names, the first."""
@@ -333,6 +341,12 @@ class ModuleModel(ModelAdapter):
                 f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
                 "load into a dict (model={}) and pass that to the model's load_state_dict()"
             )
+
+    def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
+        names: dict[int, list[str]] = {}
+        for name, value in self._live.items():
+            names.setdefault(id(value), []).append(name)
+        return {name: cut for tensor, cut in partitions_of(self._model, tp) for name in names.get(id(tensor), ())}
 
 
 class DictModel(ModelAdapter):

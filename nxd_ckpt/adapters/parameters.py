@@ -47,7 +47,9 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
     """
     dtype, shape = form_of(tensor)
     trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-    return ParameterSpec(dtype, shape, _partition_of(tensor, tp), trainable)
+    partition = _partition_of(tensor, tp)
+    explicit = partition.partition_dim is not None and getattr(tensor, "num_partitions", None) is not None
+    return ParameterSpec(dtype, shape, partition, trainable, explicit=explicit)
 
 
 def traits_of(tensor: torch.Tensor) -> Hashable:

@@ -45,7 +45,9 @@ class FileEntry(NamedTuple):
 class ParameterSpec:
     """A parameter or buffer of the model, as every rank of its pipeline stage holds it.
 
-    ``tie`` is equal for all names of one tensor, and None where it has only one.
+    ``tie`` is equal for all names of one tensor, and None where it has only one. ``explicit`` is True where attributes
+    or the caller say that it is cut into ``partition.num_partitions``: then equal values on two ranks are no sign that
+    they share it.
     """
 
     dtype: str
@@ -53,6 +55,7 @@ class ParameterSpec:
     partition: Partition
     trainable: bool = True
     tie: str | None = None
+    explicit: bool = False
 
 
 def tensor_text(entry: TensorEntry) -> str:
@@ -78,9 +81,10 @@ def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
         if partition is None:
             partition = partitions[spec.partition] = document.plain(spec.partition.to_json())
         tie = "null" if spec.tie is None else document.quoted(spec.tie)
+        explicit = ',"explicit":true' if spec.explicit else ""
         return (
             f'{{"dtype":{document.quoted(spec.dtype)},"shape":{document.integers(spec.shape)},"partition":{partition},'
-            f'"trainable":{"true" if spec.trainable else "false"},"tie":{tie}}}'
+            f'"trainable":{"true" if spec.trainable else "false"},"tie":{tie}{explicit}}}'
         )
 
     return document.members({name: text(spec) for name, spec in parameters.items()})
@@ -131,9 +135,9 @@ class Makers:
             partition = Partition.from_json(fields["partition"])
             shape, tie = tuple(integers(fields["shape"])), fields["tie"]
             trainable = checked(bool, fields["trainable"])
-            spec = ParameterSpec(
-                checked(str, fields["dtype"]), shape, partition, trainable, None if tie is None else checked(str, tie)
-            )
+            explicit = checked(bool, fields.get("explicit", False))
+            tie = None if tie is None else checked(str, tie)
+            spec = ParameterSpec(checked(str, fields["dtype"]), shape, partition, trainable, tie, explicit)
             self._specs[key] = spec
         return spec
 

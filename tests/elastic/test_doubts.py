@@ -69,17 +69,26 @@ def test_experts_that_nobody_marked_are_not_taken_for_one(tmp_path: Path) -> Non
     refuse(tmp_path, errors.TopologyMismatch, "expert=True", live, topology=Topology(dp=2, ep=2, dp_rank=1))
 
 
-@pytest.mark.parametrize("foreign", [True, False])
-def test_heads_that_several_ranks_hold(tmp_path: Path, foreign: bool) -> None:
-    """Key-value heads that neighbours hold alike, though attributes say a part each: refused, but for ``partitions=``
-    at the save, which says it."""
-    heads = [torch.full((2, 2), float(rank // 2)) + torch.eye(2) for rank in range(4)]
-    attributes = {"k": columns(4)}
-    directory = save(tmp_path, Topology(tp=4), lambda rank: {"model": Model({"k": heads[rank]}, attributes)})
-    if foreign:
-        as_nxd_wrote_it(directory)
+@pytest.mark.parametrize("order", ["neighbours", "interleaved"])
+def test_heads_that_several_ranks_hold(tmp_path: Path, order: str) -> None:
+    """Key-value heads that ranks of NxD's tag hold alike, though live attributes say a part each: refused."""
+    parts = [0, 0, 1, 1] if order == "neighbours" else [0, 1, 0, 1]
+    heads = [torch.full((2, 2), float(part)) + torch.eye(2) for part in parts]
+    directory = save(tmp_path, Topology(tp=4), lambda rank: {"model": Model({"k": heads[rank]}, {"k": columns(4)})})
     live = Model({"k": torch.zeros(1, 2)}, {"k": columns(8)})
-    refuse(directory, errors.TopologyMismatch, "partitions= with its num_partitions", live, topology=Topology(tp=8))
+    refuse(
+        as_nxd_wrote_it(directory), errors.TopologyMismatch, "partitions= with its num_partitions", live,
+        topology=Topology(tp=8),
+    )  # fmt: skip
+
+
+def test_attributes_are_believed_though_neighbours_are_alike(tmp_path: Path) -> None:
+    """A live module says at the save how it is cut: that two ranks hold the same values is chance."""
+    values = torch.arange(8.0).reshape(4, 2)
+    directory = save(tmp_path, Topology(tp=2), lambda rank: {"model": Model({"k": values}, {"k": columns(2)})})
+    whole: dict[str, torch.Tensor] = {}
+    load_checkpoint(directory, "tag", whole, topology=Topology())
+    assert torch.equal(torch.cat([values, values]), whole["k"])
 
 
 def test_heads_in_an_order_that_is_not_recorded(tmp_path: Path) -> None:
@@ -214,7 +223,7 @@ def save_alike(directory: Path, name: str) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("name", ["up.bias", "router.weight", "lora_B.weight"])
+@pytest.mark.parametrize("name", ["up.bias", "attention.weight_k", "value_head.bias"])
 def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Path, name: str) -> None:
     """Biases that are not trained, frozen blocks, one seed on all ranks: on one rank and on four."""
     values = save_alike(tmp_path, name)
@@ -226,14 +235,36 @@ def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Pa
             assert torch.equal(whole.chunk(tp)[rank], loaded[name])
 
 
-def test_keys_that_neighbours_share_are_refused_until_the_caller_says_how(tmp_path: Path) -> None:
-    """The remedy of the message works, either way: that they are another part, or the same."""
-    name = "attention.weight_k"
-    values = save_alike(tmp_path, name)
+@pytest.mark.parametrize("name", ["attention.weight_k", "shared.w"])
+def test_what_neighbours_share_is_refused_until_the_caller_says_how(tmp_path: Path, name: str) -> None:
+    """Attributes of old NxD do not say how many parts there are. The remedy of the message works, either way."""
+    values = torch.arange(8.0).reshape(4, 2)
+    attributes = {"tensor_model_parallel": True, "partition_dim": 0}
+
+    def what(rank: int) -> dict[str, Any]:
+        tensor = torch.nn.Parameter(values.clone())
+        vars(tensor).update(attributes)
+        return {"model": {name: tensor}}
+
+    save(tmp_path, Topology(tp=2), what)
     with pytest.raises(errors.TopologyMismatch, match=r"partitions= with its num_partitions"):
-        load_checkpoint(tmp_path, "t", {}, topology=Topology())
+        load_checkpoint(tmp_path, "tag", {}, topology=Topology())
     cut_on_one_rank = Partition(partition_dim=0, num_partitions=1)
     for cut, whole in ((cut_on_one_rank, torch.cat([values, values])), (Partition(), values)):
         loaded: dict[str, torch.Tensor] = {}
-        load_checkpoint(tmp_path, "t", loaded, topology=Topology(), partitions={name: cut})
+        load_checkpoint(tmp_path, "tag", loaded, topology=Topology(), partitions={name: cut})
         assert torch.equal(whole, loaded[name])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_partitions_that_make_it_another_size_are_refused(tmp_path: Path, alike: bool) -> None:
+    """``Partition()`` for what the save says is cut in two would be half of it."""
+    values = [torch.arange(8.0) + (0 if alike else 100 * rank) for rank in range(2)]
+    cut = {"w": Partition(partition_dim=0, num_partitions=2)}
+    save(tmp_path, Topology(tp=2), lambda rank: {"model": {"w": values[rank]}}, partitions=cut)
+    with pytest.raises(errors.TopologyMismatch, match=r"w: the save says .* \(16,\), partitions= makes it \(8,\)"):
+        load_checkpoint(tmp_path, "tag", {}, topology=Topology(), partitions={"w": Partition()})
+    live = Model({"w": torch.zeros(8)})
+    whole = {"w": Partition()}
+    if not alike:
+        refuse(tmp_path, errors.TopologyMismatch, "partition_dim", live, topology=Topology(), partitions=whole)

@@ -139,7 +139,7 @@ def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], top
 
     def specify() -> dict[str, ParameterSpec]:
         return {
-            name: replace(spec, partition=partitions.get(name, spec.partition))
+            name: replace(spec, partition=partitions[name], explicit=True) if name in partitions else spec
             for name, spec in state.parameters.items()
         }
 

@@ -10,6 +10,7 @@ from nxd_ckpt.adapters.parameters import form_of, is_tensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import digest_of
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -24,9 +25,20 @@ def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) ->
     known = {} if opened.manifest is None else opened.manifest.parameters
     recorded = known or _synthesised(opened)
     return {
-        name: replace(spec, partition=partitions[name]) if name in partitions else spec
+        name: _repartitioned(name, spec, partitions[name], opened.topology.ep) if name in partitions else spec
         for name, spec in recorded.items()
     }
+
+
+def _repartitioned(name: str, spec: ParameterSpec, partition: Partition, ep: int) -> ParameterSpec:
+    """The parameter as the caller says that it was cut. Raises TopologyMismatch where the save said another size."""
+    recorded, wanted = (cut.global_shape(spec.shape, ep) for cut in (spec.partition, partition))
+    if spec.explicit and partition.known and recorded != wanted:
+        raise TopologyMismatch(
+            f"model/{name}: the save says that all ranks together hold {recorded}, partitions= makes it {wanted} "
+            f"({partition}); leave {name} out of partitions=, or pass the cut of {recorded} on these sizes"
+        )
+    return replace(spec, partition=partition, explicit=True)
 
 
 def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:

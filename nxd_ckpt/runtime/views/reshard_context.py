@@ -28,8 +28,7 @@ from nxd_ckpt.runtime.tag.opened import OpenTag
 class ReshardContext:
     """The tag ``opened``, for the rank that ``live`` is seen from.
 
-    ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved, and
-    ``said`` names those of which the caller says it.
+    ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved.
     ``aliases`` are all names of each tied parameter, by any of them. ``every_stage`` looks through all saved pipeline
     stages, also where this rank's own one stayed the same. ``experts`` are the saved expert parameters, None if the tag
     does not mark them: live ones are marked only where expert parallelism cuts them.
@@ -38,7 +37,6 @@ class ReshardContext:
     opened: OpenTag
     live: Topology
     partitions: Mapping[str, Partition] = field(default_factory=dict)
-    said: Collection[str] = ()
     recorded: Mapping[str, ParameterSpec] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     every_stage: bool = False
@@ -110,18 +108,29 @@ class ReshardContext:
         if not self.partitions:
             return spec
         given = next((self.partitions[alias] for alias in self.names(name) if alias in self.partitions), None)
-        return spec if given is None else replace(spec, partition=given)
+        return spec if given is None else replace(spec, partition=given, explicit=True)
 
     def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
         """The parameter as saving ranks held it, with ``shape``; cut as recorded, else as the live one is."""
-        recorded = self._recorded(name)
+        recorded, explicit = self._recorded(name), self._is_said(name, live)
         if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
-            return replace(recorded, shape=shape)
+            return replace(recorded, shape=shape, explicit=recorded.explicit or explicit)
         if self.is_expert(name):
             live = replace(live, partition=replace(live.partition, expert=True))
         if self.saved.tp == self.live.tp:
-            return ParameterSpec(live.dtype, shape, live.partition, live.trainable)
-        return derived(name, shape, self.saved_cut, live, self.live_cut)
+            return ParameterSpec(live.dtype, shape, live.partition, live.trainable, explicit=explicit)
+        return replace(derived(name, shape, self.saved_cut, live, self.live_cut), explicit=explicit)
+
+    def _is_said(self, name: str, live: ParameterSpec) -> bool:
+        """True where the live side says how the parameter is cut: the caller, or attributes.
+
+        Attributes of keys and values count only at the save, which looks at the attention's module: NxD's say as many
+        parts as ranks where ranks share them.
+        """
+        names = self.names(name)
+        if any(alias in self.partitions for alias in names):
+            return True
+        return live.explicit and not any(_KEY_OR_VALUE.search(alias) for alias in names)
 
     def as_recorded(self, name: str, dtype: str, shape: tuple[int, ...], *, expert: bool = False) -> ParameterSpec:
         """The parameter, of ``shape`` on each saving rank, as this rank holds it if nothing live says how.
@@ -168,9 +177,9 @@ class ReshardContext:
         """Places to be compared with the first one: (place, whether it should be equal, what partitions= would say).
 
         Attributes get lost, and then a parameter counts as replicated. The commit has compared tags of ours over
-        tensor-parallel ranks. A key or value with as many partitions as ranks that two neighbours hold alike is one of
-        grouped-query attention, of which there are fewer. What the caller says of it is believed, and so is any other
-        parameter that is cut: biases that are not trained, or one seed on all ranks, make neighbours alike, too.
+        tensor-parallel ranks. A parameter with as many partitions as ranks that some of them hold alike may be a key or
+        value of grouped-query attention, of which there are fewer. An explicit cut is believed: biases that are not
+        trained, or one seed on all ranks, make ranks alike, too.
         """
         sizes, live, partition = self.saved, self.live, saved.partition
         found: list[tuple[CutIndex, bool, str]] = []
@@ -178,20 +187,22 @@ class ReshardContext:
             found.append((CutIndex(ep_rank=1), True, "expert=True"))
         if sizes.tp == 1 or sizes.tp == live.tp:
             return found
-        guessed = self._recorded(name) is None
+        guessed = self._is_guessed(name, partition)
         if partition.replicated_over_tp and guessed:
             found += [(CutIndex(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
         elif 1 < partition.num_partitions < sizes.tp and guessed:
             found.append((CutIndex(partition.num_partitions), True, "rank_ordering"))
-        elif partition.num_partitions == sizes.tp and not partition.expert and self._may_be_shared(name, saved):
-            found.append((CutIndex(1), False, "num_partitions"))
+        elif partition.num_partitions == sizes.tp and not (partition.expert or saved.explicit or prod(saved.shape) < 2):
+            # On Trn1 ranks r and r + parts share one, on Trn2 neighbours.
+            parts = [parts for parts in range(1, sizes.tp) if sizes.tp % parts == 0]
+            found += [(CutIndex(tp_rank), False, "num_partitions") for tp_rank in parts]
         return found
 
-    def _may_be_shared(self, name: str, saved: ParameterSpec) -> bool:
-        """True for what may be a key or value of grouped-query attention, unless the caller says how it is cut."""
-        aliases = self.names(name)
-        given = any(alias in self.partitions or alias in self.said for alias in aliases)
-        return prod(saved.shape) > 1 and not given and any(_KEY_OR_VALUE.search(alias) for alias in aliases)
+    def _is_guessed(self, name: str, partition: Partition) -> bool:
+        """True where the save did not record this cut."""
+        manifest = self.opened.manifest
+        recorded = {} if manifest is None else manifest.parameters
+        return all(alias not in recorded or recorded[alias].partition != partition for alias in self.names(name))
 
     def _is_credible(self, name: str, recorded: ParameterSpec, live: ParameterSpec) -> bool:
         """Whether what was recorded stands: against another whole, a cut that the caller gives counts more, and against
@@ -205,7 +216,7 @@ class ReshardContext:
 
 
 _KEY_OR_VALUE = re.compile(r"(^|[._])(q?kv|[kv]|key|value)([._]|_?proj|$)|query_key_value|weight_[kv]|bias_[kv]")
-"""Names of what grouped-query attention shares between tensor-parallel ranks."""
+"""Usual names of what grouped-query attention shares between tensor-parallel ranks."""
 
 
 def _is_explicit(partition: Partition) -> bool:

@@ -90,5 +90,5 @@ def recorded_state(
             that nobody names have numbers.
     """
     recorded = recorded_parameters(opened, partitions or {})
-    context = ReshardContext(opened, live, recorded=recorded, said=tuple(partitions or ()), every_stage=True)
+    context = ReshardContext(opened, live, recorded=recorded, every_stage=True)
     return ReshardedState(context, OptimizerNames(saved_names, numbered=True))
