@@ -9,6 +9,7 @@ from nxd_ckpt.storage.hosts.keys import Names
 
 LEASE = f"{HIDDEN}/lease.json"
 HEARTBEAT = f"{HIDDEN}/heartbeat.json"
+PLACE = f"{HIDDEN}/place"
 JOURNAL = f"{HIDDEN}/journal.json"
 STAGING = f"{HIDDEN}/staging"
 VOTES = f"{HIDDEN}/votes"

@@ -207,13 +207,13 @@ def remove_if(storage: Storage, key: str, confirm: Callable[[], bool]) -> bool:
 class Mounted(Protocol):
     """What a storage may also be."""
 
-    def file_system(self) -> int:
-        """Which file system its root is on, or would be made on: a number that no other has at the same time."""
+    may_be_unmounted: bool
+    """True if its root may lead to another directory from one moment to the next, without an error."""
 
 
-def file_system_of(storage: Storage) -> int | None:
-    """That of its root; None where it has none."""
-    return storage.file_system() if isinstance(storage, Mounted) else None
+def is_mounted(storage: Storage) -> bool:
+    """True for a storage that says so of itself."""
+    return isinstance(storage, Mounted) and storage.may_be_unmounted
 
 
 @runtime_checkable

@@ -31,6 +31,7 @@ class LocalStorage:
     """Keys below ``root``. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
 
     renames = True
+    may_be_unmounted = True
     read_nbytes = CRC_BLOCK
 
     def __init__(self, root: str | os.PathLike[str], durable: bool = True) -> None:
@@ -163,10 +164,6 @@ class LocalStorage:
         """Which file or directory it is, alike on all hosts that share it: its number, and when that changed (ns)."""
         found = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
         return found.st_ino, found.st_ctime_ns
-
-    def file_system(self) -> int:
-        there = next(path for path in (self.root, *self.root.parents) if path.exists())
-        return there.stat().st_dev
 
     def version(self, key: str) -> Version:
         return version_of(stat_of(self.path(key), stat.S_IFREG))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, may_lack_files
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, is_mounted, may_lack_files
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ class StorageWrapper:
         self.inner = inner
         self.url, self.renames = inner.url, inner.renames
         self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
-        self.may_lack_files = may_lack_files(inner)
+        self.may_lack_files, self.may_be_unmounted = may_lack_files(inner), is_mounted(inner)
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         """What the method ``name``, called for ``key``, returns; ``operation`` calls it on ``inner``."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.runtime.paths import PLACE
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.system import exchange
 from nxd_ckpt.testing.storage import Operation
@@ -127,7 +128,7 @@ def test_an_old_tag_is_swapped_under_a_durable_journal(logs: tuple[Log, Log], ex
 
 @pytest.mark.parametrize("save_number", [0, 1])
 def test_the_others_only_read_the_verdict(logs: tuple[Log, Log], save_number: int) -> None:
-    """Rank 1 decides nothing: all that it reads of a save is rank 0's verdict."""
-    reads = [line for line in logs[save_number] if line[1] == 1 and line[2] == "read"]
+    """Rank 1 decides nothing: all that it reads of a save, after the directory's mark, is rank 0's verdict."""
+    reads = [line for line in logs[save_number] if line[1] == 1 and line[2] == "read" and line[3] != PLACE]
     assert [True] == [fnmatchcase(key, "*/verdict.json") for _, _, _, key in reads]
     assert last_of(logs[save_number], *VERDICT[0]) < logs[save_number].index(reads[0])

@@ -37,6 +37,11 @@ def files_below(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file()]
 
 
+def save_everywhere(saver: Checkpointer, step: int) -> None:
+    save(saver, step)
+    saver.wait(tier=1)
+
+
 def test_a_link_to_the_first_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No tag of the first counts as copied, or is removed as surplus; the tier gets the next save once it is back."""
     near, far, third, aside = (tmp_path / name for name in ("near", "far", "third", "aside"))
@@ -71,7 +76,7 @@ def test_a_tier_that_is_unmounted(tmp_path: Path, mounted: Path, caplog: pytest.
         unmount(mounted)
         for step in (2, 3):
             save(saver, step)
-            with pytest.raises(CheckpointError, match="on another file system than when this job took it"):
+            with pytest.raises(CheckpointError, match="is not the directory that this job took"):
                 saver.wait(tier=1)
             saver.wait(tier=2)
     assert 2 == len([line for line in caplog.messages if f"was not copied to tier {far}" in line])
@@ -94,7 +99,7 @@ def test_a_tier_that_is_unmounted_while_a_tag_is_copied(tmp_path: Path, mounted:
     far = Unmounted(mounted / "far")
     with Checkpointer(tiers=[Tier(tmp_path / "near"), Tier(far.root, storage=far)]) as saver:
         save(saver, 1)
-        with pytest.raises(CheckpointError, match="on another file system than when this job took it"):
+        with pytest.raises(CheckpointError, match="is not the directory that this job took"):
             saver.wait(tier=1)
     assert [] == tags_in(far)
     assert ["step_1"] == tags_in(tmp_path / "near")
@@ -107,7 +112,26 @@ def test_a_first_tier_that_is_unmounted(tmp_path: Path, mounted: Path) -> None:
         save(saver, 1)
         saver.wait(tier=1)
         unmount(mounted)
-        with pytest.raises(SaveFailed, match="on another file system than when this job took it"):
+        with pytest.raises(SaveFailed, match="is not the directory that this job took"):
             save(saver, 2)
-    assert [] == tags_in(mounted / "near")
+    assert [] == files_below(mounted)
     assert ["step_1"] == tags_in(tmp_path / "far")
+
+
+@needs_mounts()
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_file_system_comes_in_its_place(tmp_path: Path, mounted: Path, is_first: bool) -> None:
+    """Also one that has the number of the old one: nothing is saved there. Once the old one is back, saves go on."""
+    swapped, other = mounted / "a", tmp_path / "b"
+    with Checkpointer(tiers=[Tier(place) for place in ((swapped, other) if is_first else (other, swapped))]) as saver:
+        save(saver, 1)
+        saver.wait(tier=1)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mounted)], check=True)
+        with pytest.raises(CheckpointError, match="is not the directory that this job took"):
+            save_everywhere(saver, 2)
+        assert [] == files_below(mounted)
+        unmount(mounted)
+        save(saver, 3)
+        saver.wait(tier=1)
+        assert "step_3" in tags_in(swapped)
+        assert [] == damaged([swapped, other])

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nxd_ckpt import host
@@ -24,8 +25,8 @@ from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.runtime.coordination.control_files import set_aside
-from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE
-from nxd_ckpt.storage.base import Storage, file_system_of, remove_if
+from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, PLACE
+from nxd_ckpt.storage.base import Storage, is_mounted, remove_if
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -34,7 +35,7 @@ logger = logging.getLogger("nxd_ckpt")
 class Lease:
     """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
 
-    ``file_system`` is where it was taken, as this process sees it. It is not part of the file.
+    ``place`` is the mark of the directory where it was taken, see :func:`place_of`. It is not part of the file.
     """
 
     run_id: str
@@ -43,12 +44,11 @@ class Lease:
     born: str
     known: bool = True
     """False for a damaged lease: its holder is not known, and it does not beat."""
-    file_system: int | None = field(default=None, compare=False)
+    place: bytes | None = field(default=None, compare=False)
 
     @staticmethod
-    def of_this_process(run_id: str, file_system: int | None = None) -> Lease:
-        born = host.born(host.pid()) or ""
-        return Lease(run_id, host.processes(), host.pid(), born, file_system=file_system)
+    def of_this_process(run_id: str) -> Lease:
+        return Lease(run_id, host.processes(), host.pid(), host.born(host.pid()) or "")
 
     def is_of_process_of(self, other: Lease) -> bool:
         return (self.host, self.pid, self.born) == (other.host, other.pid, other.born)
@@ -75,9 +75,9 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
     Raises:
         DirectoryInUse: another live job holds it.
     """
-    mine = Lease.of_this_process(run_id, file_system_of(storage))
+    mine = Lease.of_this_process(run_id)
     try:
-        return _acquired(storage, mine, patience, sign)
+        return replace(_acquired(storage, mine, patience, sign), place=place_of(storage))
     except DirectoryInUse:
         raise
     except BaseException:  # an interrupt too: otherwise nobody would give back what may have been taken
@@ -87,6 +87,8 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
 
 
 def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
+    if is_mounted(storage):
+        storage.link_new(PLACE, uuid.uuid4().hex.encode())
     # Before the lease: NFS goes on to miss a file, for up to a minute, that was not there when it was asked for first.
     storage.link_new(HEARTBEAT, _encode(mine, beat=0))
     while not storage.link_new(LEASE, _encode(mine)):
@@ -142,12 +144,8 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
     """
     holder = read(storage)
     holder = holder if holder is not None and holder.known else None
-    if holder is None and _is_elsewhere(storage, mine):
-        raise StorageError(
-            f"{storage.url} is on another file system than when this job took it, and its lease is not there: it was "
-            "unmounted, or something else is mounted in its place. Nothing is saved there until it is back; to use "
-            "what is there now, start the job anew"
-        )
+    if holder is None:
+        require_place(storage, mine.run_id, mine.place)
     if holder is None and (strictly or not storage.renames):
         raise DirectoryInUse(
             f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
@@ -163,6 +161,29 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
         raise DirectoryInUse(
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
             "too long; it must not publish there any more. Stop one of the two jobs"
+        )
+
+
+def place_of(storage: Storage) -> bytes | None:
+    """The mark that tells a mounted directory from any that is mounted in its place later; None where there is none."""
+    if not is_mounted(storage):
+        return None
+    try:
+        return storage.read(PLACE, NOTE)
+    except FileNotFoundError:
+        return None
+
+
+def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
+    """Raise StorageError unless the path still leads to the directory with this mark, or with the lease of this run."""
+    if place is None or place_of(storage) == place:
+        return
+    holder = read(storage)
+    if holder is None or holder.run_id != run_id:
+        raise StorageError(
+            f"{storage.url} is not the directory that this job took: its mark {PLACE} and its lease are not there. It "
+            "was unmounted, or something else is mounted in its place, or both files were removed. Nothing is saved "
+            "there until it is back; to use what is there now, start the job anew"
         )
 
 
@@ -215,7 +236,7 @@ class Heartbeat:
         if found is not None:
             set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
         # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
-        return storage.renames and not _is_elsewhere(storage, mine) and storage.link_new(LEASE, _encode(mine))
+        return storage.renames and place_of(storage) == mine.place and storage.link_new(LEASE, _encode(mine))
 
 
 def _beat(storage: Storage, mine: Lease, number: int) -> None:
@@ -249,11 +270,6 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
     return False
 
 
-def _is_elsewhere(storage: Storage, mine: Lease) -> bool:
-    found = file_system_of(storage)
-    return None not in (found, mine.file_system) and found != mine.file_system
-
-
 class _Found(NamedTuple):
     """The lease's file: its bytes, None where it cannot be read, and what they say."""
 
@@ -272,7 +288,7 @@ def _found(storage: Storage) -> _Found | None:
 
 
 def _encode(lease: Lease, **more: int) -> bytes:
-    fields = {name: value for name, value in vars(lease).items() if name not in ("known", "file_system")}
+    fields = {name: value for name, value in vars(lease).items() if name not in ("known", "place")}
     return json.dumps({**fields, **more}).encode()
 
 

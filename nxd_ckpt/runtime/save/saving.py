@@ -20,12 +20,14 @@ from nxd_ckpt.errors import (
     OutcomeUnknown,
     RanksDisagree,
     SaveFailed,
+    StorageError,
     from_wire,
     in_words,
     to_wire,
 )
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.dcp_metadata import dump_metadata
+from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.paths import verdict_dir, votes_dir
 from nxd_ckpt.runtime.save import voting
 from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit
@@ -78,6 +80,8 @@ class Saving:
         """The votes of the other ranks, if rank 0 needed them before it could vote."""
         self._failed_elsewhere: SaveFailed | None = None
         """The error that came instead of those votes."""
+        self._is_elsewhere = False
+        """True if the path leads to another directory than the session's: then nothing is written, not even a vote."""
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
@@ -93,6 +97,11 @@ class Saving:
         """Prepare what even a failing rank needs to vote, then wait until the attempt's files may be written."""
         session = self.session
         self._next_attempt()
+        try:
+            lease.require_place(session.storage, session.run_id, session.place)
+        except (OSError, StorageError) as error:
+            self.error, self._is_elsewhere = self.error or error, True
+            return
         try:
             self._pass_over()
             session.storage.make_dir(verdict_dir(self.attempt))
@@ -172,6 +181,9 @@ class Saving:
             OutcomeUnknown: no verdict came.
         """
         self._finish_files()
+        if self._is_elsewhere and self.error is not None:
+            self.session.lost_votes[self.attempt] = self._vote(None)
+            raise self._failed(self.error) from self.error
         index = self._finish_index()
         started = host.monotonic()
         try:

@@ -53,6 +53,8 @@ class Session:
     timeout: float
     lease: Lease | None = None
     heartbeat: Heartbeat | None = None
+    place: bytes | None = None
+    """The mark of the directory, see lease.place_of."""
     counter: int = 0
     """The number of the last attempt."""
     lost_votes: dict[str, Vote] = field(default_factory=dict)
@@ -118,6 +120,7 @@ def open_session(
         else:
             _open_with_group(session, agreement, run_id)
             session.is_gone = agreement.is_gone
+        session.place = lease.place_of(storage)
     except BaseException:
         session.close()  # the others must not find a directory that nobody holds
         raise
