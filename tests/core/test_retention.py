@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,7 +84,10 @@ def test_each_complete_tag_is_judged_once(
 
 @given(tags=TAGS, count=st.integers(1, 4))
 def test_enough_is_kept(tags: list[TagInfo], count: int) -> None:
-    """Of the newest, min(count, existing) stay, each newer than any that goes; incomplete ones are not touched."""
+    """Of the newest, min(count, existing) stay, each newer than any that goes; incomplete ones are not touched.
+
+    Their times differ: for ties see below."""
+    tags = [replace(info, order_time=info.order_time + number / 1e3) for number, info in enumerate(tags)]
     found = decide(tags, [Last(count)], {})
     times = {info.tag: (info.order_time, info.tag) for info in tags if info.complete}
     assert min(count, len(times)) == len(found.kept)

@@ -48,7 +48,7 @@ PHASES = (
     | {(1, name) for name, _, _ in OTHERS}
 )
 
-_POLLS = ("list", "read", "open", "is_dir", "is_file", "size", "time")
+_POLLS = ("list", "read", "read_ranges", "open", "is_dir", "is_file", "size", "time")
 
 
 class Moment(NamedTuple):

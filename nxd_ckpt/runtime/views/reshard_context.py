@@ -199,10 +199,12 @@ class ReshardContext:
         return found
 
     def _is_guessed(self, name: str, partition: Partition) -> bool:
-        """True where the save did not record this cut."""
+        """True where nothing recorded this cut, or the save another one. What the save does not know the caller may say."""
+        if self._recorded(name) is None:
+            return True
         manifest = self.opened.manifest
-        recorded = {} if manifest is None else manifest.parameters
-        return all(alias not in recorded or recorded[alias].partition != partition for alias in self.names(name))
+        saved = [] if manifest is None else [manifest.parameters.get(alias) for alias in self.names(name)]
+        return any(spec is not None and spec.partition.known and spec.partition != partition for spec in saved)
 
     def _is_credible(self, name: str, recorded: ParameterSpec, live: ParameterSpec) -> bool:
         """Whether what was recorded stands: against another whole, a cut that the caller gives counts more, and against
