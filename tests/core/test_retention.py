@@ -87,7 +87,7 @@ def test_enough_is_kept(tags: list[TagInfo], count: int) -> None:
     """Of the newest, min(count, existing) stay, each newer than any that goes; incomplete ones are not touched.
 
     Their times differ: for ties see below."""
-    tags = [replace(info, order_time=info.order_time + number / 1e3) for number, info in enumerate(tags)]
+    tags = [replace(info, order_time=float(number)) for number, info in enumerate(tags)]
     found = decide(tags, [Last(count)], {})
     times = {info.tag: (info.order_time, info.tag) for info in tags if info.complete}
     assert min(count, len(times)) == len(found.kept)

@@ -199,7 +199,7 @@ class ReshardContext:
         return found
 
     def _is_guessed(self, name: str, partition: Partition) -> bool:
-        """True where nothing recorded this cut, or the save another one. What the save does not know the caller may say."""
+        """True where nothing recorded this cut, or the save another one; the caller may say what is not known."""
         if self._recorded(name) is None:
             return True
         manifest = self.opened.manifest
