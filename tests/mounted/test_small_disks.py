@@ -3,9 +3,10 @@ leaves what was; as soon as the disk takes it, the next one works."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import (
+    Checkpointer,
+    Partition,
+    Topology,
+    close_checkpointers,
+    finalize_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.errors import CheckpointError
 from tests.protocol.job import Job, until
 from tests.protocol.states import PATIENCE, SHORT, lose_patience
@@ -26,6 +35,10 @@ MIB = 2**20
 FULL = "No space left on device"
 PIECE = 2**14
 """Numbers of a tensor of 64 KiB: its file goes through the page cache, so that a sync finds what is wrong."""
+
+
+def soak(value: int) -> Any:
+    return pytest.param(value, marks=pytest.mark.soak, id=f"soak-{value}")
 
 
 def run(*command: object) -> None:
@@ -108,6 +121,79 @@ def check_full(path: Path, large: int) -> None:
 def test_a_full_tmpfs(tmp_path: Path) -> None:
     with mounted("tmpfs", tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m") as disk:
         check_full(disk / "run", 8 * MIB)
+
+
+PAGE = 4096
+
+
+def pages_left(disk: Path, nbytes: int) -> None:
+    """Fill the disk but for so many bytes."""
+    free = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        file.write(bytes(max(0, free.f_bavail * free.f_frsize - nbytes)))
+
+
+def inodes_left(disk: Path, count: int) -> None:
+    """Take all inodes but so many."""
+    for number in range(os.statvfs(disk).f_favail - count):
+        (disk / f"empty-{number}").touch()
+
+
+def saved_by_all(path: Path, tag: str, ranks: int, kib: int, value: float) -> bool:
+    """False if a save by so many ranks of this process failed for lack of space; ``kib`` are of each rank."""
+    states = [{"w": torch.full((kib * 256,), value + rank)} for rank in range(ranks)]
+    try:
+        for rank, state in enumerate(states):
+            save_checkpoint(
+                path, tag, state, topology=Topology(tp=ranks, rank=rank), run_id="all", async_save=True, timeout=20.0,
+                partitions={"w": Partition(partition_dim=0, num_partitions=ranks)},
+            )  # fmt: skip
+        finalize_checkpoint()
+    except CheckpointError as error:
+        if FULL not in str(error):
+            raise
+        return False
+    return True
+
+
+def check_the_next_save(
+    disk: Path, ranks: int, left: Callable[[], None], freed: Callable[[], None] = lambda: None
+) -> None:
+    """After a large save that may have failed, a smaller one works, and what was there is as it was."""
+    path = disk / "run"
+    try:
+        assert saved_by_all(path, "one", ranks, 60, 1.0)
+        left()
+        if not saved_by_all(path, "two", ranks, 300, 10.0):
+            freed()
+            assert saved_by_all(path, "three", ranks, 60, 20.0), sorted(map(str, path.rglob("*")))
+    finally:
+        close_checkpointers()
+    for rank in range(ranks):
+        state: dict[str, torch.Tensor] = {}
+        load_checkpoint(path, "one", state, topology=Topology(tp=ranks, rank=rank))
+        assert torch.equal(torch.full((60 * 256,), 1.0 + rank), state["w"])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("pages", [-2, 1, 2, 3, 4, 6, 9, 12, *(soak(pages) for pages in range(-8, 65))])
+def test_a_disk_that_is_full_to_the_last_page(tmp_path: Path, ranks: int, pages: int) -> None:
+    """Not even index, vote or verdict of the save that failed fit beside its data: what it staged goes at once."""
+    with mounted("tmpfs", tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m") as disk:
+        check_the_next_save(disk, ranks, lambda: pages_left(disk, ranks * 300 * 1024 + pages * PAGE))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("count", [10, 13, 17, *(soak(count) for count in range(2, 40))])
+def test_a_disk_without_inodes(tmp_path: Path, ranks: int, count: int) -> None:
+    """A smaller save needs as many of them: it works once some are free."""
+
+    def freed() -> None:
+        for file in sorted(disk.glob("empty-*"))[:60]:
+            file.unlink()
+
+    with mounted("tmpfs", tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m,nr_inodes=300") as disk:
+        check_the_next_save(disk, ranks, lambda: inodes_left(disk, count), freed)
 
 
 def test_a_full_ext4(tmp_path: Path) -> None:

@@ -258,13 +258,28 @@ class Saving:
             self._count("commit_seconds", started)
 
     def _cast(self, index: RankLine | None) -> None:
+        storage, rank = self.session.storage, self.session.topology.rank
         try:
+            if self.error is not None:
+                self._make_room()
             self._own = self._vote(index)
-            voting.cast(self.session.storage, self.attempt, self._own)
+            voting.cast(storage, self.attempt, self._own)
         except OSError as error:
             # Rank 0 misses this vote, or sees it all the same: its verdict counts.
             self.error = self.error or error
-            self.session.lost_votes[self.attempt] = self._vote(None)
+            lost = self._vote(None)
+            try:
+                if voting.has_cast(storage, self.attempt, rank):
+                    raise
+                self._make_room()
+                voting.cast(storage, self.attempt, lost)
+            except OSError:
+                self.session.lost_votes[self.attempt] = lost
+
+    def _make_room(self) -> None:
+        """Remove this rank's files of an attempt that has failed: on a full disk even a vote needs their space."""
+        if self._writer is not None and self.session.storage.renames:
+            self._writer.discard()
 
     def _vote(self, index: RankLine | None) -> Vote:
         rank = self.session.topology.rank
@@ -338,9 +353,19 @@ class Saving:
             verdict = Verdict() if seen else Verdict(to_wire(error))
         except Exception as error:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
+        announce = partial(
+            voting.announce,
+            session.storage,
+            self.attempt,
+            replace(verdict, tag=self.tag),
+            awaited=session.topology.world_size > 1,
+        )
         try:
-            awaited = session.topology.world_size > 1
-            voting.announce(session.storage, self.attempt, replace(verdict, tag=self.tag), awaited=awaited)
+            try:
+                announce()
+            except OSError:
+                self.tidy()  # on a full disk, what is left of a failed attempt may take the space that it needs
+                announce()
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict

@@ -100,6 +100,11 @@ def cast(storage: Storage, attempt: str, vote: Vote) -> None:
     storage.sync_dir(votes_dir(attempt))
 
 
+def has_cast(storage: Storage, attempt: str, rank: int) -> bool:
+    """True if the vote of this rank is there, also one whose writer met an error after that."""
+    return storage.is_file(rank_file(attempt, rank, "vote"))
+
+
 def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
     """Show the others that this rank makes progress; ``amount`` is any number that changes."""
     key = rank_file(attempt, rank, "progress") if rank > 0 else alive_file(attempt)

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +184,13 @@ class FileWriter:
         for handle in self._open.values():
             handle.writer.abort()
         self._open.clear()
+
+    def discard(self) -> None:
+        """Remove what was written of an attempt that failed, as far as that works: the disk may be full."""
+        self.abort()
+        for written in self._written.values():
+            with suppress(OSError):
+                self._storage.remove(f"{self._folder}/{written.planned.key}")
 
     def index(self, plan: SavePlan, at: Coordinates) -> RankIndex:
         """What was written, as the index file of the rank at these coordinates says it."""
