@@ -115,10 +115,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def remains(directory: Path) -> list[str]:
-    """What attempts left in a checkpoint directory: all that is hidden, but for the marks of runs that were saved, and
-    the verdicts of the job before."""
+    """Hidden files that attempts left in a checkpoint directory.
+
+    Without the marks of the directory and of runs that were saved, and the verdicts of the job before.
+    """
     found = list(contents(directory / ".nxd_ckpt"))
-    kept = ["runs/", *(file.removesuffix("spared") for file in found if file.endswith("/spared"))]
+    kept = ["place", "runs/", *(file.removesuffix("spared") for file in found if file.endswith("/spared"))]
     return [file for file in found if not file.startswith(tuple(kept))]
 
 
