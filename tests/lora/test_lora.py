@@ -16,6 +16,7 @@ import nxd_ckpt
 from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import KeyMismatch, UnsupportedState
+from tests.convert.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
 from tests.hugging_face.sharded import CausalLM
@@ -315,6 +316,29 @@ def test_adapters_are_cut_for_other_sizes(tmp_path: Path, sizes: tuple[int, int]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert torch.equal(part(whole(name, 2), name, at), optimizer.state[parameter]["exp_avg"]), name
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (2, 4), (4, 2), (1, 2)])
+def test_adapters_that_nxd_gathered_are_cut_again(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """NxD's default, merge_sharded_lora: each file holds all ranks' rows, rank by rank, also of fused layers."""
+    saved_tp, live_tp = sizes
+    topologies = [Topology(tp=saved_tp).at(rank) for rank in range(saved_tp)]
+
+    def gathered(name: str, seed: int) -> torch.Tensor:
+        parts = [part(whole(name, seed), name, at) for at in topologies]
+        dim = 1 if "lora_A" in name else 0
+        is_cut = parts[0].shape != whole(name, seed).shape
+        return torch.cat(parts, dim) if is_cut else parts[0]
+
+    names = [name for name, _ in cut_lora(topologies[0], 1).named_parameters() if "lora_" in name]
+    state = {name: gathered(name, 1) * ("o_proj.lora_B" not in name) for name in names}
+    save_as_every_rank(tmp_path, "t", topologies, lambda rank: {"model": dict(state)}, durable=False)
+    as_nxd(tmp_path / "t")
+    for rank in range(live_tp):
+        at = Topology(tp=live_tp).at(rank)
+        model, expected = cut_lora(at, None), cut_lora(at, 1)
+        load_checkpoint(tmp_path, "t", model, topology=at, verify=False)
+        assert values(expected.module) == values(model.module)
 
 
 def test_what_is_zero_on_all_ranks_is_recorded_as_it_is_cut(tmp_path: Path) -> None:

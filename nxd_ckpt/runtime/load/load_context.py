@@ -12,6 +12,7 @@ from nxd_ckpt.adapters.dtensor import refuse_sizes
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.adapters.optimizer_dict import DictOptimizer
+from nxd_ckpt.core.lora import is_adapter
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.resharding import rescaled
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -93,8 +94,16 @@ class LoadContext:
             aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
             every_stage=self.is_restaged,
             experts=self.opened.experts(),
+            gathered=self._adapters if manifest is None else {},
         )
         return ReshardedState(context, self.names_as_saved)
+
+    @property
+    def _adapters(self) -> dict[str, ParameterSpec]:
+        """The live LoRA adapters, with the cut that the caller or their base layer gives them."""
+        cuts = self.options.partitions or {}
+        specs = {name: spec for name, spec in self.specs.items() if is_adapter(name)}
+        return {name: replace(spec, partition=cuts.get(name, spec.partition)) for name, spec in specs.items()}
 
     @cached_property
     def names_as_saved(self) -> OptimizerNames:

@@ -205,7 +205,7 @@ class LoadPlanner:
         if self._context.specs:  # else a dict to be filled
             check_partitions(self._options.partitions or {}, self._context.specs, self._topology)
         if self._context.same_sizes("model") and not self._context.is_recut:
-            tree = self._opened.model_tree(self._topology.coordinates)
+            tree = self._context.state.context.model_tree(self._topology.coordinates)
             tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
         elif not model.names():  # a dict to be filled
             tree = self._context.target.model.tree()

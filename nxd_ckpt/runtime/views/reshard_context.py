@@ -31,7 +31,8 @@ class ReshardContext:
     ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved.
     ``aliases`` are all names of each tied parameter, by any of them. ``every_stage`` looks through all saved pipeline
     stages, also where this rank's own one stayed the same. ``experts`` are the saved expert parameters, None if the tag
-    does not mark them: live ones are marked only where expert parallelism cuts them.
+    does not mark them: live ones are marked only where expert parallelism cuts them. ``gathered``
+    are the live adapters that a tag of NxD may hold whole in each file.
     """
 
     opened: OpenTag
@@ -41,7 +42,27 @@ class ReshardContext:
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     every_stage: bool = False
     experts: Collection[str] | None = None
+    gathered: Mapping[str, ParameterSpec] = field(default_factory=dict)
     _plans: dict[Any, list[Read[CutIndex]]] = field(default_factory=dict, repr=False, compare=False)
+
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        """The model's state dict at these saving coordinates, adapters as that rank held them.
+
+        NxD's ``merge_sharded_lora`` writes each rank's rows, one rank after the other, into the files of all ranks.
+        """
+        tree, tp = self.opened.model_tree(at), self.saved.tp
+        return {**tree, **{name: part for name, part in self._own_parts(tree, at.tp_rank, tp) if tp > 1}}
+
+    def _own_parts(self, tree: Mapping[str, Any], tp_rank: int, tp: int) -> Iterator[tuple[str, Assembly]]:
+        for name, spec in self.gathered.items():
+            leaf, dim = tree.get(name), spec.partition.partition_dim
+            if dim is None or not spec.partition.known or not isinstance(leaf, TensorStub | Assembly):
+                continue
+            whole = spec.partition.global_shape(spec.shape, self.live.ep)
+            if leaf.shape == whole and whole[dim] % tp == 0:
+                part = tuple(size // tp if at == dim else size for at, size in enumerate(whole))
+                offset = tuple(tp_rank * size if at == dim else 0 for at, size in enumerate(part))
+                yield name, Assembly.of(leaf).within(Box(offset, part))
 
     def seen_from(self, live: Topology) -> ReshardContext:
         """The same for another rank."""

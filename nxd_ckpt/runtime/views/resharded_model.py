@@ -156,5 +156,5 @@ class ReshardedModel:
 
     def _tree(self, at: Coordinates) -> dict[str, Any]:
         if at not in self._trees:  # more of them than the tag keeps may be asked for each name
-            self._trees[at] = self._context.opened.model_tree(at)
+            self._trees[at] = self._context.model_tree(at)
         return self._trees[at]
