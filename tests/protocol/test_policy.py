@@ -17,23 +17,29 @@ from nxd_ckpt import (
     Every,
     Last,
     Within,
+    has_checkpoint,
+    list_checkpoints,
     load_checkpoint,
     open_checkpoint,
     retention,
     save_checkpoint,
 )
+from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.layout.names import MANIFEST
 from nxd_ckpt.retention import pin_checkpoint, prune_checkpoints, unpin_checkpoint
-from nxd_ckpt.runtime.coordination import intents, pins
+from nxd_ckpt.runtime.coordination import intents, journal, pins
 from nxd_ckpt.runtime.coordination.pins import pin
+from nxd_ckpt.runtime.paths import TRASH, trash_file
 from nxd_ckpt.runtime.save import commit
 from nxd_ckpt.runtime.save import retention as save_retention
+from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import visible_tags
 
@@ -214,6 +220,56 @@ def test_what_is_pinned_while_a_process_that_ends_removes_it_comes_back(five: Pa
     load_checkpoint(five, "step_1", model=loaded)
     assert [0.0, 0.0] == loaded["weight"].tolist()
     assert [] == storage.list(".nxd_ckpt/trash")
+
+
+def moved_away(directory: Path, tag: str) -> None:
+    """Pin a tag that a job has just moved away when it is killed."""
+    storage = LocalStorage(directory)
+    pin(storage, tag)
+    journal.remove_tag(storage, tag, "dead-1")
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_who_reads_finds_what_is_pinned_though_a_killed_process_moved_it_away(five: Path, by_name: bool) -> None:
+    """No save and no prune is needed for that; of two in the trash it is the newer. What is not pinned stays there."""
+    shutil.copytree(five / "step_1", five / trash_file("dead-0", "step_5"))
+    moved_away(five, "step_5")
+    journal.remove_tag(LocalStorage(five), "step_2", "dead-1")
+    assert "step_5" not in visible_tags(five)
+    content = load_checkpoint(five, "step_5" if by_name else None, model={})
+    assert content is None
+    assert ["step_1", "step_3", "step_4", "step_5"] == visible_tags(five)
+    assert () == verify_checkpoint(five, "step_5").problems
+    assert LOSSES["step_5"] == load_manifest((five / "step_5" / MANIFEST).read_bytes(), "").metrics["loss"]
+
+
+def test_who_lists_finds_what_is_pinned(five: Path) -> None:
+    """So does has_checkpoint, where it is the only one."""
+    moved_away(five, "step_3")
+    assert {f"step_{number}" for number in range(1, 6)} == {one.tag for one in list_checkpoints(five)}
+    for tag in visible_tags(five):
+        moved_away(five, tag)
+    assert has_checkpoint(five)
+
+
+def test_what_a_live_job_moves_away_is_left_to_it(five: Path) -> None:
+    """It sees the pin itself, and would not find what it has to move back."""
+    with Checkpointer(five) as saver:
+        saver.save("step_6", STATE)
+        moved_away(five, "step_3")
+        assert "step_3" not in {one.tag for one in list_checkpoints(five)}
+    assert "step_3" in {one.tag for one in list_checkpoints(five)}
+
+
+def test_who_may_only_read_is_told_where_it_is(five: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are read meanwhile."""
+    moved_away(five, "step_3")
+    read_only = failing("rename", "*", OSError(errno.EROFS, "Read-only file system"))
+    tags = settled_tags(HookedStorage(LocalStorage(five), read_only))
+    assert ["step_1", "step_2", "step_4", "step_5"] == sorted(info.tag for info in tags)
+    [message] = caplog.messages
+    assert "step_3 is pinned, and a job that was to remove it ended before" in message
+    assert f"it is in {TRASH}/dead-1-" in message
 
 
 def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from nxd_ckpt.core.keys import checked_name
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile
-from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.layout.names import DONE, HIDDEN
 from nxd_ckpt.runtime.coordination import intents
 from nxd_ckpt.runtime.coordination.control_files import read_note, set_aside
 from nxd_ckpt.runtime.coordination.pins import pinned
@@ -157,9 +157,38 @@ def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
     if storage.is_dir(key):  # in a store it is an intent
         for tag in pinned(storage):
             if is_trash_of(name, tag):
-                Replacement(storage, key, tag, key).put_back()
-                _sync(storage)
+                _put_back(storage, key, tag)
     intents.clear(storage, key, confirm)
+
+
+def pinned_in_trash(storage: Storage) -> dict[str, str]:
+    """The tags that are pinned and have lost their names, each with the key that it has in the trash, of several the
+    newest. A live job that moved one away sees the pin, and gives it its name back; a dead one does not."""
+    away = {tag for tag in pinned(storage) if not storage.is_dir(tag)} if storage.renames else set()
+    found = dict[str, tuple[float, str]]()
+    for entry in storage.list(TRASH) if away else ():
+        for tag in (tag for tag in away if is_trash_of(entry.name, tag)):
+            key = f"{TRASH}/{entry.name}"
+            with suppress(FileNotFoundError, MalformedFile):  # half deleted, or no tag
+                found[tag] = max(found.get(tag, (0.0, "")), (storage.time(f"{key}/{DONE}"), key))
+    return {tag: key for tag, (_, key) in found.items()}
+
+
+def put_back_pinned(storage: Storage) -> None:
+    """Give them their names back. Safe by several processes at once, while no job lives. Raises OSError."""
+    for tag, key in pinned_in_trash(storage).items():
+        with suppress(FileNotFoundError, FileExistsError):  # another process was faster
+            _put_back(storage, key, tag)
+            logger.warning(
+                "%s/%s is pinned, and a job that was to remove it ended before it saw that: it is back",
+                storage.url,
+                tag,
+            )
+
+
+def _put_back(storage: Storage, key: str, tag: str) -> None:
+    Replacement(storage, key, tag, key).put_back()
+    _sync(storage)
 
 
 def _sync(storage: Storage) -> None:

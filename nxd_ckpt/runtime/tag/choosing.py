@@ -28,6 +28,8 @@ logger = logging.getLogger("nxd_ckpt")
 _SWAP_TAKES = 10.0
 """Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
 
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 _LOOKS = 3
 """How often a tag is looked for before it counts as absent."""
 
@@ -132,9 +134,11 @@ def _settled(storage: Storage, look: Callable[[], list[TagInfo]], *, only_look: 
 def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
     """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's.
 
-    The latter not with ``only_look``.
+    The latter not with ``only_look``. A tag that is pinned, and that a dead job has moved away, gets its name back too.
     """
     if not journal.is_open(storage):
+        if not only_look:
+            _put_back_pinned(storage)
         return
     deadline, backoff = host.monotonic() + _SWAP_TAKES, Backoff(storage)
     while journal.is_open(storage) and host.monotonic() < deadline:
@@ -146,5 +150,25 @@ def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
         try:
             journal.recover(storage)
         except OSError as error:  # a read-only view shows what is there
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if error.errno not in _READ_ONLY:
                 raise
+
+
+def _put_back_pinned(storage: Storage) -> None:
+    away = journal.pinned_in_trash(storage)
+    if not away or lease.job_lives(storage, patience=_SWAP_TAKES):
+        return
+    try:
+        journal.put_back_pinned(storage)
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        for tag, key in away.items():
+            logger.warning(
+                "%s/%s is pinned, and a job that was to remove it ended before it saw that: it is in %s, and gets its "
+                "name back from whoever may write here (%s)",
+                storage.url,
+                tag,
+                key,
+                error,
+            )
