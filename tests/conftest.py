@@ -78,3 +78,10 @@ def xla_ranks() -> Iterator[RankPool]:
     """Four emulated CPU-XLA ranks, one pool for the whole session."""
     with RankPool(nproc=4, xla=True) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[RankPool]:
+    """Four ranks of a gloo process group, one pool for the whole session."""
+    with RankPool(nproc=4) as pool:
+        yield pool

@@ -36,6 +36,7 @@ LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in lay
 
 # What others call in the place of their own: above the layer that they lie in, and nothing below imports them.
 ABOVE = {f"nxd_ckpt.adapters.{name}": LEVEL_OF["checkpoint"] for name in ("dcp", "dcp_results", "dcp_writer")}
+ABOVE["nxd_ckpt.testing.resume"] = LEVEL_OF["api"]
 
 # Shipped for tests and trials: they stand on storage and below, and nothing else in the package imports them.
 BESIDE = ("testing", "emulation")
@@ -120,7 +121,12 @@ def _may_import(module: str, target: str) -> bool:
     source_layer, target_layer = _layer(module), _layer(target)
     if target_layer not in LEVEL_OF and target_layer not in BESIDE:
         target_layer = ""  # `from nxd_ckpt import name`: something that __init__ offers
-    above = [level for name, level in ABOVE.items() if f"{target}.".startswith(f"{name}.") and name != module]
+    above = [
+        level
+        for name, level in ABOVE.items()
+        # A package may offer its modules.
+        if f"{target}.".startswith(f"{name}.") and module not in (name, name.rpartition(".")[0])
+    ]
     if above or module in ABOVE:
         source = ABOVE.get(module, LEVEL_OF.get(source_layer, LEVEL_OF["storage"]))
         return source <= (above[0] if above else LEVEL_OF.get(target_layer, -1))

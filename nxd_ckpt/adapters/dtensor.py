@@ -6,7 +6,7 @@ Nothing here imports torch.distributed.tensor: a tensor can only be a DTensor in
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -69,6 +69,32 @@ def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
         local, about.device_mesh, about.placements, run_check=False, shape=model.shape, stride=model.stride()
     )
     return placed
+
+
+def model_of(parameter: torch.Tensor, shape: tuple[int, ...], cut: Collection[int]) -> torch.Tensor:
+    """A DTensor of ``shape``, without memory, for what an optimizer keeps for a parameter of another shape.
+
+    It lies on the parameter's mesh. Along a dimension of the mesh that cuts the parameter it is cut along the first of
+    its dimensions ``cut`` that is as long as the parameter's; else each rank there holds all of it.
+    """
+    library: Any = sys.modules["torch.distributed.tensor"]
+    about: Any = parameter
+    placements: list[Any] = []
+    for placement in about.placements:
+        dims = [dim for dim in cut if placement.is_shard() and shape[dim] == parameter.shape[placement.dim]]
+        plain = type(placement) is library.Shard and dims
+        placements.append(library.Shard(dims[0]) if plain else library.Replicate())
+    meta = torch.empty(shape, device="meta")
+    local = meta
+    coordinate = about.device_mesh.get_coordinate()
+    for size, at, placement in zip(about.device_mesh.shape, coordinate or (), placements, strict=False):
+        if placement.is_shard():
+            parts = local.chunk(size, placement.dim)
+            local = parts[at] if at < len(parts) else local.narrow(placement.dim, 0, 0)
+    model: torch.Tensor = library.DTensor.from_local(
+        local, about.device_mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
+    )
+    return model
 
 
 def placed_of(name: str, tensor: torch.Tensor) -> Placed:

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, placed_of
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, model_of, placed_of
 from nxd_ckpt.adapters.parameters import form_of, is_dense, is_tensor, memory_for, new_like, traits_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
-from nxd_ckpt.formats.tensors import Path, allocated, dtype_name
+from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name
 
 
 class LeafSource(Protocol):
@@ -69,7 +69,7 @@ class Slot:
 
     ``key`` is the tensor that its state is kept under and shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
     number ``shard`` of ``shards``. ``group`` is the param group of ``key``. ``placed`` says, in a load, which entries
-    are DTensors, or will be, and how they lie on their meshes.
+    are DTensors, or will be, and how they lie on their meshes; ``models`` has those that are not shaped as ``key`` is.
     """
 
     name: str
@@ -80,18 +80,31 @@ class Slot:
     shards: int = 1
     shard: int = 0
     placed: dict[Any, Placed] = field(default_factory=dict, compare=False)
+    models: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
         """Find out how entries lie that are ``saved`` as whole tensors: as ``live`` ones do, else as the parameter."""
         self.placed.clear()
+        self.models.clear()
         for entry, value in saved.items():
             model = live.get(entry, self.key if entry != STEP else None)
-            if is_dtensor(model) and is_tensor(value) and form_of(value)[1] == tuple(model.shape):
+            if not is_dtensor(model) or not is_tensor(value):
+                continue
+            shape = form_of(value)[1]
+            if entry not in live and entry not in ON_HOST and shape and shape != tuple(model.shape):
+                # Plain tensors of that kind were saved as rows: this one was a DTensor, of factored moments.
+                if is_rows(entry):
+                    continue
+                cut = {dim for part in Assembly.of(value).fragments for dim, at in enumerate(part.target.offset) if at}
+                model = self.models[entry] = model_of(self.key, shape, sorted(cut))
+            if shape == tuple(model.shape):
                 self.placed[entry] = placed_of(self.global_name(entry), model)
 
     def held(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
         """What an entry that is new becomes of the ``tensor`` that was loaded."""
-        return like(tensor, self.key) if entry in self.placed and not is_rows(entry) else tensor
+        if entry not in self.placed or is_rows(entry):
+            return tensor
+        return like(tensor, self.models.get(entry, self.key))
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """What the state entry at ``parts`` ("exp_avg", ...) is: cut like the parameter if shaped like it."""
@@ -169,7 +182,7 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
         wanted_dtype = dtype
         # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
         of_key = tuple(1 if found == 1 else size for found, size in zip(shape, slot.key.shape, strict=False))
-        is_free = slot.key is slot.parameter and not slot.name.startswith("#") and not is_dtensor(slot.key)
+        is_free = slot.key is slot.parameter and not slot.name.startswith("#")
         wanted = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
     if shape != wanted:
         raise ShapeMismatch(

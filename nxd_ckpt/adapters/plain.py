@@ -63,7 +63,13 @@ class PlainOptimizer:
 
     @cached_property
     def _slots(self) -> list[Slot]:
-        parameters = flat_parameters(self._optimizer.param_groups)
+        parameters = list(flat_parameters(self._optimizer.param_groups))
+        for name, (parameter, _) in zip(self._names, parameters, strict=True):
+            if torch.nn.parameter.is_lazy(parameter):
+                raise OptimizerMismatch(
+                    f"optim/{name}: its parameter has no shape yet, as it is a lazy module's: run a first batch "
+                    "through the model before the load, or load the model alone first"
+                )
         return [
             Slot(name, parameter, parameter, group, None if self.kind == "zero1" else spec_of(parameter, self._tp))
             for name, (parameter, group) in zip(self._names, parameters, strict=True)

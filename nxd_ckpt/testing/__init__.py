@@ -1,6 +1,10 @@
-"""For whoever writes a storage of their own, or tests what uses one. ``docs/own-storage.md`` shows them at work.
+"""For tests of your own: of a resume with your training objects, of a storage, of what uses one.
+
+``docs/doctor.md`` shows the first at work, ``docs/own-storage.md`` the others.
 
 ==================================  =====================================================================
+``check_resume``                    train, save, load into fresh objects, train on: equal to an uninterrupted run
+``ResumeDiffers``                   its error, which says the first difference
 ``HookedStorage``                   a wrapper that calls a hook before every ``Operation``
 ``recording``, ``failing``,         hooks: note operations, make chosen ones fail, slow them down, kill the process
 ``delaying``, ``killing``,          before one; ``chained``: several of them
@@ -12,6 +16,7 @@
 import sys
 
 from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.resume import ResumeDiffers, check_resume
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, chained, delaying, failing, killing, recording
 
 __all__ = [
@@ -19,7 +24,9 @@ __all__ = [
     "HookedStorage",
     "MemoryStorage",
     "Operation",
+    "ResumeDiffers",
     "chained",
+    "check_resume",
     "delaying",
     "failing",
     "killing",

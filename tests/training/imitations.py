@@ -1,0 +1,197 @@
+"""Optimizers with the state of public ones, small: what they keep, in which types and shapes, is theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate
+
+Tensor = torch.Tensor
+
+
+class _Own(torch.optim.Optimizer):
+    """Calls ``update`` for each parameter that has a gradient, as two dimensions."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.01, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = parameter.grad.reshape(parameter.shape[0] if parameter.dim() else 1, -1)
+                    change = self.update(self.state[parameter], grad, group)
+                    parameter.sub_(group["lr"] * change.reshape(parameter.shape))
+        return loss
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Lion(_Own):
+    """One moment, in bfloat16 whatever the parameter has."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        moment = state.setdefault("exp_avg", torch.zeros_like(grad, dtype=torch.bfloat16))
+        change = (0.9 * moment.to(grad.dtype) + 0.1 * grad).sign()
+        moment.copy_(0.99 * moment.to(grad.dtype) + 0.01 * grad)
+        return change
+
+
+class Muon(_Own):
+    """A momentum that is orthogonalised."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        buffer = state.setdefault("momentum_buffer", torch.zeros_like(grad))
+        buffer.mul_(0.95).add_(grad)
+        square = buffer / (buffer.norm() + 1e-7)
+        for _ in range(3):
+            square = 1.5 * square - 0.5 * square @ square.T @ square
+        return square
+
+
+class Shampoo(_Own):
+    """A list of preconditioners, and an int that counts."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["step"] = 0
+            state["preconditioners"] = [torch.eye(size) for size in grad.shape]
+        state["step"] += 1
+        left, right = state["preconditioners"]
+        left += grad @ grad.T
+        right += grad.T @ grad
+        return torch.linalg.solve(left, grad) if state["step"] % 2 else torch.linalg.solve(right, grad.T).T
+
+
+class Soap(_Own):
+    """Moments in a basis that may be absent, and tuples of shapes."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        if not state:
+            state.update(step=torch.tensor(0), GG=[torch.zeros(s, s) for s in grad.shape], Q=None, shape=grad.shape)
+            state.update(exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad), ranks=(grad.dim(), None))
+        state["step"] += 1
+        for total, one in zip(state["GG"], (grad, grad.T), strict=True):
+            total.lerp_(one @ one.T, 0.05)
+        if int(state["step"]) % 2 == 0:
+            state["Q"] = [torch.linalg.qr(total + torch.eye(len(total)))[0] for total in state["GG"]]
+        turned = grad if state["Q"] is None else state["Q"][0].T @ grad @ state["Q"][1]
+        state["exp_avg"].lerp_(grad, 0.1)
+        state["exp_avg_sq"].lerp_(turned.square(), 0.05)
+        return state["exp_avg"] / (state["exp_avg_sq"].mean().sqrt() + 1e-8)
+
+
+class Projector:
+    """As GaLore keeps one beside the moments."""
+
+    def __init__(self, basis: Tensor) -> None:
+        self.basis = basis
+
+
+class GaLore(_Own):
+    """Moments of fewer rows than the parameter, beside the basis that they are in."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        if "projection" not in state:
+            state["projection"] = {"basis": torch.linalg.svd(grad, full_matrices=False)[0][:, :2], "type": "left"}
+            state["exp_avg"] = torch.zeros(min(2, min(grad.shape)), grad.shape[1])
+        basis = state["projection"]["basis"]
+        state["exp_avg"].lerp_(basis.T @ grad, 0.1)
+        return basis @ state["exp_avg"]
+
+
+class EightBit(_Own):
+    """Codes, the values that they stand for, and a scale for each block."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["state1"] = torch.zeros(grad.numel(), dtype=torch.uint8)
+            state["qmap1"] = torch.linspace(-1, 1, 256)
+            state["absmax1"] = torch.zeros(-(-grad.numel() // 4))
+        scale = state["absmax1"].repeat_interleave(4)[: grad.numel()]
+        moment = state["qmap1"][state["state1"].long()] * scale
+        moment = 0.9 * moment + 0.1 * grad.flatten()
+        blocks = torch.nn.functional.pad(moment, (0, -moment.numel() % 4)).view(-1, 4)
+        state["absmax1"].copy_(blocks.abs().amax(1))
+        scale = state["absmax1"].repeat_interleave(4)[: grad.numel()].clamp(min=1e-12)
+        state["state1"].copy_(((moment / scale + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
+        return moment
+
+
+def _added_up(value: Any) -> Tensor:
+    """A DTensor whose ranks still have to add up their parts, as one that each of them has."""
+    if any(one.is_partial() for one in getattr(value, "placements", ())):
+        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    added: Tensor = value
+    return added
+
+
+class Factored(_Own):
+    """Row and column sums in place of a second moment, for matrices only."""
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        for entry, dim in (("row", 1), ("col", 0)):
+            mean = _added_up(grad.square().mean(dim))
+            state[entry] = state[entry].lerp(mean, 0.1) if entry in state else mean
+        state["RMS"] = float(_added_up(grad.norm()))
+        return grad / (torch.outer(state["row"], state["col"]) / (state["row"].mean() + 1e-30) + 1e-8).sqrt()
+
+
+class ScheduleFree(_Own):
+    """Another copy of the weights, and numbers in the param groups that each step changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, k=0, weight_sum=0.0, train_mode=True, lr_max=-1.0)
+
+    def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        group["k"] += 1
+        group["weight_sum"] += group["lr"] ** 2
+        group["lr_max"] = max(group["lr_max"], group["lr"])
+        z = state.setdefault("z", torch.zeros_like(grad))
+        z.sub_(grad * group["lr"] / group["weight_sum"] ** 0.5)
+        return grad - z / group["k"]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, whose param groups and state it shows as its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["lookahead_step"] = group.get("lookahead_step", 0) + 1
+                for parameter in (one for one in group["params"] if one.grad is not None):
+                    slow = self.state[parameter].setdefault("slow", torch.zeros_like(parameter))
+                    if group["lookahead_step"] % 2 == 0:
+                        slow.lerp_(parameter, 0.5)
+                        parameter.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)

@@ -1,0 +1,164 @@
+"""A resumed run is the uninterrupted one, for every training object of the registry; and what is not, is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
+from nxd_ckpt.api import close_checkpointers
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.testing import ResumeDiffers, check_resume
+from tests.rigs.rank_pool import RankPool
+from tests.training.registry import CASES, OPTIMIZERS, OWN, Inner, Mixed, step
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if case.soak else []) for name, case in CASES.items()]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
+    """Loaded into fresh objects, and trained for three more steps."""
+    case = CASES[name]
+    if case.differs:
+        with pytest.raises(ResumeDiffers, match=case.differs):
+            check_resume(case.make, step, new_process=False)
+    else:
+        check_resume(case.make, step, new_process=False)
+
+
+def test_another_memory_format_is_that_of_the_live_parameter(tmp_path: Path) -> None:
+    """Who changed the memory format between two runs gets moments in the order of the live parameters."""
+    model, optimizer = CASES["AdamW, fused, contiguous"].make()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "step_1", model, optimizer)
+    other, other_optimizer = CASES["AdamW, fused, channels_last"].make()
+    load_checkpoint(tmp_path, "step_1", other, other_optimizer)
+    close_checkpointers()
+    moment = other_optimizer.state[other.kernel]["exp_avg"]
+    assert other.kernel.stride() == moment.stride()
+    assert torch.equal(optimizer.state[model.kernel]["exp_avg"], moment)
+
+
+def _simple() -> tuple[Any, ...]:
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def _load_without_optimizer(directory: str, tag: str, model: Any, optimizer: Any, scheduler: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(tag, model, None, scheduler)
+
+
+@pytest.mark.xdist_group("new process")
+def test_a_new_process_resumes() -> None:
+    """As a job that starts again; what it did not load is named."""
+    check_resume(_simple, step, steps=1, steps_after=1)
+    with pytest.raises(ResumeDiffers, match=r"after the load: optimizer/param_groups/0/lr: expected 0\.0005 "):
+        check_resume(_simple, step, steps=1, steps_after=1, load=_load_without_optimizer)
+    with pytest.raises(InvalidArgument, match="make, step, save and load must be functions at the top level"):
+        check_resume(lambda: _simple(), step)
+
+
+class Forgetful(Mixed):
+    """Leaves a buffer out of its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving: torch.Tensor
+        self.register_buffer("moving", torch.zeros(()), persistent=False)
+
+    def forward(self, batch: int = 4) -> torch.Tensor:
+        self.moving = self.moving + 1
+        return super().forward(batch)
+
+
+class Loose(torch.optim.SGD):
+    """Keeps a number where no save looks."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
+def _without_frozen(directory: str, tag: str, model: Any, *others: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(tag, model, *others, ignore_keys=["model/frozen"])
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "load", "match"),
+    [
+        (Forgetful, torch.optim.AdamW, None, "moving: expected other values: 1 of 1 differ, by at most 3"),
+        (Mixed, Loose, None, "after the last step: model|after the last step: optimizer|loss of step"),
+        (Mixed, torch.optim.AdamW, _without_frozen, "after the load: model/state_dict/frozen: expected other values"),
+    ],
+    ids=["a buffer", "a number", "a frozen weight"],
+)
+def test_what_does_not_come_back_is_named(model: Any, optimizer: Any, load: Any, match: str) -> None:
+    """State that objects keep outside of what they save, and what a load leaves out."""
+
+    def make() -> Any:
+        live = model()
+        return live, optimizer(live.parameters())
+
+    with pytest.raises(ResumeDiffers, match=match):
+        check_resume(make, step, load=load, new_process=False)
+
+
+def test_a_lazy_parameter_of_an_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    """It has no shape before a first batch; a load of the model alone gives it one."""
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    lazy(torch.ones(1, 5))
+    optimizer = torch.optim.AdamW(lazy.parameters())
+    save_checkpoint(tmp_path, "t", lazy, optimizer)
+    fresh = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    other = torch.optim.AdamW(fresh.parameters())
+    with pytest.raises(OptimizerMismatch, match=r"optim/0\.weight: its parameter has no shape yet"):
+        load_checkpoint(tmp_path, "t", fresh, other)
+    load_checkpoint(tmp_path, "t", fresh)
+    load_checkpoint(tmp_path, "t", fresh, other)
+    assert torch.equal(lazy.get_parameter("0.weight"), fresh.get_parameter("0.weight"))
+    close_checkpointers()
+
+
+ON_RANKS = {
+    name: make
+    for name, make in {**OPTIMIZERS, **OWN}.items()
+    if name in ("SGD", "Adam", "AdamW", "Adagrad", "NAdam", "Lion", "factored", "Muon", "own options")
+}
+
+
+def _on_ranks(rank: int, names: list[str]) -> list[str]:
+    """What differs after a resume of a model that is cut over the ranks, one line for each optimizer."""
+    problems = []
+    for name in names:
+
+        def make(name: str = name) -> Any:
+            torch.manual_seed(0)
+            model = Inner(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6, bias=False))
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            return model, ON_RANKS[name](model.parameters())
+
+        try:
+            check_resume(make, step, new_process=False)
+        except ResumeDiffers as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+def test_resumed_ranks_are_the_uninterrupted_ones(gloo_ranks: RankPool) -> None:
+    """FSDP2 on four ranks, with shards of different sizes; all ranks hear of a difference."""
+    assert [[]] * 4 == gloo_ranks.run(_on_ranks, list(ON_RANKS))
