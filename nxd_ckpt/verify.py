@@ -30,6 +30,7 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.layout import legacy, names
 from nxd_ckpt.layout.directory import NO_TAG
 from nxd_ckpt.layout.files import MissingTensor, TagFiles
+from nxd_ckpt.layout.state_dicts import refuse_numbers
 from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.progress import Counter, report, watched
 from nxd_ckpt.runtime.tag.choosing import choose_tag
@@ -313,5 +314,7 @@ def _lost_of_model(opened: OpenTag, at: Coordinates) -> list[str]:
 
 
 def _lost_of_optimizer(opened: OpenTag, at: Coordinates) -> list[str]:
-    opened.optimizer_tree(at)
+    tree = opened.optimizer_tree(at)
+    if opened.manifest is None:
+        refuse_numbers(tree, None, opened.where)
     return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -14,6 +14,20 @@ from nxd_ckpt.formats.tensors import TENSORS, TensorReference
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _BY_INDEX = ("state", "base_state")
+
+_MOMENTS = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+}
+"""What optimizers, torch's and others, call state that is a tensor for each parameter (or None)."""
+_MAY_BE_ONE_NUMBER = {"exp_avg_sq"}
+"""Those that some optimizers (NovoGrad) keep as a tensor of one number for each parameter."""
 
 
 def reading(method: MethodT) -> MethodT:
@@ -67,6 +81,49 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
         if not isinstance(params, (list, tuple)) or not all(isinstance(index, (int, str)) for index in params):
             raise MalformedFile(f"{where}: the params of a group must be indices, found {shown(params)}")
     return cast("dict[str, Any]", tree)
+
+
+def refuse_numbers(tree: Mapping[str, Any], names: Sequence[str] | None, where: str) -> None:
+    """Raise MalformedFile if the optimizer's state dict ``tree`` has a number or text in the place of a moment or of
+    master weights, or a tensor of one number beside those of a parameter. ``names`` are its parameters'.
+
+    Optimizers would compute with it, and spread it over the parameter; and of what no digest proves, nothing else shows
+    that the file was changed.
+    """
+    for index, master in tree.get("sharded_master_weights", {}).items():
+        if _is_plain(master):
+            raise _number(f"{where}: optimizer, master weights of {_who(index, names)}", master)
+    states = {index: state for key in _BY_INDEX for index, state in tree.get(key, {}).items()}
+    by_index = {index: state for index, state in states.items() if isinstance(state, Mapping)}
+    tensors = {
+        name: index for index, state in by_index.items() for name in state if getattr(state[name], "shape", None)
+    }
+    for index, state in by_index.items():
+        of_parameter = any(getattr(value, "shape", None) for value in state.values())
+        for name in sorted(_MOMENTS & state.keys()):
+            value = state[name]
+            is_one = of_parameter and name not in _MAY_BE_ONE_NUMBER and getattr(value, "shape", None) == ()
+            if is_one or _is_plain(value):
+                other = f"as {name} of {_who(tensors[name], names)} is" if name in tensors else "like the parameter"
+                raise _number(f"{where}: optimizer, {name} of {_who(index, names)}", value, other)
+
+
+def _who(index: Any, names: Sequence[str] | None) -> str:
+    if names is not None and isinstance(index, int) and 0 <= index < len(names):
+        return repr(names[index])
+    return f"parameter {shown(index)}"
+
+
+def _number(what: str, value: Any, other: str = "like the parameter") -> MalformedFile:
+    found = f"the number {value!r}" if type(value) in (int, float) else shown(value)
+    found = "a tensor of one number" if hasattr(value, "shape") else found
+    return MalformedFile(f"{what} is {found}, expected a tensor, {other}; the file is damaged, or was changed")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number or text, or several of these; None is what optimizers have that keep no such state."""
+    several = value if isinstance(value, (list, tuple)) else (value,)
+    return all(isinstance(one, (bool, int, float, complex, str, bytes)) for one in several)
 
 
 def _names(value: Any, what: str) -> dict[str, Any]:

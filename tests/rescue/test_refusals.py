@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.convert import migrate
+from nxd_ckpt import load_checkpoint
+from nxd_ckpt.convert import migrate, to_dcp
 from nxd_ckpt.convert.locations import Location, locate_any, locate_input
 from nxd_ckpt.convert.source import open_any
 from nxd_ckpt.errors import (
@@ -24,6 +25,8 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
+from nxd_ckpt.layout.names import rank_file
+from nxd_ckpt.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.rescue.old_run import OldRun
 from tests.rescue.written import (
@@ -172,11 +175,13 @@ def _as_context_parallel_ranks_leave_it(place: Path) -> None:
         torch.save(tree, path)
 
 
-def _with_a_number(path: Path) -> None:
+def _with_a_number(path: Path, number: Any = 0.5, *, of_all: bool = False) -> None:
     """In the place of a moment."""
     tree = torch.load(path, weights_only=False)
     optimizer = tree.get("optimizer", tree)
-    optimizer.get("base_state", optimizer["state"])[1]["exp_avg"] = 0.5
+    states = optimizer.get("base_state", optimizer["state"])
+    for state in states.values() if of_all else [states[1]]:
+        state["exp_avg"] = number
     torch.save(tree, path)
 
 
@@ -233,14 +238,82 @@ def test_what_contradicts_itself(
     refused(place, kind, complaint)
 
 
-def test_a_number_in_the_place_of_a_moment(tmp_path: Path) -> None:
-    """Where there is a single file: other parameters have a tensor there."""
+@pytest.mark.parametrize("number", [0.5, 0, True, "0.5", [0.5], torch.tensor(0.5)], ids=repr)
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_number_in_the_place_of_a_moment(tmp_path: Path, number: Any, of_all: bool) -> None:
+    """Where there is a single file; of one parameter, where others have a tensor there, and of all."""
     path = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
-    _with_a_number(path)
-    complaint = r"exp_avg of 'model\.\S+' is the number 0\.5, expected a tensor, as exp_avg of"
-    with pytest.raises(MalformedFile, match=complaint):
+    _with_a_number(path, number, of_all=of_all)
+    with pytest.raises(MalformedFile, match=r"exp_avg of 'model\.\S+' is .*, expected a tensor, (as exp_avg of|like)"):
         migrate(path.parent, tmp_path / "step_3", to="tag")
     assert not (tmp_path / "step_3").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "number"),
+    [
+        ("state", "exp_avg", 0.5),
+        ("state", "exp_avg", torch.tensor(0.5)),
+        ("state", "exp_avg_sq", 1),
+        ("base_state", "exp_avg_sq", 1),
+        ("base_state", "momentum_buffer", "none"),
+        ("base_state", "exp_avg", torch.tensor(0.5)),
+        ("sharded_master_weights", None, 0.0),
+    ],
+)
+def test_an_optimizer_of_another_program_with_a_number_for_a_moment(
+    tmp_path: Path, part: str, key: str | None, number: Any
+) -> None:
+    """Loads refuse it too, before anything changes: with an optimizer that has no state yet it would be taken."""
+    model, optimizer = stepped()
+    state = optimizer.state_dict()
+    if part != "state":
+        state |= {"base_state": state["state"], "state": {}, "shape_info": {}, "sharded_master_weights": {}}
+    if key is None:
+        state[part][1] = number
+    else:
+        state[part][1][key] = number
+    write_foreign(tmp_path / "step_3", model, state)
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.clone()
+    with pytest.raises(MalformedFile, match=r"(master weights|exp_avg|exp_avg_sq|momentum_buffer) of 'bias' is"):
+        load_checkpoint(tmp_path, "step_3", model, torch.optim.AdamW(model.parameters()))
+    assert torch.equal(before, model.weight)
+    with pytest.raises(MalformedFile, match="of parameter 1 is"):
+        to_dcp(tmp_path / "step_3", tmp_path / "dcp")
+    [problem] = verify_checkpoint(tmp_path, "step_3").problems
+    assert "of parameter 1 is" in problem
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.ones(2), None])
+def test_optimizers_with_one_number_for_a_parameter(tmp_path: Path, value: torch.Tensor | None) -> None:
+    """NovoGrad has one second moment for each parameter, a tensor of one number; others keep None."""
+    model, optimizer = stepped()
+    state = optimizer.state_dict()
+    state["state"][1]["exp_avg_sq"] = value
+    write_foreign(tmp_path / "step_3", model, state)
+    loaded = torch.optim.AdamW(model.parameters())
+    load_checkpoint(tmp_path, "step_3", model, loaded)
+    found = loaded.state_dict()["state"][1]["exp_avg_sq"]
+    assert found is None if value is None else torch.equal(value, found)
+
+
+def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer after a step."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write_foreign(tag: Path, model: torch.nn.Module, optimizer: dict[str, Any]) -> None:
+    """A tag of one rank, without our index."""
+    for part, state in (("model", model.state_dict()), ("optim", optimizer)):
+        (tag / part).mkdir(parents=True)
+        torch.save(state, tag / part / rank_file(0, None, 0, 0))
+    for marker in ("checkpoint", "done"):
+        (tag / marker).write_text("1")
 
 
 def test_torchtitan_needs_to_know_the_model(tmp_path: Path) -> None:

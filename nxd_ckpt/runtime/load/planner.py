@@ -23,6 +23,7 @@ from nxd_ckpt.core.resharding import check_partitions
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.layout.state_dicts import refuse_numbers
 from nxd_ckpt.runtime.load.load_context import LoadContext
 from nxd_ckpt.runtime.load.master_weights import ExactWeights, exact_weights, of_other_dtype
 from nxd_ckpt.runtime.load.placing import local_tree
@@ -223,6 +224,8 @@ class LoadPlanner:
         if same and not context.is_reordered(optimizer):
             tree = self._opened.optimizer_tree(self._topology.coordinates, context.live_names)
             if not context.is_regrouped(optimizer, tree):
+                if self._opened.manifest is None:
+                    refuse_numbers(tree, context.live_names, self._opened.where)
                 return tree
         form = optimizer.form()
         if form is None:

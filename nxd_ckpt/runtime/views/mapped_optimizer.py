@@ -15,6 +15,7 @@ from typing import Any
 
 from nxd_ckpt.adapters.optimizer_state import STEP
 from nxd_ckpt.adapters.parameters import form_of, is_tensor
+from nxd_ckpt.core.laws import FIRST
 from nxd_ckpt.core.plan import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
@@ -122,12 +123,17 @@ class MappedOptimizer:
             for key, leaf in slot.state.items()
             if key != STEP and is_tensor(leaf) and form_of(leaf)[1]
         }
+        shapes = {tensor.source.name: tensor.source.local_shape for tensor in self._mapped.tensors}
         for name, slot in self._slots.items():
-            for key in shaped.keys() & slot.state.keys():
-                if isinstance(slot.state[key], (bool, int, float)):
+            for key in (shaped.keys() | FIRST) & slot.state.keys():
+                value = slot.state[key]
+                is_one_number = is_tensor(value) and not form_of(value)[1] and bool(shapes[name])
+                if is_one_number or not (is_tensor(value) or value is None):
+                    found = "a tensor of one number" if is_one_number else f"the number {value!r:.80}"
+                    other = f"as {key} of {shaped[key]!r} is" if key in shaped else "like the parameter"
                     raise MalformedFile(
-                        f"{self._opened.where}: optimizer, {key} of {name!r} is the number {slot.state[key]!r}, "
-                        f"expected a tensor, as {key} of {shaped[key]!r} is; the file is damaged, or was changed"
+                        f"{self._opened.where}: optimizer, {key} of {name!r} is {found}, expected a tensor, {other}; "
+                        "the file is damaged, or was changed"
                     )
 
     @cached_property

@@ -20,6 +20,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, iter_tensors
+from nxd_ckpt.layout.state_dicts import refuse_numbers
 from nxd_ckpt.runtime.views.optimizer_names import OptimizerNames
 from nxd_ckpt.runtime.views.reshard_context import ReshardContext, assembled
 from nxd_ckpt.runtime.views.resharded_model import ReshardedModel
@@ -360,6 +361,8 @@ class ReshardedOptimizer:
                     f"{opened.where}: the optimizer's shards were cut in a way that only it knows "
                     "(zero1_optimizer=True for one that is not ZeRO-1); load them on the sizes that they were saved on"
                 )
+            if opened.manifest is None:
+                refuse_numbers(tree, names, opened.where)
             prefix, shape = self._names.prefix(context, at), context.recorded_shape
             self._saved[at] = saved_optimizer(tree, names, prefix, shape, opened.where)
         return self._saved[at]
