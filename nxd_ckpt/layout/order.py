@@ -15,6 +15,7 @@ from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import Manifest, RankIndex, load_index, load_manifest
 from nxd_ckpt.core.tags import LATEST, same_time
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.zip_container import Record
 from nxd_ckpt.formats.zip_directory import read_records
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.names import DONE, MANIFEST
@@ -111,16 +112,41 @@ def _is_another_file(storage: Storage, key: str, nbytes: int) -> bool:
         size = storage.size(key)
         if size == nbytes:
             return False
-        if key.endswith(names.DCP_METADATA):
-            return True
-        with closing(storage.open(key)) as reader:
-
-            def pread(offset: int, count: int) -> bytes:
-                data = bytearray(max(0, min(count, size - offset)))
-                reader.read_ranges([(offset, memoryview(data))])
-                return bytes(data)
-
-            read_records(pread, size, key)
+        return key.endswith(names.DCP_METADATA) or bool(_records(storage, key, size))
     except (FileNotFoundError, MalformedFile, EOFError):
         return False
-    return True
+
+
+def file_of_ours(storage: Storage, tag: str) -> str | None:
+    """The key of a file that a save of ours wrote into a tag; None where none is found among the first and the last of
+    the model and of the optimizer."""
+    for part in (names.MODEL_DIR, names.OPTIMIZER_DIR):
+        folder = f"{tag}/{part}" if tag else part
+        files = [f"{folder}/{entry.name}" for entry in storage.list(folder) if not entry.is_dir]
+        xser = [f"{folder}/{entry.name}" for entry in storage.list(folder) if entry.name.endswith(".tensors")]
+        files += [f"{inner}/{entry.name}" for inner in xser[:1] for entry in storage.list(inner)[:1]]
+        for key in dict.fromkeys([*files[:1], *files[-1:]]):
+            if _is_of_ours(storage, key):
+                return key
+    return None
+
+
+def _is_of_ours(storage: Storage, key: str) -> bool:
+    """True for a torch zip file with its pickle after the tensors: torch puts it first."""
+    try:
+        records = [record.name.partition("/")[2] for record in _records(storage, key, storage.size(key))]
+    except (FileNotFoundError, MalformedFile, EOFError):
+        return False
+    return records[-3:] == ["data.pkl", "byteorder", "version"] and records[0].startswith("data/")
+
+
+def _records(storage: Storage, key: str, size: int) -> list[Record]:
+    """Those of a file that is a whole zip archive. Raises MalformedFile for any other."""
+    with closing(storage.open(key)) as reader:
+
+        def pread(offset: int, count: int) -> bytes:
+            data = bytearray(max(0, min(count, size - offset)))
+            reader.read_ranges([(offset, memoryview(data))])
+            return bytes(data)
+
+        return read_records(pread, size, key)

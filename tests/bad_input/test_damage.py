@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,41 @@ def test_a_tag_that_lost_its_manifest_or_its_index(
     assert () == verify_checkpoint(tmp_path / "copy", "two").problems
 
 
-def test_a_tag_without_manifest_and_index_is_a_foreign_one(kept: Path, tmp_path: Path) -> None:
-    """As the error of a lost manifest proposes: with neither it is read as what neuronx_distributed writes."""
+def written_anew(files: Iterable[Path]) -> None:
+    """By torch. Info files of xser hold no tensor, and refer to a class that is not here."""
+    for file in files:
+        if not file.with_name(f"{file.name}.tensors").is_dir():
+            torch.save(torch.load(file, weights_only=False), file)
+
+
+@pytest.mark.parametrize("left", ["all", "model", "optim"])
+def test_a_tag_without_manifest_and_index_is_a_foreign_one(
+    kept: Path, tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the error of a lost manifest proposes: with neither it is read as what neuronx_distributed writes. A warning
+    names it, and a file that shows that it was ours, also beside files of another program."""
     shutil.copytree(kept, tmp_path / "copy")
-    (tmp_path / "copy" / "one" / "manifest.json").unlink()
-    shutil.rmtree(tmp_path / "copy" / "one" / "index")
+    tag = tmp_path / "copy" / "one"
+    (tag / "manifest.json").unlink()
+    shutil.rmtree(tag / "index")
+    written_anew(file for file in tag.glob("**/*.pt") if left not in ("all", file.relative_to(tag).parts[0]))
     assert whole_outcomes(kept)[0] == outcome(tmp_path / "copy", 0)
+    place = "model" if left == "all" else left
+    warnings = {message for message in caplog.messages if "of a save of ours" in message}
+    assert [True] == [message.startswith(f"{tag} has neither") and f"one/{place}/" in message for message in warnings]
+
+
+def test_what_another_program_wrote_beside_ours_is_no_tag_that_lost_its_manifest(
+    kept: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves of both programs in one directory are usual when a job has changed over."""
+    shutil.copytree(kept, tmp_path / "copy")
+    tag = tmp_path / "copy" / "one"
+    (tag / "manifest.json").unlink()
+    shutil.rmtree(tag / "index")
+    written_anew(tag.glob("**/*.pt"))
+    assert whole_outcomes(kept)[0] == outcome(tmp_path / "copy", 0)
+    assert [] == [message for message in caplog.messages if "of ours" in message]
 
 
 def test_a_truncated_file_is_named(kept: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Set
 from nxd_ckpt.core.manifest import Manifest, load_manifest
 from nxd_ckpt.errors import CorruptCheckpoint, TagReplaced
 from nxd_ckpt.layout import names
-from nxd_ckpt.layout.order import is_written_over
+from nxd_ckpt.layout.order import file_of_ours, is_written_over
 from nxd_ckpt.layout.tag import open_tag
 from nxd_ckpt.runtime.tag.identity import Identity
 from nxd_ckpt.runtime.tag.opened import OpenTag
@@ -54,6 +54,16 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
             raise _lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
     elif tag and names.INDEX_DIR in listed:
         raise _lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
+    elif (file := file_of_ours(storage, tag)) is not None:
+        logger.warning(
+            "%s has neither %s nor %s/, but %s is of a save of ours: the tag lost them. It is read as what "
+            "neuronx_distributed writes: nothing tells whether all its files are there, and of one save. Restore the "
+            "tag from a copy, or load another one",
+            where,
+            names.MANIFEST,
+            names.INDEX_DIR,
+            file,
+        )
     topology = None if manifest is None else manifest.topology
     layout = open_tag(storage, tag, topology=topology, trust_pickle=trust_pickle)
     return OpenTag(storage, tag, layout, manifest, identity)
