@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.manifest import FileEntry
@@ -37,6 +37,7 @@ from nxd_ckpt.runtime.tag.choosing import choose_tag
 from nxd_ckpt.runtime.tag.identity import of_latest
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.runtime.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.runtime.tag.verification import crc32_of, verify_file
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
@@ -97,10 +98,57 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
         return Verification(chosen, 0, 0, (str(error),))
     with opened.kept(verified=opened.manifest is not None):
         found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
+        found = replace(found, problems=(*found.problems, *_problems_of_seal(opened)))
         if found.problems:
             opened.require_kept()
     report("verified", opened.where, found.nbytes, started)
     return found
+
+
+def _problems_of_seal(opened: OpenTag) -> Iterator[str]:
+    """Of a tag among another library's files, which a seal lists: files that are gone, changed, or were added."""
+    storage = opened.storage
+    if opened.manifest is None or not storage.is_file(DIGESTS):
+        return
+    try:
+        if f"{opened.tag}/{names.MANIFEST}" not in read_seal(storage):
+            return  # another program's file of that name, or a seal of an older version, or of other tags
+        yield from map(str, seal_problems(storage, opened.tag))
+        for file in sorted(_files_and_sizes(opened)[0]):
+            yield f"{opened.where}/{file} was not saved: no index lists it. It was added since; move it elsewhere"
+    except CheckpointError as error:
+        yield str(error)
+
+
+def require_all_files(storage: Storage, tag: str) -> None:
+    """Compare the names and sizes of a tag's files with what its indexes list; no contents are read.
+
+    Raises:
+        CorruptCheckpoint, PartNotFound: a file is missing, has another size, or was added.
+    """
+    opened = open_complete_tag(storage, tag)
+    added, sizes = _files_and_sizes(opened)
+    for file in sorted(added):
+        raise CorruptCheckpoint(f"{opened.where}/{file} is not of this save: no index lists it")
+    for file, expected in sizes.items():
+        try:
+            size = storage.size(f"{tag}/{file}")
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{opened.where}/{file} is missing") from error
+        if size != expected:
+            raise MalformedFile(f"{opened.where}/{file} has {size} bytes, expected {expected}")
+
+
+def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
+    """Files of a tag of ours that no index lists, but for hidden ones; and the size of each file that one does."""
+    ranks = map(opened.topology.coordinates_of, range(opened.topology.world_size))
+    sizes = {file: entry.nbytes for at in ranks for file, entry in opened.index(at).files.items()}
+    added = set[str]()
+    for file in files_of(TagFiles(opened.storage, opened.tag)):
+        folder, name = file.partition("/")[0], file.rpartition("/")[2]
+        if file not in sizes and file != names.MANIFEST and folder != names.INDEX_DIR and not name.startswith("."):
+            added.add(file)
+    return added, sizes
 
 
 def files_of(files: TagFiles) -> Iterator[str]:

@@ -35,7 +35,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.runtime.coordination.agreement import Alone, decided_by_rank0, on_all
+from nxd_ckpt.runtime.coordination.agreement import Alone, on_all
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.load.loading import require_fit
@@ -47,6 +47,9 @@ STATE = "training_state"
 """The tag of the first model in a checkpoint's directory."""
 
 _NUMBERED = r"checkpoint_(\d+)"
+
+_RANDOM_STATE = "random_states_{}.pkl"
+"""The file of each rank, by its number."""
 
 _ACCELERATES = (
     *("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler*.bin", "sampler*.bin", "dl_state_dict*"),
@@ -72,6 +75,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     any_world_size: ClassVar[bool] = False
     """Load what another number of processes saved, too. Random states are then those of the ranks that both have."""
 
+    files_added_later: ClassVar[Sequence[str]] = ()
+    """Glob patterns of files that a script adds to a checkpoint after it was saved: a load does not mind them."""
+
     _saving: SealedDirectory | None = None
     """What is not known to be visible yet."""
 
@@ -85,12 +91,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._require_supported()
         directory = self._directory(output_dir)
         agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint") or Alone()
-        decided_by_rank0(agreement, directory.begin)
+        directory.begin_together(agreement)
         with self._bare() as bare:
             for hook in bare.save_hooks:  # what they take out of the weights is saved all the same
                 hook(list(bare.models), [None] * len(bare.models), directory.staged)
             super().save_state(directory.staged, safe_serialization, **options)
+        if self.is_main_process:
+            directory.record(other_ranks=_RANDOM_STATE.format("[1-9]*"))
         self.wait_for_everyone()  # until all ranks' files are there
+        # All ranks write the state of the scaler and of stateful data loaders, and hooks what they like.
+        directory.complete(agreement, _RANDOM_STATE.format(self.process_index), shared=True)
         with directory.publishing(self.is_main_process) as saves:
             self._save_models(directory, saves)
         self._saving = directory
@@ -114,7 +124,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         content = open_checkpoint(place, STATE).user_content()
         require_same_setting(place, content["runs_with"], self._setting(), self.any_world_size)
         require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
-        verify_files(place, STATE)
+        verify_files(place, STATE, self.files_added_later)
         self._load_models(place)
         with self._bare() as bare:
             for hook in bare.load_hooks:
@@ -220,10 +230,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.wait(meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint"))
+        project = self.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint")
+        saving.wait(agreement, partial(saving.retire, _NUMBERED, limit))
         self.wait_for_everyone()
-        if self.is_main_process and self.project_configuration.automatic_checkpoint_naming:
-            saving.retire(_NUMBERED, self.project_configuration.total_limit)
 
     def _require_supported(self) -> None:
         shards = self.distributed_type == DistributedType.FSDP

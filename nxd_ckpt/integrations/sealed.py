@@ -1,9 +1,13 @@
 """A directory of another library's files that appears as a whole: with tags in it, and digests of all other files.
 
-The order is derived from *visible means complete*: the library's files are written out of sight. While tags are saved,
-they are sealed: synced, and their digests taken. When all of that is done, the tags join them, the digests are written
-with those of the tags' manifests, which say which save each is of, and one rename makes the directory visible. What it
-replaces stays until then. The training thread reads and syncs none of the files.
+The order is derived from *visible means complete*: the library's files are written out of sight, to a directory of this
+attempt alone. While tags are saved, they are sealed: synced, and their digests taken. When all of that is done, the
+tags join them, the digests are written with those of the tags' manifests, which say which save each is of, and one
+rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none of the
+files.
+
+Nothing is made, moved or removed but under a lease, which rank 0 holds from the beginning to the end. What is sealed is
+what the library wrote: a file that vanished, appeared or changed meanwhile is refused.
 """
 
 from __future__ import annotations
@@ -12,42 +16,29 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
 
 from nxd_ckpt.convert.transfer import sync
-from nxd_ckpt.core import document
-from nxd_ckpt.core.keys import checked_key
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.errors import (
-    CheckpointError,
-    DigestMismatch,
-    DirectoryInUse,
-    InvalidArgument,
-    MalformedFile,
-    OutcomeUnknown,
-    PartLost,
-    as_checkpoint_errors,
-)
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, as_checkpoint_errors
+from nxd_ckpt.integrations.output_lease import Holding, OutputLease
+from nxd_ckpt.integrations.written_files import WrittenFiles
 from nxd_ckpt.layout.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.runtime.at_exit import close_at_exit, forget
-from nxd_ckpt.runtime.coordination import lease
 from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.runtime.coordination.replacement import Replacement
-from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.runtime.save.background import Helpers
 from nxd_ckpt.runtime.save.pending import PendingSave
-from nxd_ckpt.runtime.tag.verification import crc32_of
+from nxd_ckpt.runtime.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.system import locked
+from nxd_ckpt.verify import require_all_files
 
 logger = logging.getLogger("nxd_ckpt")
-
-DIGESTS = "digests.json"
-"""Size in bytes and CRC-32 of every other file, by its path; of those of tags, their manifests know, which are here."""
 
 _INCOMPLETE = ".incomplete"
 """Where directories are written, in the root of those that they are published to."""
@@ -58,14 +49,11 @@ _NEWS = 5.0
 """Seconds after which rank 0 says again that it is at work."""
 
 
-_LOCK = ".lock"
-"""In the directory of the tags: held by who writes files beside it."""
-_PATIENCE = 30.0
-"""Seconds for which a job of another host is watched, to see whether it lives."""
-_ELSE = "stop one of two jobs, or give each an output directory of its own"
+_ATTEMPT = "attempt-"
+"""Begins the name, there, of what one attempt writes to."""
 
-_claims: dict[str, ExitStack] = {}
-"""The locks of this process, by the directory of the tags, each held from the beginning of a save to its end."""
+_leases = Holding()
+"""Those of this process; their users are the attempts whose files are being sealed."""
 
 
 class SealedDirectory:
@@ -77,15 +65,20 @@ class SealedDirectory:
     def __init__(self, root: str, name: str, durable: bool = True) -> None:
         self._storage = LocalStorage(os.path.abspath(root), durable)
         self._name, self._folder = name, os.path.dirname(name)
-        self._staged = f"{_INCOMPLETE}/{os.path.basename(name)}"
+        self._attempt = ""
         self._saves: list[PendingSave] = []
+        self._lease: OutputLease | None = None
+        self._written = WrittenFiles("")
         self._published: Future[None] | None = None
         """On rank 0: when it is visible, or cannot become so."""
         self.path = os.path.join(self._storage.url, name)
-        self.staged = os.path.join(self._storage.url, self._staged)
-        """Where the library writes its files."""
+        self.staged = ""
+        """Where the library writes its files, once it has begun."""
         self.tags = os.path.join(self._storage.url, _INCOMPLETE, "tags")
         """The directory that tags are saved to, before they become part of this one."""
+        self._output = LocalStorage(os.path.join(self._storage.url, _INCOMPLETE), durable=False)
+        # A lease is of living processes: what a power cut takes away is nobody's.
+        self._claimed = LocalStorage(os.path.join(self.tags, HIDDEN, "output"), durable=False)
 
     def refuse_a_file(self) -> None:
         """Raise InvalidArgument where a file has its name. Any rank may call this."""
@@ -99,7 +92,7 @@ class SealedDirectory:
         # Whoever looked at its statistics left them in a hidden directory.
         names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS, HIDDEN}
         with suppress(CheckpointError):  # of another's, or damaged: then the patterns tell
-            sealed |= {name.partition("/")[0] for name in _digests(LocalStorage(self.path))}
+            sealed |= {name.partition("/")[0] for name in read_seal(LocalStorage(self.path))}
         others = [name for name in names if name not in sealed and not is_sealed(self.path, name)]
         foreign = [name for name in others if not any(fnmatchcase(name, pattern) for pattern in patterns)]
         if foreign:
@@ -108,42 +101,72 @@ class SealedDirectory:
                 "save to a directory of its own"
             )
 
-    def begin(self) -> None:
-        """Finish what a killed run was about to replace, remove what else it left, and make room.
+    def begin_together(self, agreement: Agreement) -> None:
+        """All ranks: rank 0's :meth:`begin`, after which each of them may write to :attr:`staged`."""
+        self._enter(decided_by_rank0(agreement, self.begin))
+
+    def begin(self) -> str:
+        """Finish what a killed run was about to replace, remove what else it left, and make room; the attempt's name.
 
         Raises DirectoryInUse, before anything is touched, where another live job saves there.
         """
-        self._claim()
+        self._lease = _leases.take(self._claimed, LocalStorage(self.tags), shown=self._storage.url)
         for folder in dict.fromkeys(("", self._folder)):  # often one: what leads to it is synced once
             self._storage.make_dir(folder)
         self._storage.sync_dir("")  # the library may have made the folder
-        for entry in self._storage.list(_INCOMPLETE):
-            if entry.name.endswith(_ASIDE):  # its name may be free: not all file systems exchange two names at once
-                self._replacement(entry.name.removesuffix(_ASIDE)).settle()
-                self._storage.sync_dir(self._folder)
-        for entry in self._storage.list(_INCOMPLETE):
-            if entry.name != "tags":
-                self._storage.remove(f"{_INCOMPLETE}/{entry.name}")
+        self._clear()
+        self._enter(f"{_ATTEMPT}{uuid.uuid4().hex[:12]}")
         # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
         # synced itself, and its new name after the rename.
-        LocalStorage(self._storage.root, durable=False).make_dir(self._staged)
+        for folder in ("tags", f"{self._attempt}/{os.path.basename(self._name)}"):
+            self._output.make_dir(folder)
+        return self._attempt
 
-    def _claim(self) -> None:
-        """Exclude other jobs: by the lease of the tags, and until this job's first save has taken that, and while files
-        are written, by a lock of the system's."""
-        tags = LocalStorage(self.tags)
-        holder = lease.read(tags)
-        own = holder is not None and holder.is_of_process_of(lease.Lease.of_this_process(""))
-        if holder is not None and not own and lease.job_lives(tags, _PATIENCE):
-            raise DirectoryInUse(f"{self._storage.url}: {holder.describe()} saves here; {_ELSE}")
-        LocalStorage(self._storage.root, durable=False).make_dir(f"{_INCOMPLETE}/tags")
-        if self.tags not in _claims:
-            claim = ExitStack()
-            try:
-                claim.enter_context(locked(tags.root / _LOCK, wait=False))
-            except BlockingIOError:
-                raise DirectoryInUse(f"{self._storage.url}: another job is saving here; {_ELSE}") from None
-            _claims[self.tags] = claim
+    def _enter(self, attempt: str) -> None:
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self.staged = os.path.join(self._output.url, attempt, os.path.basename(self._name))
+            self._written = WrittenFiles(self.staged)
+
+    def _clear(self) -> None:
+        """Under the lease: what is here is of dead jobs, or of attempts of this one that failed."""
+        used = {"tags", *_leases.users(self._claimed)}
+        leftover = [entry.name for entry in self._output.list() if entry.name not in used]
+        for name in leftover:
+            # Names may be free: not all file systems exchange two at once. Older versions had no attempts.
+            inside = self._output.list(name) if name.startswith(_ATTEMPT) else ()
+            for staged in (name, *(f"{name}/{entry.name}" for entry in inside)):
+                if staged.endswith(_ASIDE):
+                    self._require_lease()
+                    self._replacement(staged.removesuffix(_ASIDE)).settle()
+                    self._storage.sync_dir(self._folder)
+        for name in leftover:
+            self._require_lease()
+            self._output.remove(name)
+
+    def _require_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.require()
+
+    def record(self, other_ranks: str = "") -> None:
+        """Rank 0: what it wrote is complete. Files of the pattern ``other_ranks`` are others', and may not be."""
+        self._written.record(other_ranks)
+
+    def complete(self, agreement: Agreement, own: str = "", *, shared: bool = False) -> None:
+        """All ranks: their files are complete, on every rank.
+
+        Args:
+            own: the name of the file that this rank writes alone.
+            shared: several ranks write the same files, too.
+        """
+        words = agreement.gather(self._written.digest_of(own) if own and agreement.rank else {})
+        if agreement.rank == 0 and agreement.world_size > 1:
+            for word in (words or [])[1:]:
+                self._written.require(word)
+            if shared:
+                self._written.forget_content()
+            self._written.record()  # a trainer that extends another may write more on other ranks
+        agreement.broadcast(None)
 
     @contextmanager
     def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
@@ -152,40 +175,54 @@ class SealedDirectory:
             with suppress(OutcomeUnknown):  # rank 0 knows it, and says so in :meth:`wait`
                 yield self._saves
             return
+        if self._written.is_empty:
+            self._written.record()
+        _leases.users(self._claimed).add(self._attempt)
         threads = Helpers(1, "nxd_ckpt-seal")
         try:
             sealed = threads.submit(self._seal)
             yield self._saves
             self._published = threads.submit(self._publish, sealed)
             close_at_exit(self)
+        except BaseException:
+            self._give_back()
+            raise
         finally:
             threads.shutdown(wait=False)
 
     @as_checkpoint_errors()
-    def wait(self, agreement: Agreement | None) -> None:
+    def wait(self, agreement: Agreement | None, retire: Callable[[], None] = lambda: None) -> None:
         """Until it is visible: all ranks call this, and rank 0 tells the others. None: this rank learns it alone.
 
-        Raises, on all ranks, what failed; nothing is visible then but what was before.
+        Rank 0 then calls ``retire``, still under the lease. Raises, on all ranks, what failed; if it is not visible,
+        nothing is visible but what was before.
         """
         agreement = agreement or Alone()
         try:
-            while not decided_by_rank0(agreement, self._is_visible):
+            while not decided_by_rank0(agreement, partial(self._is_visible, retire)):
                 pass
         finally:
             for save in self._saves:
                 # Not raised: a rank that cannot read the verdict looks for the tag, which rank 0 may have moved since.
                 save.exception()
 
-    def close(self) -> None:
-        """The tags are saved, or failed: wait until it is visible, too. Raises OSError."""
+    def close(self, retire: Callable[[], None] = lambda: None) -> None:
+        """The tags are saved, or failed: wait until it is visible, too. Raises OSError, SaveFailed, DirectoryInUse."""
         forget(self)
         try:
             if self._published is not None:
                 self._published.result()
+                retire()
+                self._output.remove(self._attempt)
         finally:
-            _claims.pop(self.tags, ExitStack()).close()
+            self._give_back()
 
-    def _is_visible(self) -> bool:
+    def _give_back(self) -> None:
+        _leases.users(self._claimed).discard(self._attempt)
+        if self._lease is not None:
+            _leases.release_unused(self._claimed)
+
+    def _is_visible(self, retire: Callable[[], None]) -> bool:
         """Whether it is by now, or soon. Raises what failed."""
         for save in self._saves:
             if not save.wait_decided(_NEWS):
@@ -193,7 +230,7 @@ class SealedDirectory:
             save.wait()
         if self._published is not None and not wait([self._published], _NEWS).done:
             return False
-        self.close()
+        self.close(retire)
         return True
 
     def abandon(self) -> None:
@@ -206,7 +243,8 @@ class SealedDirectory:
         """Remove the oldest of the directories beside it whose whole name ``pattern`` matches, down to ``limit`` (None
         or 0: none), but this one and those called as in ``stay``: each is out of sight at once.
 
-        The first group of ``pattern`` is the number that tells the order.
+        The first group of ``pattern`` is the number that tells the order. Raises DirectoryInUse where another job took
+        over.
         """
         folder, own = self._folder, os.path.basename(self._name)
         found = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
@@ -214,19 +252,19 @@ class SealedDirectory:
         kept = {own, *stay} & {*names}
         surplus = [name for name in names if name not in kept] if limit else []
         for name in surplus[: max(len(names) - max(limit or 0, len(kept)), 0)]:
-            self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{name}")
-            self._storage.remove(f"{_INCOMPLETE}/{name}")
+            self._require_lease()
+            away = f"{_INCOMPLETE}/{self._attempt}/{name}"
+            self._storage.rename(os.path.join(folder, name), away)
+            self._storage.remove(away)
 
     def _seal(self) -> dict[str, list[int]]:
-        """Sync what is there; its digests."""
-        found, memory = dict[str, list[int]](), memoryview(bytearray(CRC_BLOCK))
+        """Sync what the library wrote; its digests. Raises SaveFailed where that is not what is there."""
+        digests = self._written.seal()
         for folder, _, names in os.walk(self.staged):
-            for path in (os.path.join(folder, name) for name in sorted(names)):
-                key = os.path.relpath(path, self._storage.url)
-                found[os.path.relpath(path, self.staged)] = _digest(self._storage, key, memory)
-                sync(self._storage, key)
+            for name in sorted(names):
+                sync(self._storage, os.path.relpath(os.path.join(folder, name), self._storage.url))
             self._storage.sync_dir(os.path.relpath(folder, self._storage.url))
-        return found
+        return digests
 
     def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
         """Make it visible, if all tags are complete."""
@@ -241,15 +279,20 @@ class SealedDirectory:
             raise
 
     def _make_visible(self, digests: dict[str, list[int]]) -> None:
-        storage, replacement = self._storage, self._replacement(os.path.basename(self._name))
-        memory = memoryview(bytearray(CRC_BLOCK))
+        storage, output = self._storage, LocalStorage(self._output.url, self._storage.durable)
+        staged, memory = f"{self._attempt}/{os.path.basename(self._name)}", memoryview(bytearray(CRC_BLOCK))
+        replacement = self._replacement(staged)
+        self._require_lease()
+        self._written.require_unchanged()
         for save in self._saves:
-            storage.rename(f"{_INCOMPLETE}/tags/{save.tag}", f"{self._staged}/{save.tag}")
+            output.rename(f"tags/{save.tag}", f"{staged}/{save.tag}")
+            require_all_files(LocalStorage(self.staged), save.tag)
             manifest = f"{save.tag}/{MANIFEST}"
-            digests[manifest] = _digest(storage, f"{self._staged}/{manifest}", memory)
-        storage.write(f"{self._staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
-        storage.sync_dir(self._staged)
+            digests[manifest] = file_digest(output, f"{staged}/{manifest}", memory)
+        output.write(f"{staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
+        output.sync_dir(staged)
         storage.make_dir(self._folder)
+        self._require_lease()
         try:
             replacement.make()
         except OSError:
@@ -258,10 +301,10 @@ class SealedDirectory:
         storage.sync_dir(self._folder)
         storage.remove(replacement.aside)
 
-    def _replacement(self, name: str) -> Replacement:
-        """Of the directory ``name`` beside this one, or of this one."""
-        staged = f"{_INCOMPLETE}/{name}"
-        return Replacement(self._storage, staged, os.path.join(self._folder, name), f"{staged}{_ASIDE}")
+    def _replacement(self, staged: str) -> Replacement:
+        """Of the directory of the same name as ``staged``, a key below where directories are written."""
+        finished, target = f"{_INCOMPLETE}/{staged}", os.path.join(self._folder, os.path.basename(staged))
+        return Replacement(self._storage, finished, target, f"{finished}{_ASIDE}")
 
 
 def is_sealed(directory: str, tag: str) -> bool:
@@ -275,51 +318,16 @@ def is_ours(directory: str, tag: str) -> bool:
 
 
 @as_checkpoint_errors()
-def verify_files(directory: str, tag: str) -> None:
-    """Raise PartLost or DigestMismatch where the files beside the tag are not those that were sealed with it, or a tag
-    is of another save."""
-    storage, memory = LocalStorage(directory), memoryview(bytearray(CRC_BLOCK))
-    for name, expected in _digests(storage).items():
-        path = os.path.join(directory, name)
-        try:
-            found = _digest(storage, name, memory)
-        except FileNotFoundError as error:
-            raise PartLost(f"{path} was saved, and is gone: {_ELSEWHERE}") from error
-        folder, _, file = name.rpartition("/")
-        if found != expected and folder and file == MANIFEST and is_sealed(directory, folder):
-            raise DigestMismatch(
-                f"{os.path.dirname(path)} is of another save than the files beside it: its {MANIFEST} should have size "
-                f"and CRC-32 {expected}, as {DIGESTS} has them, found {found}. Put the tag back that was saved with "
-                "them, or resume from another checkpoint"
-            )
-        if found != expected:
-            raise DigestMismatch(
-                f"{path}: its bytes are not those that were saved, as {DIGESTS} has them: size and CRC-32 {expected}, "
-                f"found {found}. Resume from another checkpoint. If it was changed on purpose, remove "
-                f"{os.path.join(directory, tag)}, and with it the optimizer"
-            )
+def verify_files(directory: str, tag: str, ignored: Sequence[str] = ()) -> None:
+    """Compare the files beside the tag with those that were sealed with it.
 
+    Args:
+        ignored: glob patterns of files that may have been added since.
 
-_ELSEWHERE = "the checkpoint is damaged; resume from another one"
-
-
-def _digests(storage: LocalStorage) -> dict[str, Any]:
-    """What :data:`DIGESTS` says."""
-    where = os.path.join(storage.url, DIGESTS)
-    try:
-        found = document.whole(storage.read(DIGESTS))
-        for name in found if isinstance(found, dict) else ():
-            checked_key(name)
-    except FileNotFoundError as error:
-        raise PartLost(f"{where} was saved, and is gone: {_ELSEWHERE}") from error
-    except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{where} is no list of files: {error}: {_ELSEWHERE}") from error
-    if not isinstance(found, dict):
-        raise MalformedFile(f"{where}: expected an object, found {type(found).__name__}: {_ELSEWHERE}")
-    return found
-
-
-def _digest(storage: LocalStorage, key: str, memory: memoryview) -> list[int]:
-    """Size in bytes and CRC-32 of a file, which is read a ``memory`` full at a time."""
-    size = storage.size(key)
-    return [size, crc32_of(storage, key, 0, size, memory, Counter())]
+    Raises:
+        PartLost, DigestMismatch, CorruptCheckpoint: a file is gone, has other bytes or was added, or a tag is of
+            another save; the message names each.
+    """
+    problems = list(seal_problems(LocalStorage(directory), tag, ignored))
+    if problems:
+        raise type(problems[0])("; ".join(map(str, problems)))

@@ -13,7 +13,8 @@ when it is complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import transformers
@@ -22,16 +23,19 @@ from transformers.trainer import TRAINER_STATE_NAME
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
-from nxd_ckpt.integrations.just_in_time import last_complete, make_way, refuse_interrupted
+from nxd_ckpt.integrations.just_in_time import SENTINEL, last_complete, make_way, refuse_interrupted
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.runtime.coordination.agreement import Alone, decided_by_rank0
+from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.save.pending import PendingSave
 
 STATE = "training_state"
 """The tag in a checkpoint's directory."""
+
+_RANDOM_STATE = "rng_state_{}.pth"
+"""The file that each of several ranks writes, by its rank; all others are rank 0's."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -50,6 +54,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     any_world_size: ClassVar[bool] = False
     """Resume what another number of processes saved, too. Random states are then those of the ranks that both have."""
+
+    files_added_later: ClassVar[Sequence[str]] = ()
+    """Glob patterns of files that callbacks add to a checkpoint after it was saved: a resume does not mind them."""
 
     _staging: SealedDirectory | None = None
     """Where transformers writes now."""
@@ -82,7 +89,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
         directory.refuse_a_file()  # into a directory transformers would write, too
         agreement = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint") or Alone()
-        decided_by_rank0(agreement, directory.begin)
+        directory.begin_together(agreement)
         if self.args.process_index == 0:
             make_way(directory.path, STATE)
         self._staging = directory
@@ -91,12 +98,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         finally:
             self._staging = None
         self._keep_best(directory)
+        self._record(directory)
         self.accelerator.wait_for_everyone()  # until all ranks' files are there
+        directory.complete(agreement, _RANDOM_STATE.format(self.args.process_index))
         with directory.publishing(self.args.process_index == 0) as saves:
             saves.append(self._save_rest(directory))
         self._saving = directory
         if not self.async_save or self.control.should_training_stop:
             self._settle()
+
+    def _record(self, directory: SealedDirectory) -> None:
+        """What was written until now is complete."""
+        if self.args.process_index == 0:
+            directory.record(other_ranks=_RANDOM_STATE.format("[1-9]*"))
 
     def _keep_best(self, directory: SealedDirectory) -> None:
         """If this checkpoint is the best, that is under its name, not where it is written."""
@@ -126,11 +140,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.wait(meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint"))
+        best = self.state.best_model_checkpoint
+        stay = [os.path.basename(best)] if best else []
+        retire = partial(saving.retire, r"checkpoint-(\d+)", self.args.save_total_limit, stay)
+        saving.wait(meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint"), retire)
         self.accelerator.wait_for_everyone()
-        if self.args.process_index == 0:
-            best = self.state.best_model_checkpoint
-            saving.retire(r"checkpoint-(\d+)", self.args.save_total_limit, [os.path.basename(best)] if best else [])
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._staging is None:
@@ -150,7 +164,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Nothing: :meth:`_settle` removes what is too many, once the new checkpoint is complete."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Nothing: they are saved last."""
+        """Nothing of these, which are saved last. The model's files are complete by now."""
+        if self._staging is not None:
+            self._record(self._staging)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Of ours nothing is loaded yet: there may be no optimizer so far, and it can be another than the saved one."""
@@ -160,7 +176,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         tag = open_checkpoint(resume_from_checkpoint, STATE)
         runs_with = tag.user_content()["runs_with"]
         require_same_setting(resume_from_checkpoint, runs_with, self._setting(), self.any_world_size)
-        verify_files(resume_from_checkpoint, STATE)
+        verify_files(resume_from_checkpoint, STATE, (SENTINEL, *self.files_added_later))
         if self.is_fsdp_enabled and not tag.parts.model:
             raise IncompatibleState(
                 f"{resume_from_checkpoint} was saved without FSDP: its model is in Hugging Face's files alone, and "

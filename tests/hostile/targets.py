@@ -28,7 +28,7 @@ from nxd_ckpt.formats.tensors import StorageSpan
 from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
-from nxd_ckpt.integrations.sealed import DIGESTS, SealedDirectory, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.layout.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.hugging_face import CONFIG, INDEX, HuggingFaceDirectory
@@ -37,6 +37,7 @@ from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER, NEWEST, info_file, ten
 from nxd_ckpt.layout.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.runtime.coordination import intents, journal, lease
 from nxd_ckpt.runtime.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
+from nxd_ckpt.runtime.tag.seal import DIGESTS
 from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved

@@ -1,0 +1,111 @@
+"""The lease under which a plug-in changes a directory: what its trainer wrote there, moved or removed.
+
+A Checkpointer takes the lease of the directory of its tags with the first save, and only for tags. A plug-in writes,
+renames and removes before that, and beside that.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.host import in_forked_children
+from nxd_ckpt.runtime.coordination import lease
+from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
+from nxd_ckpt.storage.base import Storage
+
+_PATIENCE = 60.0
+"""Seconds for which a job of another host is watched, to see whether it lives."""
+_BEAT = 10.0
+"""Seconds between two heartbeats."""
+
+
+class OutputLease:
+    """The lease of one directory, which this process holds until :meth:`release`.
+
+    Args:
+        storage: the directory that has the lease; it is created.
+        also: others, for which no other live job may hold the lease.
+        shown: the directory as the user knows it, for messages.
+
+    Raises:
+        DirectoryInUse: another live job has one of them. Nothing was changed.
+    """
+
+    def __init__(self, storage: Storage, *also: Storage, shown: str) -> None:
+        for place in (*also, storage):
+            refuse_other_job(place, shown)
+        self._storage = storage
+        self._lease = lease.acquire(storage, uuid.uuid4().hex[:12], _PATIENCE)
+        self._heartbeat = Heartbeat(storage, self._lease, _BEAT)
+
+    def require(self) -> None:
+        """Raise DirectoryInUse where another job took over while this one stood still."""
+        lease.require(self._storage, self._lease, strictly=True)
+
+    def release(self) -> None:
+        """Give the directory back."""
+        self._heartbeat.stop()
+        lease.release(self._storage, self._lease)
+
+
+class Holding:
+    """The leases that this process holds, by directory; each until all its users are done."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, OutputLease] = {}
+        self._users: dict[str, set[str]] = {}
+        in_forked_children(self._leases.clear)
+        in_forked_children(self._users.clear)
+
+    def take(self, storage: Storage, *also: Storage, shown: str) -> OutputLease:
+        """The lease of this process, taken if need be. Raises as :class:`OutputLease`."""
+        if storage.url in self._leases:
+            self._leases[storage.url].require()
+        else:
+            self._leases[storage.url] = OutputLease(storage, *also, shown=shown)
+        return self._leases[storage.url]
+
+    def users(self, storage: Storage) -> set[str]:
+        """The names of those who use the lease; it is for them to change this."""
+        return self._users.setdefault(storage.url, set())
+
+    def release_unused(self, storage: Storage) -> None:
+        """Give the lease back unless it has users."""
+        if not self.users(storage) and storage.url in self._leases:
+            self._leases.pop(storage.url).release()
+
+
+def refuse_other_job(storage: Storage, shown: str) -> bool:
+    """Raise DirectoryInUse where another live job holds the lease; whether this process does."""
+    holder = lease.read(storage)
+    if holder is None:
+        return False
+    if holder.is_of_process_of(Lease.of_this_process("")):
+        return True
+    if lease.job_lives(storage, _PATIENCE):
+        raise DirectoryInUse(
+            f"{shown}: {holder.describe()} saves here; stop one of two jobs, or give each an output directory of its "
+            "own"
+        )
+    return False
+
+
+@contextmanager
+def leased(storage: Storage) -> Iterator[None]:
+    """Within, no other job saves tags there: by the lease that this process holds, or by one for that long.
+
+    Raises:
+        DirectoryInUse: another live job holds it. Nothing was changed.
+    """
+    if refuse_other_job(storage, storage.url):
+        yield
+        return
+    held = OutputLease(storage, shown=storage.url)
+    try:
+        held.require()
+        yield
+    finally:
+        held.release()
