@@ -22,10 +22,9 @@ from nxd_ckpt.storage.urls import (
     directory_and_name,
     is_url,
     join,
+    lies_in,
     local_path,
-    normalised,
     open_storage,
-    overlap,
 )
 
 logger = logging.getLogger("nxd_ckpt")
@@ -161,13 +160,13 @@ def refuse_inside_tag(target: Location, storage: Storage) -> None:
 def refuse_overlap(source: Location, target: Location) -> None:
     """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
     refuse_inside(source, target)
-    if normalised(source.path).startswith(normalised(target.path)):
+    if lies_in(source.path, target.path):
         raise _overlap(source, target)
 
 
 def refuse_inside(source: Location, target: Location) -> None:
     """Raise InvalidArgument where the output is the input, or lies inside it."""
-    if normalised(target.path).startswith(normalised(source.path)) or overlap(target.path, source.path, inside=False):
+    if lies_in(target.path, source.path):
         raise _overlap(source, target)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
@@ -37,6 +38,7 @@ from nxd_ckpt.layout.names import (
 from nxd_ckpt.layout.order import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.mounts import aliases
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -56,10 +58,11 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
 
 
 def tag_around(storage: Storage) -> str | None:
-    """The tag that this directory is, or on a file system lies in, if there is one."""
+    """The tag that this directory is, or on a file system lies in, by a link or a bind mount too, if there is one."""
     if _is_tag(storage):
         return storage.url
-    above = storage.root.parents if isinstance(storage, LocalStorage) else ()
+    seen = [storage.root, *map(Path, aliases(storage.root))] if isinstance(storage, LocalStorage) else []
+    above = dict.fromkeys(folder for path in seen for folder in path.parents)
     return next((str(folder) for folder in above if _is_tag(LocalStorage(folder))), None)
 
 

@@ -19,6 +19,7 @@ from nxd_ckpt.storage.archive.storage import SUFFIX, ArchiveStorage, StoredFile
 from nxd_ckpt.storage.archive.unpacking import UnpackedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.mounts import aliases, is_below
 
 ARCHIVES = (SUFFIX, *SUFFIXES)
 """How names of archives end that are read and written."""
@@ -120,9 +121,20 @@ def normalised(path: StrPath) -> str:
 
 
 def overlap(one: StrPath, other: StrPath, *, inside: bool = True) -> bool:
-    """True if two paths or URLs lead to one place, or one lies ``inside`` the other."""
-    first, second = normalised(one), normalised(other)
-    if first == second or (inside and (first.startswith(second) or second.startswith(first))):
+    """True if two paths or URLs lead to one place, or one lies ``inside`` the other, by a link or a bind mount too."""
+    if inside:
+        return lies_in(one, other) or lies_in(other, one)
+    return lies_in(one, other) and lies_in(other, one)
+
+
+def lies_in(inner: StrPath, outer: StrPath) -> bool:
+    """True if the path or URL ``inner`` is ``outer``, or leads into it, by a link or a bind mount too."""
+    first, second = normalised(inner), normalised(outer)
+    if first.startswith(second):
+        return True
+    if is_url(inner) or is_url(outer):
+        return False
+    if any(is_below(alias, second.rstrip("/") or "/") for alias in aliases(first)):
         return True
     return os.path.isdir(first) and os.path.isdir(second) and os.path.samefile(first, second)
 
