@@ -31,7 +31,7 @@ from nxd_ckpt.runtime.checkpointer_options import (
     DirectoryOptions,
 )
 from nxd_ckpt.runtime.coordination.meeting import meet
-from nxd_ckpt.runtime.environment import default_topology
+from nxd_ckpt.runtime.environment import default_topology, topology_of
 from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.runtime.save.pending import PendingSave
@@ -170,7 +170,7 @@ def load_checkpoint(
     directory = _directory(path, checkpoint_dir_str, tiers)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
     shared, own = parted(DirectoryOptions, options)
-    shared["topology"] = topology = options.get("topology") or default_topology()
+    shared["topology"] = topology = _topology(options)
     with _lock:
         writing = _open.get((normalised(directory), topology))
     if writing is not None and tiers is not None and tuple(tiers) != writing.tiers:
@@ -222,7 +222,7 @@ def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywor
     Raises:
         DirectoryInUse: another live job saves there.
     """
-    topology = options["topology"] = options.get("topology") or default_topology()
+    topology = options["topology"] = _topology(options)
     with _lock:
         writing = _open.get((normalised(path), topology))
     if writing is not None and writing.is_open:
@@ -250,7 +250,7 @@ def close_checkpointers() -> None:
 @contextmanager
 def _kept(directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, Any]) -> Iterator[Checkpointer]:
     """The one Checkpointer of a directory, which within is not forgotten; the first save's has these ``options``."""
-    topology = options["topology"] = options.get("topology") or default_topology()
+    topology = options["topology"] = _topology(options)
     key = normalised(directory), topology
     with _lock:
         checkpointer = _open.get(key) or _open.setdefault(key, Checkpointer(directory, tiers=tiers, **options))
@@ -279,6 +279,10 @@ def _on_each(action: Callable[[Checkpointer], None]) -> None:
 def _checkpointers() -> list[Checkpointer]:
     with _lock:
         return list(_open.values())
+
+
+def _topology(options: Mapping[str, Any]) -> Topology:
+    return topology_of(options.get("topology"), options.get("process_group"))
 
 
 def _directory(first: StrPath | None, other: StrPath | None = None, tiers: Sequence[Tier] | None = None) -> StrPath:

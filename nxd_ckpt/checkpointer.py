@@ -19,7 +19,7 @@ from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions, Preemptio
 from nxd_ckpt.runtime.coordination.agreement import Agreement
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.coordination.preemption import Preemption
-from nxd_ckpt.runtime.environment import default_topology, versions
+from nxd_ckpt.runtime.environment import topology_of, versions
 from nxd_ckpt.runtime.forks import require_own
 from nxd_ckpt.runtime.load.loading import load
 from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
@@ -83,7 +83,7 @@ class Checkpointer:
         chosen.validate()
         self._places = Tiers(path, tiers, storage, chosen)
         self.storage, self.tiers = self._places.first, self._places.tiers
-        self.topology = chosen.topology or default_topology()
+        self.topology = topology_of(chosen.topology, chosen.process_group)
         self._counter = 0
         self._session: Session | None = None
         self._pipeline = Pipeline(self.topology, chosen.memory_cap)
@@ -374,7 +374,8 @@ class Checkpointer:
 
     def _meet(self, call: str) -> Agreement | None:
         """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""
-        return meet(self.topology.rank, self.topology.world_size, self._options.timeout, self._places.described(call))
+        at, described = self.topology, self._places.described(call)
+        return meet(at.rank, at.world_size, self._options.timeout, described, at.members)
 
     def _shut(self, grace: float | None) -> None:
         with self._preemption.leaving():

@@ -47,6 +47,13 @@ class Mesh:
                 return False
         return True
 
+    def within(self, members: Sequence[int]) -> Mesh | None:
+        """The mesh with the ranks' places among ``members`` for the ranks; None where one of them is no member."""
+        place_of = {rank: place for place, rank in enumerate(members)}
+        if not place_of.keys() >= set(self.ranks):
+            return None
+        return Mesh(self.names, self.shape, tuple(place_of[rank] for rank in self.ranks))
+
     def coordinate_of(self, rank: int) -> Coordinate | None:
         """Where the global rank is; None if it is not in this mesh."""
         place = self._places.get(rank)

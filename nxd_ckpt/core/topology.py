@@ -32,11 +32,12 @@ class Topology:
 
     ``Topology(dp=2, tp=4, rank=5)`` or, in place of the rank, coordinates:
     ``Topology(dp=2, tp=4, dp_rank=1, tp_rank=1)``. ``ep`` must divide ``dp``: experts are spread over data-parallel
-    ranks. Without any argument: a single process.
+    ranks. Without any argument: a single process. ``members`` are the ranks in the whole job of these ranks, in their
+    order, where they are a process group of some of its ranks.
 
     Raises:
-        InvalidArgument: sizes below 1, a rank or coordinate out of range, ``ep`` that does not divide ``dp``, or
-            both a rank and coordinates that name another rank.
+        InvalidArgument: sizes below 1, ``members`` that are not as many as the ranks, a rank or coordinate out of
+            range, ``ep`` that does not divide ``dp``, or both a rank and coordinates that name another rank.
     """
 
     dp: int
@@ -45,6 +46,7 @@ class Topology:
     ep: int
     coordinates: Coordinates
     rank_map: tuple[Coordinates, ...] | None = field(repr=False)
+    members: tuple[int, ...] | None = field(repr=False)
     _ranks: Mapping[Coordinates, int] = field(repr=False, compare=False)
 
     def __init__(
@@ -59,6 +61,7 @@ class Topology:
         tp_rank: int | None = None,
         pp_rank: int | None = None,
         rank_map: Sequence[Coordinates] | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         for name, size in (("dp", dp), ("tp", tp), ("pp", pp), ("ep", ep)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -71,6 +74,12 @@ class Topology:
         set_(self, "pp", pp)
         set_(self, "ep", ep)
         set_(self, "rank_map", _own_map(rank_map, dp, tp, pp))
+        set_(self, "members", None if members is None else tuple(members))
+        if members is not None and len(set(members)) != dp * tp * pp:
+            raise InvalidArgument(
+                f"Topology: the process group has the {len(set(members))} ranks {list(members)[:8]}, expected "
+                f"{dp * tp * pp} for dp={dp} tp={tp} pp={pp}"
+            )
         set_(self, "_ranks", {place: rank_ for rank_, place in enumerate(self.rank_map or ())})
         named = {"dp_rank": dp_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
         given = {name: value for name, value in named.items() if value is not None}
@@ -144,7 +153,7 @@ class Topology:
 
     def at(self, rank: int) -> Topology:
         """The same sizes and map, seen from another rank."""
-        return Topology(**self.sizes, rank=rank, rank_map=self.rank_map)
+        return Topology(**self.sizes, rank=rank, rank_map=self.rank_map, members=self.members)
 
     def replicas(self, at: Coordinates, *, expert: bool = False) -> list[int]:
         """Global ranks that hold the same model state as ``at``: its dp group, or for expert tensors the ranks of it
@@ -200,5 +209,5 @@ def topology_from_groups(
     if any(set(places) != set(range(world)) for places in position):
         raise InvalidArgument(f"replica groups must cover the ranks 0..{world - 1} once in each dimension")
     rank_map = [Coordinates(*(places[member] for places in position)) for member in range(world)]
-    sizes = {"dp": len(dp_groups[0]), "tp": len(tp_groups[0]), "pp": len(pp_groups[0]), "ep": ep}
-    return Topology(**sizes, rank=rank, rank_map=rank_map)
+    dp, tp, pp = (len(groups[0]) for groups in (dp_groups, tp_groups, pp_groups))
+    return Topology(dp, tp, pp, ep, rank=rank, rank_map=rank_map)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from signal import Signals
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from typing_extensions import TypedDict
 
@@ -27,6 +27,8 @@ class DirectoryOptions:
         topology: this rank's place among all ranks; by default it is read from neuronx_distributed's parallel state
             where that is initialised, else all ranks of the process group are one data-parallel group, else this
             process is alone. With it, a single process can load what any rank would.
+        process_group: the ranks that save and load together, a group of torch.distributed, where not all ranks of the
+            job do: independent models on some of the ranks each. By default all of them.
         timeout: seconds without any progress after which a rank counts as lost. A rank whose process ended is noticed
             in about five seconds.
         storage_options: what a URL is opened with, under the names that fsspec and s3fs use. They may hold secrets:
@@ -34,12 +36,14 @@ class DirectoryOptions:
     """
 
     topology: Topology | None = None
+    process_group: Any = field(default=None, repr=False)
     timeout: float = DEFAULT_TIMEOUT
     storage_options: StorageOptions | None = field(default=None, repr=False)
 
 
 class DirectoryKeywords(TypedDict, total=False):
     topology: Topology | None
+    process_group: Any
     timeout: float
     storage_options: StorageOptions | None
 

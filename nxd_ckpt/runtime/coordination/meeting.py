@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt import errors
@@ -23,8 +24,12 @@ from nxd_ckpt.runtime.turns import Turns
 logger = logging.getLogger("nxd_ckpt")
 
 
-def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | None:
+def meet(
+    rank: int, world_size: int, timeout: float, call: str, members: tuple[int, ...] | None = None
+) -> Agreement | None:
     """The agreement of a job of this size, for one ``call``, or None where no process group joins the ranks.
+
+    ``members`` are the ranks in the whole job of those that make the call; None for all of them.
 
     Reads ``torch.distributed`` only; the group may use any backend, its store is what counts.
 
@@ -36,9 +41,11 @@ def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | N
         return Alone()
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
+    if not (dist.is_available() and dist.is_initialized()):
         return None
-    if dist.get_rank() != rank:
+    if members is None and dist.get_world_size() != world_size:
+        return None
+    if dist.get_rank() != (rank if members is None else members[rank]):
         raise CheckpointError(
             f"this process is rank {dist.get_rank()} of its process group, but rank {rank} of the topology given"
         )
@@ -50,7 +57,7 @@ def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | N
             f"{call}: this process was forked from rank {rank}, whose connections to the other ranks it must not use; "
             "with topology=Topology() it saves and loads alone"
         )
-    return _venue(store, rank, world_size).meet(timeout, call)
+    return _venue(store, rank, world_size, members).meet(timeout, call)
 
 
 class Venue:
@@ -59,11 +66,12 @@ class Venue:
     Threads take turns. If threads come in another order on another rank, what each is about to do shows it.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, members: tuple[int, ...] | None = None) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.group_store = store
-        self._store = PrefixStore("nxd_ckpt", store)
+        of_members = "" if members is None else f"/{sha256(repr(members).encode()).hexdigest()[:16]}"
+        self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
         self._rank, self._world_size = rank, world_size
         self._turns = Turns()
         self._peers: Hub | Spoke | None = None
@@ -194,8 +202,8 @@ def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
     return int(meeting), hub, all_know
 
 
-_here: list[Venue] = []
-"""That of this process's process group."""
+_here: dict[tuple[int, ...] | None, Venue] = {}
+"""Those of this process's default process group, by the members that meet there; None for all of its ranks."""
 
 
 _inherited: list[Any] = []
@@ -205,7 +213,7 @@ _inherited: list[Any] = []
 def _begin_anew() -> None:
     import torch.distributed as dist
 
-    for venue in _here:
+    for venue in _here.values():
         venue.leave()
     _here.clear()
     if dist.is_available() and dist.is_initialized():
@@ -217,7 +225,9 @@ def _begin_anew() -> None:
 in_forked_children(_begin_anew)
 
 
-def _venue(store: Any, rank: int, world_size: int) -> Venue:
-    if not _here or _here[0].group_store is not store:
-        _here[:] = [Venue(store, rank, world_size)]
-    return _here[0]
+def _venue(store: Any, rank: int, world_size: int, members: tuple[int, ...] | None) -> Venue:
+    if any(venue.group_store is not store for venue in _here.values()):
+        _here.clear()
+    if members not in _here:
+        _here[members] = Venue(store, rank, world_size, members)
+    return _here[members]

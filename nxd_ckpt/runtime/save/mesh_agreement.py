@@ -15,15 +15,16 @@ from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, OutsideOfG
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.runtime.save.mesh_plan import mesh_among
 from nxd_ckpt.runtime.save.plan import SaveState
 
 _Lines = dict[str, list[Any]]
 """dtype, shape, placements and the number of its mesh, of each tensor by name."""
 
 
-def with_words(state: SaveState) -> tuple[SaveState, HeldInWords]:
+def with_words(state: SaveState, members: tuple[int, ...] | None) -> tuple[SaveState, HeldInWords]:
     """The state, and what this rank says of it. Raises UnsupportedState for a DTensor that is not cut into boxes."""
-    return state, HeldInWords(state)
+    return state, HeldInWords(state, members)
 
 
 def agree_on_groups(agreement: Agreement, held: HeldInWords) -> list[MeshGroup] | None:
@@ -44,7 +45,7 @@ def agree_on_groups(agreement: Agreement, held: HeldInWords) -> list[MeshGroup] 
 class HeldInWords:
     """What one rank holds."""
 
-    def __init__(self, state: SaveState) -> None:
+    def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
         self._is_placed = state.is_placed
         self.lines: _Lines = {}
         self._meshes: list[tuple[Mesh, tuple[int, ...]]] = []
@@ -56,7 +57,7 @@ class HeldInWords:
                 if about.placed is not None:
                     layout = about.placed.layout
                     placements = [None if one is None else [one.dim, one.split] for one in layout.placements]
-                    mesh = layout.mesh, about.placed.coordinate
+                    mesh = mesh_among(members, about.name, layout.mesh), about.placed.coordinate
                     if mesh not in self._meshes:
                         self._meshes.append(mesh)
                     line = [dtype, list(about.placed.shape), placements, self._meshes.index(mesh)]

@@ -15,7 +15,7 @@ from typing import Any
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.adapters.state import State, StateTensor
-from nxd_ckpt.core.mesh import Layout
+from nxd_ckpt.core.mesh import Layout, Mesh
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.errors import UnsupportedState
@@ -49,12 +49,15 @@ class Held:
 class MeshPlan:
     """The plan of the global ``rank`` for the state ``parts``: model and optimizer, by field of SaveState.
 
+    Ranks are places among the ``members`` of the process group that saves, where not all ranks of the job do.
+
     Raises UnsupportedState for a DTensor on a mesh that the group does not know.
     """
 
     parts: dict[str, State]
     group: MeshGroup
     rank: int
+    members: tuple[int, ...] | None = None
     _layouts: dict[Any, tuple[int, Layout]] = field(default_factory=dict)
 
     @cached_property
@@ -114,7 +117,7 @@ class MeshPlan:
         return {id(layout): number for number, layout in self._layouts.values()}
 
     def _on_group(self, name: str, placed: Placed) -> Layout:
-        layout = self.group.layout(placed.layout.mesh, placed.layout.placements)
+        layout = self.group.layout(mesh_among(self.members, name, placed.layout.mesh), placed.layout.placements)
         if layout is None:
             raise UnsupportedState(
                 f"{name} is a DTensor on the mesh of ranks {list(placed.layout.mesh.ranks[:8])}, which is not all of "
@@ -122,6 +125,22 @@ class MeshPlan:
                 "not known: save it with a Checkpointer of its own"
             )
         return layout
+
+
+def mesh_among(members: tuple[int, ...] | None, name: str, mesh: Mesh) -> Mesh:
+    """The mesh of the tensor of that name, with its ranks as places among ``members``.
+
+    Raises UnsupportedState for ranks that are not in the process group.
+    """
+    if members is None:
+        return mesh
+    own = mesh.within(members)
+    if own is None:
+        raise UnsupportedState(
+            f"{name} is a DTensor on the mesh of ranks {list(mesh.ranks[:8])}, but process_group= has the ranks "
+            f"{list(members[:8])}: pass the group of all ranks that hold the tensor"
+        )
+    return own
 
 
 def _described(state: State) -> Iterator[tuple[Any, StateTensor]]:

@@ -62,7 +62,7 @@ class Pipeline:
         Those of a mesh job tell each other what they hold, for all saves from now on. Raises on all what is impossible
         on any, and RanksDisagree.
         """
-        state, held = on_all(agreement, lambda: with_words(captured()))
+        state, held = on_all(agreement, lambda: with_words(captured(), self._topology.members))
         self._planner.groups = agree_on_groups(agreement, held)
         planned = on_all(agreement, lambda: self.plan(state))
         words = agreement.gather(planned.plan.agreed(tag, self._topology))

@@ -182,7 +182,7 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
 def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:
     refuse_on_mesh(state, topology)
     group = next(group for group in groups if topology.rank in group.ranks)
-    plan = MeshPlan(state.trees(), group, topology.rank)
+    plan = MeshPlan(state.trees(), group, topology.rank, topology.members)
     return SavePlan(
         shared=tuple(plan.files()),
         objects=plan_objects(state, topology),

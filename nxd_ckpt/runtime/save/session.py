@@ -262,7 +262,8 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
         if host.monotonic() > deadline:
             raise DirectoryNotShared(
                 f"rank {session.topology.rank} does not see {session.storage.url}/{folder}/{names[0]}, which rank 0 "
-                "wrote: all ranks must save to the same directory on a file system that they share"
+                "wrote: all ranks must save to the same directory on a file system that they share; for independent "
+                "models on some of the ranks each, pass process_group="
             )
         backoff.pause()
 
