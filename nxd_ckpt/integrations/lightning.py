@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,12 +42,16 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     UnsupportedState,
 )
+from nxd_ckpt.integrations.output_lease import leased
 from nxd_ckpt.integrations.same_run import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
+from nxd_ckpt.runtime.coordination.agreement import decided_by_rank0
 from nxd_ckpt.runtime.coordination.meeting import meet
+from nxd_ckpt.runtime.environment import default_topology
 from nxd_ckpt.runtime.save.options import OurSaveKeywords
 from nxd_ckpt.runtime.save.pending import PendingSave
-from nxd_ckpt.storage.urls import StrPath, is_url, local_path, options_for
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -129,7 +134,11 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             raise InvalidArgument("storage_options belong to all saves: pass them to CheckpointIO(storage_options=...)")
         finalize_checkpoint()
         self._remove_dropped()
-        if is_rank_0:
+        topology = parts.get("topology") or default_topology()
+        agreement = meet(topology.rank, topology.world_size, DEFAULT_TIMEOUT, "checkpoint")
+        if agreement is not None:
+            decided_by_rank0(agreement, partial(_make_way, path))  # where that is refused, no rank goes on
+        elif is_rank_0:
             _make_way(path)
         place = self.place(path)
         self._dropped = [dropped for dropped in self._dropped if dropped != place]
@@ -197,9 +206,13 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         return model, optimizer, content
 
     def remove_checkpoint(self, path: StrPath) -> None:
-        """Remove a tag once what was saved last is complete: at the latest at the next save, or at the end."""
+        """Remove a tag once what was saved last is complete: at the latest at the next save, or at the end.
+
+        Raises DirectoryInUse where another live job saves there: nothing is removed.
+        """
         if not is_url(path) and os.path.islink(local_path(path)):
-            os.unlink(local_path(path))  # as ModelCheckpoint(save_last="link") makes it: what it points to stays
+            with leased(_around(path)):
+                os.unlink(local_path(path))  # as ModelCheckpoint(save_last="link") makes it: what it points to stays
             return
         self._dropped.append(self.place(path))
         if self._last is None or self._last.done():
@@ -231,7 +244,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             place = self._dropped.pop()
             storage = place.open()
             if is_lightnings(place):
-                storage.remove(place.name)
+                with leased(storage):
+                    storage.remove(place.name)
             elif storage.is_dir(place.name):
                 # Where nothing is open, this process removes alone.
                 job = self._saved_by.get(place.directory, Topology())
@@ -252,11 +266,19 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
     def __init__(self) -> None:
         self._random: dict[str, Any] | None = None
         self._saved: dict[str, Any] = {}
+        self._before: dict[str, Any] | None = None
+        """The model as it was, while a resume can still be refused after Lightning has loaded it."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Lets our ``CheckpointIO`` ask, before it loads, what :meth:`on_load_checkpoint` asks again."""
+        self._before = None
         if isinstance(trainer.strategy.checkpoint_io, CheckpointIO):
-            trainer.strategy.checkpoint_io.before_load = partial(_require_same_run, trainer)
+            trainer.strategy.checkpoint_io.before_load = partial(self._before_load, trainer, pl_module)
+
+    def _before_load(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        _require_same_run(trainer, checkpoint)
+        if trainer.state.fn == "fit" and _EXTRA in checkpoint and not trainer.strategy.restore_checkpoint_after_setup:
+            self._before = {name: _copied(value) for name, value in pl_module.state_dict().items()}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds what :meth:`on_load_checkpoint` reads; every rank calls it."""
@@ -279,11 +301,19 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Before the optimizers' states are loaded. Raises OptimizerMismatch where they are of other classes.
 
-        Most strategies make the optimizers only after the model was loaded: then this is the first time to ask.
+        Most strategies make the optimizers only after the model was loaded: then this is the first time to ask, and the
+        model becomes again what it was.
         """
-        if self._random is not None:
+        before, self._before = self._before, None
+        if self._random is None:
+            return
+        try:
             require_same("the checkpoint", self._saved, _optimizers(trainer), OptimizerMismatch)
-            restore_random_state(self._random)
+        except OptimizerMismatch:
+            if before is not None:
+                _put_back(pl_module, before)
+            raise
+        restore_random_state(self._random)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """In the middle of an epoch the run would not have begun another pass over the data, which draws numbers."""
@@ -301,16 +331,26 @@ def is_lightnings(place: Location) -> bool:
 
 
 def _make_way(path: StrPath) -> None:
-    """A link goes. What Lightning wrote is renamed: until the tag is complete, ``ckpt_path="last"`` still finds it."""
+    """A link goes. What Lightning wrote is renamed: until the tag is complete, ``ckpt_path="last"`` still finds it.
+
+    Raises DirectoryInUse where another live job saves there: nothing is moved.
+    """
     if is_url(path):
         return
     text = local_path(path)
     if os.path.islink(text):
-        os.unlink(text)
+        with leased(_around(path)):
+            os.unlink(text)
     elif os.path.isfile(text) or os.path.isfile(os.path.join(text, _META)):
         stem, ending = os.path.splitext(text)
-        os.replace(text, f"{stem}-replaced{ending}")
+        with leased(_around(path)):
+            os.replace(text, f"{stem}-replaced{ending}")
         logger.info("%s, which Lightning wrote, is called %s-replaced%s now", text, stem, ending)
+
+
+def _around(path: StrPath) -> Storage:
+    """The directory of a local path, whose last part may be a link."""
+    return open_storage(os.path.dirname(os.path.abspath(local_path(path))))
 
 
 def _random_states(trainer: Any) -> list[dict[str, Any]]:
@@ -331,6 +371,18 @@ def _require_same_run(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
     require_same("the checkpoint", saved, _setting(trainer), IncompatibleState)
     if trainer.strategy.restore_checkpoint_after_setup:  # else the optimizers are not made yet
         require_same("the checkpoint", saved, _optimizers(trainer), OptimizerMismatch)
+
+
+def _put_back(module: Any, state: dict[str, Any]) -> None:
+    """The model as it was, but for what hooks have given other shapes, which is logged."""
+    try:
+        module.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        logger.error("the model was loaded from the checkpoint, and is not as it was: %s", error)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _setting(trainer: Any) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from examples.train_lightning import main
 from nxd_ckpt import finalize_checkpoint, has_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import (
     CheckpointNotFound,
+    DirectoryInUse,
     IncompatibleState,
     InvalidArgument,
     OptimizerMismatch,
@@ -196,13 +200,13 @@ def test_an_error_in_training_is_not_hidden_by_a_save_that_fails(tmp_path: Path)
     ids=["precision", "optimizer"],
 )
 def test_another_run_is_refused(changed: dict[str, Any], kind: type[Exception], saved: Path, tmp_path: Path) -> None:
-    """Rather than one that only looks like the same. By then only the optimizer's mismatch has loaded the model:
-    Lightning makes optimizers later."""
+    """Rather than one that only looks like the same; the model is then as it was, though Lightning makes optimizers
+    only after it has loaded it."""
     made, kind_of = noted()
     with pytest.raises(kind, match="was saved with"):
         fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", seed=5, kind=kind_of, **changed)
     torch.manual_seed(5)
-    assert (kind is IncompatibleState) == (weights(Module()) == weights(made[0]))
+    assert weights(Module()) == weights(made[0])
 
 
 def noted() -> tuple[list[Module], type[Module]]:
@@ -229,6 +233,47 @@ def test_another_world_size_is_refused(own: bool, saved: Path, tmp_path: Path) -
         fit(every_epoch(tmp_path), ckpt_path=tmp_path / "of_two.ckpt", seed=5, kind=kind)
     torch.manual_seed(5)
     assert weights(Module()) == weights(made[0])
+
+
+@pytest.fixture
+def other_job(tmp_path: Path) -> Iterator[None]:
+    """Another process that has saved here, and lives."""
+    ready = tmp_path.with_name(tmp_path.name + "-ready")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            CheckpointIO(durable=False).save_checkpoint({"state_dict": {"w": torch.ones(1)}}, tmp_path / "its")
+            ready.touch()
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    while not ready.exists():
+        assert (0, 0) == os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    yield
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.usefixtures("other_job")
+def test_a_second_job_is_refused_before_it_moves_or_removes_anything(tmp_path: Path) -> None:
+    """Files of Lightning's, links and tags; by a whole run too."""
+    lightnings().save_checkpoint({"state_dict": {}}, tmp_path / "file")
+    lightnings().save_checkpoint({"state_dict": {}}, tmp_path / "last.ckpt")
+    (tmp_path / "link").symlink_to("its")
+    before = tags(tmp_path)
+    io = CheckpointIO(durable=False)
+    for act in (partial(io.save_checkpoint, {"state_dict": {"w": torch.ones(1)}}), io.remove_checkpoint):
+        for name in before:
+            with pytest.raises(DirectoryInUse):
+                act(tmp_path / name)
+            io = CheckpointIO(durable=False)
+    with pytest.raises(DirectoryInUse):
+        fit(every_epoch(tmp_path), epochs=1)
+    assert before == tags(tmp_path)
+    assert (tmp_path / "file").is_file()
+    assert (tmp_path / "link").is_symlink()
+    assert not verify_checkpoint(tmp_path, "its").problems
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
