@@ -233,6 +233,43 @@ def test_a_copy_takes_a_lease_that_is_gone_for_lost(storage: LocalStorage) -> No
         lease.require(storage, held, strictly=True)
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"run_id": "one", "run_id": "two"}', None])
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_lease_that_is_damaged_just_before_the_end_fails_no_copy(
+    tmp_path: Path, renames: bool, damage: bytes | None
+) -> None:
+    """No heartbeat came since to write it anew. Nobody took over: who does so leaves a heartbeat of its own."""
+    storage: Storage = LocalStorage(tmp_path, durable=False) if renames else MemoryStorage()
+    held = lease.acquire(storage, "one", 1.0)
+    if damage is None and renames:
+        storage.remove(LEASE)
+        storage.make_dir(LEASE)
+    else:
+        storage.write(LEASE, damage or b"")
+    lease.require(storage, held, strictly=True)
+    assert held == lease.read(storage)
+    beat(storage, ABROAD, 0)
+    storage.write(LEASE, damage or b"")
+    with pytest.raises(DirectoryInUse, match="is gone: another job took over"):
+        lease.require(storage, held, strictly=True)
+    assert held != lease.read(storage)
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_lease_that_is_damaged_at_the_very_end_is_given_back(tmp_path: Path, renames: bool) -> None:
+    """The next job does not wait for a holder that nobody knows. What may be another job's stays."""
+    storage: Storage = LocalStorage(tmp_path, durable=False) if renames else MemoryStorage()
+    held = lease.acquire(storage, "one", 1.0)
+    storage.write(LEASE, b"{")
+    lease.release(storage, held)
+    assert (None, False) == (lease.read(storage), storage.is_file(HEARTBEAT))
+    held = lease.acquire(storage, "one", 1.0)
+    beat(storage, ABROAD, 0)
+    storage.write(LEASE, b"{")
+    lease.release(storage, held)
+    assert storage.is_file(LEASE)
+
+
 WRONG = b'{"run_id": 5, "host": [], "pid": "x", "born": null, "beat": 0}'
 DAMAGED = [b"", b"{", b"[]", b"null", b'{"run_id": "x"}', b"[" * 100_000, WRONG]
 

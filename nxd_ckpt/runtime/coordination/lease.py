@@ -127,8 +127,8 @@ def read(storage: Storage) -> Lease | None:
 
 
 def release(storage: Storage, lease: Lease) -> None:
-    """Give the lease back, if it is still ours."""
-    if read(storage) == lease:
+    """Give the lease back, if it is still ours. One that was damaged meanwhile would keep the next job waiting."""
+    if _mended(storage, lease) == lease:
         with suppress(OSError):
             storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
         remove_if(storage, LEASE, lambda: read(storage) == lease)
@@ -139,14 +139,16 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
 
     That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
     tags are written in place, and ``strictly`` of a copy, which gathers elsewhere, nothing would show it, so a lease
-    that is gone counts as lost. A damaged lease counts as gone until the next heartbeat writes it anew, which it does
-    not where the path leads to another file system.
+    that is gone counts as lost. A damaged lease counts as gone where that does no harm, until the next heartbeat writes
+    it anew, which it does not where the path leads to another file system. Where a lease is needed it is written anew
+    here, if the last heartbeat is this job's: who takes over leaves one.
     """
-    holder = read(storage)
+    is_needed = strictly or not storage.renames
+    holder = _mended(storage, mine) if is_needed else read(storage)
     holder = holder if holder is not None and holder.known else None
     if holder is None:
         require_place(storage, mine.run_id, mine.place)
-    if holder is None and (strictly or not storage.renames):
+    if holder is None and is_needed:
         raise DirectoryInUse(
             f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
             "for too long, and has ended since, or somebody removed it. This job must not save there any more; start "
@@ -162,6 +164,16 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
             "too long; it must not publish there any more. Stop one of the two jobs"
         )
+
+
+def _mended(storage: Storage, mine: Lease) -> Lease | None:
+    """The lease in force; a damaged one is written anew, if the last heartbeat is this job's."""
+    found = _found(storage)
+    if found is None or found.lease.known or last_beat(storage, mine) is None:
+        return None if found is None else found.lease
+    with suppress(FileNotFoundError):
+        _write_anew(storage, mine, found)
+    return read(storage)
 
 
 def place_of(storage: Storage) -> bytes | None:
@@ -231,12 +243,17 @@ class Heartbeat:
         storage, mine, found = self._storage, self._lease, _found(self._storage)
         if found is not None and found.lease.known:
             return found.lease == mine
-        if found is not None and found.data is not None:
-            return storage.exchange(LEASE, found.data, _encode(mine))
-        if found is not None:
-            set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
-        # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
-        return storage.renames and place_of(storage) == mine.place and storage.link_new(LEASE, _encode(mine))
+        return _write_anew(storage, mine, found)
+
+
+def _write_anew(storage: Storage, mine: Lease, found: _Found | None) -> bool:
+    """Write the lease again, of which ``found``, nothing or something damaged, is left; False if it is not ours."""
+    if found is not None and found.data is not None:
+        return storage.exchange(LEASE, found.data, _encode(mine))
+    if found is not None:
+        set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
+    # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
+    return storage.renames and place_of(storage) == mine.place and storage.link_new(LEASE, _encode(mine))
 
 
 def _beat(storage: Storage, mine: Lease, number: int) -> None:
