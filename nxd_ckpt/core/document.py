@@ -44,9 +44,18 @@ def members(elements: Mapping[str, str]) -> str:
 
 
 def whole(data: bytes) -> Any:
-    """All of a document at once. Raises ValueError or RecursionError where it is none."""
+    """All of a document at once. Raises ValueError or RecursionError where it is none, or has a name twice: readers
+    differ in which value they take."""
     with garbage_left():  # lists inside of lists are walked through again and again
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_once_each)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
+    return found
 
 
 def small(data: bytes, where: str) -> dict[str, Any]:
@@ -113,6 +122,8 @@ class _Scanner:
             name = self.value()
             if type(name) is not str or self._next() != ":":
                 raise self._expected("a name and ':'")
+            if name in found:
+                raise ValueError(f"{name!r:.80} is there twice")
             self._at += 1
             found[name] = member(name)
             more = self._goes_on("}")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core import document
+from nxd_ckpt.errors import MalformedFile
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -53,6 +54,16 @@ def test_what_is_no_such_object_is_refused(text: str) -> None:
     """A member whose elements are wanted has some, commas stand between them, names are strings, nothing follows."""
     with pytest.raises(ValueError, match="expected"):
         document.read(text, {"list": bool})
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "b": {}, "a": 2}', '{"list": [], "list": []}', '{"c": [{"d": 1, "d": 1}]}'])
+def test_a_name_that_is_there_twice_is_refused(text: str) -> None:
+    """Nothing tells which value counts. Of what is read element by element only the document's own are looked at."""
+    with pytest.raises(MalformedFile, match=r"names\.json.* is there twice"):
+        document.small(text.encode(), "names.json")
+    if not text.startswith('{"c"'):
+        with pytest.raises(ValueError, match=" is there twice"):
+            document.read(text, {"list": bool})
 
 
 @given(name=st.text(), numbers=st.lists(st.integers()), value=VALUES)
