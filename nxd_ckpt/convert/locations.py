@@ -183,9 +183,15 @@ def location_of(path: StrPath, what: str, options: StorageOptions | None) -> Loc
     if not text:
         raise InvalidArgument(f"{what} must not be empty")
     if not is_url(text):
-        return Location(*os.path.split(os.path.realpath(local_path(text))))
+        return Location(*os.path.split(_resolved(local_path(text))))
     directory, name = directory_and_name(text)
     if not name:
         url = without_password(text)
         raise InvalidArgument(f"{what} {url} names no tag; expected a URL such as {join(url, 'run', 'step_100')}")
     return Location(directory, name, options)
+
+
+def _resolved(path: str) -> str:
+    """Without links, where these lead to a path: those of /dev/fd, to a pipe, name something that is no path."""
+    resolved = os.path.realpath(path)
+    return os.path.abspath(path) if os.path.exists(path) and not os.path.lexists(resolved) else resolved

@@ -52,8 +52,9 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
     if storage.is_dir(key):
         return
     where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
-    if storage.is_file(key):
-        raise CheckpointNotFound(f"{where} is a file, expected a directory: the {what}")
+    kind = "a file" if storage.is_file(key) else storage.kind(key) if isinstance(storage, LocalStorage) else None
+    if kind is not None:
+        raise CheckpointNotFound(f"{where} is {kind}, expected a directory: the {what}")
     raise CheckpointNotFound(f"{what} {where} does not exist")
 
 

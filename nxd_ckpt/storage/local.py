@@ -20,6 +20,7 @@ from nxd_ckpt.storage.local_files import (
     LocalReader,
     LocalWriter,
     duplicate,
+    kind_of,
     open_regular,
     stat_of,
     version_of,
@@ -62,6 +63,10 @@ class LocalStorage:
     def is_file(self, key: str) -> bool:
         return self.path(key).is_file()
 
+    def kind(self, key: str) -> str | None:
+        """In words, a file, a FIFO, a device, ...; None where nothing is, or what cannot be looked at."""
+        return kind_of(self.path(key))
+
     def list(self, key: str = "") -> list[DirEntry]:
         path = self.path(key)
         try:
@@ -71,7 +76,8 @@ class LocalStorage:
             return []
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                raise MalformedFile(f"{path} is a file, or a link that leads nowhere, expected a directory") from error
+                kind = self.kind(key) or "a file"
+                raise MalformedFile(f"{path} is {kind}, expected a directory") from error
             raise
 
     def write(self, key: str, data: bytes) -> None:

@@ -51,6 +51,15 @@ def stat_of(path: Path, *kinds: int) -> os.stat_result:
         raise _of_path(error, path) from error
 
 
+def kind_of(path: Path) -> str | None:
+    """In words, what is there; None where nothing is, or what cannot be looked at."""
+    try:
+        found = path.stat()
+    except OSError:
+        return "a link that leads nowhere" if path.is_symlink() else None
+    return _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+
+
 def _checked(found: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
     kind = stat.S_IFMT(found.st_mode)
     if kind not in kinds:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 from nxd_ckpt import Checkpointer, finalize_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import copy_checkpoint, reshard
-from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
+from nxd_ckpt.convert import copy_checkpoint, export_checkpoint, from_dcp, migrate, reshard
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument
 from nxd_ckpt.storage.urls import normalised, overlap
 from nxd_ckpt.verify import verify_checkpoint
 
@@ -115,3 +117,48 @@ def test_an_output_that_is_the_input_by_another_name_is_refused(tmp_path: Path) 
             copy_checkpoint(tmp_path / "run" / "t", target)
         with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
             reshard(tmp_path / "run" / "t", target, dp=1)
+
+
+def _read(reader: Callable[[str], Any], path: str, out: str) -> None:
+    reader(path)
+
+
+SOURCES: dict[str, Callable[[str, str], Any]] = {
+    "copy": copy_checkpoint,
+    "migrate": lambda path, out: migrate(path, out, to="tag"),
+    "export": export_checkpoint,
+    "from_dcp": from_dcp,
+    **{name: partial(_read, reader) for name, reader in READERS.items()},
+}
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a socket", "a device", "a FIFO of the shell"])
+@pytest.mark.parametrize("call", SOURCES)
+def test_what_is_neither_a_file_nor_a_directory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, kind: str
+) -> None:
+    """Of an input that is there nobody is told that it does not exist; nothing is waited for."""
+    monkeypatch.chdir(tmp_path)
+    path = "/dev/null"
+    reading, writing = os.pipe()
+    if kind == "a FIFO":
+        path = str(tmp_path / "pipe")
+        os.mkfifo(path)
+    elif kind == "a socket":
+        path = str(tmp_path / "socket")
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("socket")
+    elif kind != "a device":  # as of "<(nxd-ckpt ...)"
+        path = f"/dev/fd/{reading}"
+    with pytest.raises(CheckpointError, match=f"{path} is {kind.removesuffix(' of the shell')}, expected a directory"):
+        SOURCES[call](path, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_link_that_leads_nowhere_is_said(tmp_path: Path) -> None:
+    """Somebody removed what it led to."""
+    (tmp_path / "latest").symlink_to("gone")
+    with pytest.raises(CheckpointNotFound, match="latest is a link that leads nowhere, expected a directory"):
+        load_checkpoint(tmp_path / "latest", model={})
