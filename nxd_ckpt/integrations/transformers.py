@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from signal import SIGTERM
 from typing import Any, ClassVar
 
 import transformers
@@ -30,6 +32,7 @@ from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.runtime.coordination.agreement import Alone
 from nxd_ckpt.runtime.coordination.meeting import meet
 from nxd_ckpt.runtime.save.pending import PendingSave
+from nxd_ckpt.runtime.worker_shield import kept
 
 STATE = "training_state"
 """The tag in a checkpoint's directory."""
@@ -74,7 +77,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             resume_from_checkpoint = last_complete(self.args.output_dir, STATE) or True
         elif resume_from_checkpoint:
             refuse_interrupted(resume_from_checkpoint, STATE)
-        found = super().train(resume_from_checkpoint, *args, **kwargs)
+        with kept(SIGTERM) if getattr(self.args, "enable_jit_checkpoint", False) else nullcontext():
+            found = super().train(resume_from_checkpoint, *args, **kwargs)
         self._settle()
         close_checkpointers()
         return found

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.runtime import worker_shield
 
 
 class SignalFlag:
@@ -35,13 +36,16 @@ class SignalFlag:
                 "main thread, or give a function that says whether to stop"
             ) from error
         _installed.append(self)
+        worker_shield.keep(self.number)
 
     def remove(self) -> None:
         """Put back the handler that was there before, once no other flag waits. Where ours cannot be taken away, it
         passes the signal on.
         """
-        with suppress(ValueError):  # it is not installed
+        if self in _installed:
             _installed.remove(self)
+            if self.pid == os.getpid():
+                worker_shield.release(self.number)
         present: Any = signal.getsignal(self.number)
         if isinstance(present, _Handler) and not _waiting(self.number):
             with suppress(ValueError):  # not on the main thread: it stays
@@ -68,11 +72,5 @@ class _Handler:
         waiting = _waiting(number)
         for flag in waiting:
             flag.is_set = True
-        if waiting or self.before == signal.SIG_IGN:
-            return
-        if callable(self.before):
-            self.before(number, frame)
-            return
-        present = signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-        signal.signal(number, present)  # the default was not to end
+        if not waiting:
+            worker_shield.pass_on(self.before, number, frame)

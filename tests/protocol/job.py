@@ -54,9 +54,12 @@ class Job:
 
     def signal(self, rank: int, number: int) -> None:
         """Send it a signal."""
+        os.kill(self.pid(rank), number)
+
+    def pid(self, rank: int) -> int:
         process, _ = self._ranks[rank]
         assert process.pid is not None
-        os.kill(process.pid, number)
+        return process.pid
 
     def kill_all(self) -> None:
         for rank in range(len(self._ranks)):
