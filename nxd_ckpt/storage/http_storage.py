@@ -44,10 +44,11 @@ async def http_client(**options: Any) -> Any:
 async def _refuse_elsewhere(session: Any, context: Any, request: Any) -> None:
     """Called before a redirect is followed."""
     target = request.url.join(type(request.url)(request.response.headers.get("Location", "")))
-    if target.host != request.url.host:
-        raise Elsewhere(
-            f"the server redirects to another one, {target.host}; if you trust it, pass a URL of {target.host} instead"
-        )
+    own = request.url
+    is_made_safe = (own.scheme, own.port, target.scheme, target.port) == ("http", 80, "https", 443)
+    if target.host != own.host or not (target.port == own.port or is_made_safe):
+        where = target.host if target.host != own.host else f"{target.scheme}://{target.host}:{target.port}"
+        raise Elsewhere(f"the server redirects to another one, {where}; if you trust it, pass a URL of {where} instead")
 
 
 class Elsewhere(OSError):

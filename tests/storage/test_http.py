@@ -201,6 +201,10 @@ def test_a_redirect_to_another_server_is_refused(directory: Path) -> None:
         Redirecting.target = other.replace("127.0.0.1", "localhost") + "/a/manifest.json"
         with pytest.raises((CheckpointError, OSError), match="redirects to another one, localhost"):
             open_checkpoint(url, "a")
+        Redirecting.target = other + "/a/manifest.json"  # of the same host, on another port
+        place = other.removesuffix("/run")
+        with pytest.raises((CheckpointError, OSError), match=f"redirects to another one, {place};"):
+            open_checkpoint(url, "a")
     assert [] == asked
 
 
