@@ -41,7 +41,7 @@ from nxd_ckpt.runtime.tag.seal import DIGESTS
 from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
-from tests.hostile import findings, valid
+from tests.hostile import findings, servers, valid
 from tests.hostile.budget import PART, PICKLE_PART
 from tests.hostile.damage import (
     damaged,
@@ -284,6 +284,10 @@ _TARGETS = [
     Target("optimum's metadata", _optimum, valid.OPTIMUMS, damaged_json),
     Target("archive", _archive, valid.ARCHIVES, damaged_tar, [*findings.ARCHIVES.values()]),
     Target("DCP metadata", _metadata, valid.METADATA, damaged_pickle, part=PICKLE_PART),
+    Target("requests to a host", servers.requests(Path(_SCRATCH.name)), servers.REQUESTS, servers.damaged_message),
+    Target("answers of a host", servers.answers, servers.ANSWERS, servers.damaged_message),
+    Target("words between ranks", servers.words, servers.WORDS, servers.damaged_line),
+    Target("hello to rank 0", servers.admission, [hello + servers.WORDS[0] for hello in servers.HELLOS]),
 ]
 TARGETS: dict[str, Target] = {
     target.name: replace(target, findings=[*target.findings, *findings.found(target.name)])

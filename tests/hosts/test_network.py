@@ -162,6 +162,10 @@ def test_no_link_leads_out_of_the_directory(world: World) -> None:
                 act(key)
     with pytest.raises(MalformedFile, match="leads out of the directory"):
         remote.list("folder")
+    asked = ["t/link", "t/file", "folder/file", "t/absent"]
+    assert [b"", world.own[1].read("t/file"), b"", None] == remote.peek(asked)
+    with pytest.raises(MalformedFile):
+        remote.peek(["t/file", "../outside/file"])
     assert {"file": b"secret"} == {path.name: path.read_bytes() for path in outside.iterdir()}
 
 

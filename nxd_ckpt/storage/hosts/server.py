@@ -234,8 +234,16 @@ class _Conversation:
         return {}, self._directory.read(self._key(fields), number(fields["limit"]))
 
     def _do_peek(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        found = self._directory.peek([self._key({"key": key}) for key in fields["keys"]])
+        found = [self._peeked(_text(key)) for key in fields["keys"]]
         return {"value": [None if data is None else len(data) for data in found]}, b"".join(filter(None, found))
+
+    def _peeked(self, key: str) -> bytes | None:
+        """As of a directory: what is no such file, as what a link leads to elsewhere, is empty, and fails no other."""
+        self._directory.path(key)  # raises for what is no key
+        try:
+            return self._directory.peek([self._key({"key": key})])[0]
+        except MalformedFile:
+            return b""
 
     def _do_list(self, fields: Fields, blobs: list[bytes]) -> Answer:
         names = [f"{'d' if entry.is_dir else 'f'}{entry.name}" for entry in self._directory.list(self._key(fields))]
