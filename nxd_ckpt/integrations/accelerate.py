@@ -96,11 +96,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for hook in bare.save_hooks:  # what they take out of the weights is saved all the same
                 hook(list(bare.models), [None] * len(bare.models), directory.staged)
             super().save_state(directory.staged, safe_serialization, **options)
+        own = _RANDOM_STATE.format(self.process_index)
         if self.is_main_process:
-            directory.record(other_ranks=_RANDOM_STATE.format("[1-9]*"))
+            required = [own, *(f"custom_checkpoint_{index}.pkl" for index in range(len(self._custom_objects)))]
+            numbers = ["", *(f"_{index}" for index in range(1, len(self._schedulers)))]
+            required += [f"scheduler{number}.bin" for number in numbers] if self._schedulers else []
+            directory.record(_RANDOM_STATE.format("[1-9]*"), required)
         self.wait_for_everyone()  # until all ranks' files are there
         # All ranks write the state of the scaler and of stateful data loaders, and hooks what they like.
-        directory.complete(agreement, _RANDOM_STATE.format(self.process_index), shared=True)
+        directory.complete(agreement, own, shared=True)
         with directory.publishing(self.is_main_process) as saves:
             self._save_models(directory, saves)
         self._saving = directory

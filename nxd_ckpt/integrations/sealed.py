@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -148,9 +148,14 @@ class SealedDirectory:
         if self._lease is not None:
             self._lease.require()
 
-    def record(self, other_ranks: str = "") -> None:
-        """Rank 0: what it wrote is complete. Files of the pattern ``other_ranks`` are others', and may not be."""
-        self._written.record(other_ranks)
+    def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
+        """Rank 0: what it wrote is complete.
+
+        Args:
+            other_ranks: glob pattern of files that are others', and may be incomplete.
+            required: files that the library has written, by their names; the others are those that are there.
+        """
+        self._written.record(other_ranks, required)
 
     def complete(self, agreement: Agreement, own: str = "", *, shared: bool = False) -> None:
         """All ranks: their files are complete, on every rank.

@@ -13,7 +13,7 @@ when it is complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from signal import SIGTERM
@@ -102,19 +102,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         finally:
             self._staging = None
         self._keep_best(directory)
-        self._record(directory)
+        own = "" if self.args.save_only_model else self._own_file()
+        self._record(directory, {TRAINER_STATE_NAME, own} - {""})
         self.accelerator.wait_for_everyone()  # until all ranks' files are there
-        directory.complete(agreement, _RANDOM_STATE.format(self.args.process_index))
+        directory.complete(agreement, own)
         with directory.publishing(self.args.process_index == 0) as saves:
             saves.append(self._save_rest(directory))
         self._saving = directory
         if not self.async_save or self.control.should_training_stop:
             self._settle()
 
-    def _record(self, directory: SealedDirectory) -> None:
+    def _own_file(self) -> str:
+        """The file with this rank's random state."""
+        return "rng_state.pth" if self.args.world_size == 1 else _RANDOM_STATE.format(self.args.process_index)
+
+    def _record(self, directory: SealedDirectory, required: Iterable[str] = ()) -> None:
         """What was written until now is complete."""
         if self.args.process_index == 0:
-            directory.record(other_ranks=_RANDOM_STATE.format("[1-9]*"))
+            directory.record(_RANDOM_STATE.format("[1-9]*"), required)
 
     def _keep_best(self, directory: SealedDirectory) -> None:
         """If this checkpoint is the best, that is under its name, not where it is written."""

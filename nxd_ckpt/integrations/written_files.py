@@ -6,7 +6,7 @@ What is sealed is what was written: a file that vanished since, appeared, or cha
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -44,23 +44,25 @@ class WrittenFiles:
         """Whether nothing was recorded so far."""
         return not self._seen
 
-    def record(self, other_ranks: str = "") -> None:
+    def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
         """Record what is there and was not recorded before, but for files of the pattern ``other_ranks``, which may
-        be incomplete."""
+        be incomplete; and the names that are ``required``, as the library has written them."""
         for name, seen in self._now().items():
             if not fnmatchcase(name, other_ranks):
                 self._seen.setdefault(name, seen)
+        for name in required:
+            self._seen.setdefault(name, None)
 
     def forget_content(self) -> None:
         """Require of what was recorded that it is there: several ranks may write the same file."""
         self._seen = dict.fromkeys(self._seen)
 
     def digest_of(self, name: str) -> dict[str, list[int]]:
-        """Size and CRC-32 of one file, by its name; empty where it is not there."""
+        """Size and CRC-32 of one file, by its name; of one that is not there, none."""
         try:
             return {name: file_digest(self._storage, name, memoryview(bytearray(CRC_BLOCK)))}
         except FileNotFoundError:
-            return {}
+            return {name: []}
 
     def require(self, digests: Mapping[str, list[int]]) -> None:
         """Require files that other ranks wrote, by size and CRC-32."""

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, DirectoryInUse, P
 from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.integrations.written_files import WrittenFiles
 from nxd_ckpt.verify import verify_checkpoint
+from tests.integrations import accelerate_run, transformers_run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -221,6 +223,72 @@ def test_a_job_that_was_taken_over_changes_nothing(at: str, tmp_path: Path) -> N
     close_checkpointers()
     assert all((tmp_path / f"checkpoint-{number}").exists() for number in range(3))
     assert (tmp_path / "checkpoint-3").exists() == (at != "before the tag is saved")
+
+
+TRAINERS = {
+    "transformers": ("rng_state.pth", "trainer_state.json", "model.safetensors"),
+    "accelerate": ("random_states_0.pkl", "scheduler.bin"),
+}
+
+
+def train(trainer: str, root: Path, then: Callable[[], object], first: int = 0) -> None:
+    """Two saves of a real trainer; ``then`` is called in each, when its files are written and no tag is saved yet.
+    accelerate numbers them from ``first`` on."""
+    publishing = SealedDirectory.publishing
+
+    def disturbed(directory: SealedDirectory, is_rank_0: bool) -> Any:
+        then()
+        return publishing(directory, is_rank_0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SealedDirectory, "publishing", disturbed)
+        if trainer == "transformers":
+            transformers_run.trained(root)
+        else:
+            job = accelerate_run.Job(root)
+            job.accelerator.project_configuration.iteration = first
+            job.run(2)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    return [path for path in [*root.glob("checkpoint*-*"), *root.glob("checkpoints/*")] if path.is_dir()]
+
+
+@pytest.mark.parametrize(("trainer", "file"), [(trainer, file) for trainer in TRAINERS for file in TRAINERS[trainer]])
+def test_a_file_of_a_trainer_that_vanishes_is_missed(trainer: str, file: str, tmp_path: Path) -> None:
+    """By name, and nothing becomes visible."""
+
+    def remove() -> None:
+        for path in tmp_path.glob(f".incomplete/*/*/{file}"):
+            path.unlink()
+
+    with pytest.raises(SaveFailed, match=f"{file} vanished"):
+        train(trainer, tmp_path, remove)
+    assert not checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_second_trainer_is_refused_while_the_first_one_saves(trainer: str, tmp_path: Path) -> None:
+    """Before its first tag and later; what the first one saved is whole, and goes on."""
+    root = tmp_path / "run"
+
+    def second() -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                train(trainer, root, lambda: None, first=5)
+            except DirectoryInUse:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert 7 == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    train(trainer, root, second)
+    assert 2 == len(checkpoints(root))
+    for directory in checkpoints(root):
+        verify_files(str(directory), "training_state")
+        assert () == verify_checkpoint(directory, "training_state").problems
+    assert ["tags"] == os.listdir(root / ".incomplete")
 
 
 def test_each_attempt_has_a_directory_of_its_own(tmp_path: Path) -> None:
