@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
 import signal
 import threading
@@ -72,6 +74,27 @@ class Told(transformers.TrainerCallback):  # type: ignore[misc]
                     thread.join()
 
 
+class WorkersAreTold(transformers.TrainerCallback):  # type: ignore[misc]
+    """Sends SIGTERM to the data loader's workers at the end of the first step."""
+
+    def __init__(self) -> None:
+        self._others, self.pids = multiprocessing.active_children(), list[int]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        if not self.pids:
+            self.pids = [each.pid for each in multiprocessing.active_children() if each not in self._others]  # type: ignore[misc]
+            for pid in self.pids:
+                os.kill(pid, signal.SIGTERM)
+
+
+class JustInTime(Quick):
+    """With what transformers 5 calls ``enable_jit_checkpoint``, whichever version it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.args.enable_jit_checkpoint = True
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("checkpoint*"))
 
@@ -119,6 +142,13 @@ def test_a_complete_checkpoint_with_a_sentinel_is_resumed(interrupted: Path, who
     shutil.rmtree(interrupted / "checkpoint-3")
     (interrupted / "checkpoint-2" / SENTINEL).touch()
     assert weights(whole) == weights(trained(interrupted, kind=Quick, resume=True, seed=2))
+
+
+def test_workers_pass_over_a_sigterm_for_all(tmp_path: Path) -> None:
+    """Without them the training would end before the save."""
+    told = WorkersAreTold()
+    trained(tmp_path, kind=JustInTime, callbacks=[told], dataloader_num_workers=2, dataloader_persistent_workers=True)
+    assert (2, ["checkpoint-2", "checkpoint-4"]) == (len(told.pids), names(tmp_path))
 
 
 @of_transformers_5
