@@ -252,7 +252,9 @@ class Reader:
 def among(jobs: list[Job], world: World) -> Iterator[None]:
     """Within, ranks of ``jobs`` meet where their job has a group, and nothing asks the real machine."""
 
-    def meet(rank: int, world_size: int, timeout: float, call: str) -> Agreement | None:
+    def meet(
+        rank: int, world_size: int, timeout: float, call: str, members: tuple[int, ...] | None = None
+    ) -> Agreement | None:
         process = world.current.process if world.current is not None else None
         job = next((job for job in jobs if process in job.processes), None)
         return Alone() if job is None else job.agreement(rank, timeout, call)
