@@ -59,6 +59,12 @@ def restore_data_position(loader: Any, saved: Position) -> None:
             "rank_content= with it"
         )
     check_position(saved, "data position")
+    running = getattr(loader, "_iterator", None)  # torchdata's
+    if running is not None and not getattr(running, "_finished", False):
+        raise InvalidArgument(
+            f"{type(loader).__name__} is being iterated, and its iterator would go on from the old place: restore the "
+            "data position before iter(), or into a new loader"
+        )
     shared, sampler = saved["shared"], _sampler_of(loader)
     kind = None if shared is None else shared["kind"]
     if isinstance(loader, DataStreams) and kind == "streams":

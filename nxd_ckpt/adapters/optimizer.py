@@ -15,6 +15,7 @@ from nxd_ckpt.adapters.optimizer_names import parameter_names
 from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, flat_parameters, keeps_nothing
 from nxd_ckpt.adapters.plain import PlainOptimizer
 from nxd_ckpt.adapters.state import OptimizerForm, State
+from nxd_ckpt.adapters.torch_zero import TorchZeroOptimizer, is_torch_zero
 from nxd_ckpt.adapters.zero1 import Zero1Optimizer
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
@@ -112,6 +113,8 @@ def open_optimizer(
         _refuse_others_parameters(names)
     if hasattr(optimizer, "sharding_groups"):
         return Zero1Optimizer(optimizer, names, topology)
+    if is_torch_zero(optimizer):
+        return TorchZeroOptimizer(optimizer, model, param_names, topology)
     on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
     return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer and not on_meshes)
 

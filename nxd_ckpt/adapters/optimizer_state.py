@@ -11,7 +11,15 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, model_of, placed_of
-from nxd_ckpt.adapters.parameters import form_of, is_dense, is_tensor, memory_for, new_like, traits_of
+from nxd_ckpt.adapters.parameters import (
+    form_of,
+    is_dense,
+    is_tensor,
+    memory_for,
+    new_like,
+    refuse_unsupported,
+    traits_of,
+)
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -282,6 +290,9 @@ def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Te
 
 def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:
     """What the tensor at ``path`` of an optimizer's state dict is; ``slot`` is the parameter's that it belongs to."""
+    if tensor.is_nested:
+        owner = path if slot is None else (slot.name, *path[2:])
+        refuse_unsupported("/".join(map(str, ("optim", *owner))), tensor)
     if slot is None:
         return StateTensor("/".join(map(str, ("optim", *path))))
     return slot.describe(path[2:] or (MASTER_WEIGHTS,), tensor)

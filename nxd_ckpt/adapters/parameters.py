@@ -70,7 +70,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same memory seen the same way; without an address for the same object only."""
     local = dtensor.local_of(tensor)
     place: Hashable = id(tensor)  # not that of ``local``: the next one may have it too
-    if has_address(local):
+    if has_address(local) and not local.is_nested:
         seen = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
         place = local.device, local.data_ptr(), local.dtype, seen
     return place if local is tensor else ("local", place)
@@ -119,7 +119,8 @@ def materialize(tensor: torch.Tensor) -> None:
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for tensors that are more than plain memory of this process."""
     known = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
-    if tensor.layout is torch.strided and known and not tensor.is_meta and not torch_xla.is_spmd():
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    if plain and known and not tensor.is_meta and not torch_xla.is_spmd():
         return
     kind = type(tensor).__name__
     if kind == "XLAShardedTensor" or torch_xla.is_spmd():
@@ -127,6 +128,8 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
     elif tensor.is_meta:
         kind, advice = "on the meta device", "give it values (to_empty, param_init_fn) before saving or loading"
+    elif tensor.is_nested:
+        kind, advice = "a nested tensor", "keep its parts (unbind()), or pad it (to_padded_tensor())"
     elif tensor.layout is not torch.strided:
         kind, advice = f"of layout {tensor.layout}", "save it as user content, or densify it"
     else:

@@ -314,6 +314,9 @@ def _parts(one: Any) -> Any:
     if isinstance(one, torch.optim.Optimizer):
         # Beside its state dict, which may show them otherwise: the next step goes on from these.
         groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+        inner = getattr(one, "optim", None)  # torch's ZeroRedundancyOptimizer: what this rank steps
+        if isinstance(inner, torch.optim.Optimizer):
+            return {"param_groups": groups, "state": inner.state_dict()["state"]}
         parameters = [each for group in one.param_groups for each in group["params"]]
         state = {index: one.state.get(each, {}) for index, each in enumerate(parameters)}
         return {"param_groups": groups, "state": state, "state_dict": one.state_dict()}

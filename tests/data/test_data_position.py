@@ -344,3 +344,22 @@ def test_a_resharded_tag_goes_without_those_beside_objects(tmp_path: Path, caplo
     assert "trust_pickle=True" in caplog.text
     tag = open_checkpoint(tmp_path / "other")
     assert (False, [1.0] * 3) == (tag.parts.rank_content, tag.model_state()["w"].tolist())
+
+
+def test_a_position_that_an_iterator_would_not_see_is_refused() -> None:
+    """One that was made before; a new loader, and one whose iterator has ended, take it."""
+    saved = StatefulDataLoader(list(range(8)), batch_size=2)
+    batches = iter(saved)
+    next(batches)
+    position = capture_data_position(saved)
+    expected = next(batches).tolist()
+    begun = StatefulDataLoader(list(range(8)), batch_size=2)
+    running = iter(begun)
+    next(running)
+    with pytest.raises(InvalidArgument, match=r"is being iterated.*before iter"):
+        restore_data_position(begun, position)
+    for _ in running:
+        pass
+    for loader in (begun, StatefulDataLoader(list(range(8)), batch_size=2)):
+        restore_data_position(loader, position)
+        assert expected == next(iter(loader)).tolist()

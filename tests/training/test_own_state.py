@@ -329,3 +329,20 @@ def test_own_state_is_taken_to_other_sizes(tmp_path: Path) -> None:
     other = LossScale(fresh.parameters())
     load_checkpoint(tmp_path, "t", fresh, other, topology=Topology())
     assert 8.0 == other.loss_scale
+
+
+def test_nested_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    """In a model and in an optimizer, with what to keep in their place; of both layouts."""
+    parts = [torch.ones(2), torch.ones(3)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.state[model.weight]["ragged"] = nested
+        with pytest.raises(UnsupportedState, match=r"optim/weight/ragged is a nested tensor.*unbind"):
+            save_checkpoint(tmp_path, "t", model, optimizer)
+        model.register_buffer("ragged", nested)
+        with pytest.raises(UnsupportedState, match=r"model/ragged is a nested tensor.*unbind"):
+            save_checkpoint(tmp_path, "t", model)
+    close_checkpointers()
+    assert not (tmp_path / "t").exists()

@@ -11,7 +11,7 @@ import torch
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.errors import IncompatibleState, InvalidArgument, OptimizerMismatch
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, OptimizerMismatch
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -148,3 +148,53 @@ def test_several_schedulers_are_saved_as_a_list(tmp_path: Path, model: torch.nn.
         for scheduler in its:
             scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
+
+
+def _grown(groups: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model with one more layer, whose parameters may be a param group of their own."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    if groups == 1:
+        return model, torch.optim.AdamW(model.parameters(), lr=0.5)
+    parts = [{"params": list(layer.parameters()), "weight_decay": 0.0} for layer in model]
+    return model, torch.optim.AdamW(parts, lr=0.5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_added_parameters_start_anew(tmp_path: Path, groups: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``strict=False``, and with a warning; the others go on. By default they are refused."""
+    small = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    saved = torch.optim.AdamW(small.parameters(), lr=0.25)
+    small(torch.ones(1, 3)).sum().backward()
+    saved.step()
+    save_checkpoint(tmp_path, "t", small, saved)
+    model, optimizer = _grown(groups)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises((OptimizerMismatch, KeyMismatch)):
+        load_checkpoint(tmp_path, "t", model, optimizer)
+    load_checkpoint(tmp_path, "t", model, optimizer, strict=False)
+    close_checkpointers()
+    old, new = model.get_parameter("0.weight"), model.get_parameter("1.weight")
+    assert torch.equal(saved.state[small.get_parameter("0.weight")]["exp_avg"], optimizer.state[old]["exp_avg"])
+    assert not optimizer.state.get(new)
+    assert ([0.25] if groups == 1 else [0.25, 0.5]) == [group["lr"] for group in optimizer.param_groups]
+    assert "has no optimizer state of 1.weight, 1.bias: they start anew" in caplog.text
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_state_of_removed_parameters_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``strict=False``, and with a warning."""
+    model, optimizer = _grown(2)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    small = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    live = torch.optim.AdamW(small.parameters())
+    with pytest.raises((OptimizerMismatch, KeyMismatch)):
+        load_checkpoint(tmp_path, "t", small, live)
+    load_checkpoint(tmp_path, "t", small, live, strict=False)
+    close_checkpointers()
+    states = optimizer.state[model.get_parameter("0.bias")], live.state[small.get_parameter("0.bias")]
+    assert torch.equal(*(state["exp_avg"] for state in states))
+    assert "the optimizer state of 1.weight, 1.bias is left out" in caplog.text

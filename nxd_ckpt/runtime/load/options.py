@@ -24,7 +24,8 @@ class LoadOptions:
 
     Attributes:
         strict: names that are missing or unexpected in the model are an error, else they are skipped with a warning. So
-            are names in ``key_mapping``, a ``prefix`` and globs in ``ignore_keys`` that match nothing.
+            are names in ``key_mapping``, a ``prefix`` and globs in ``ignore_keys`` that match nothing. Without it, an
+            optimizer's parameters that the tag has no state of start anew, and state of others is left out.
         num_workers: accepted for the sake of existing scripts. Every rank reads its own files at once.
         use_zero1_dcp: accepted likewise. The format is detected.
         param_names: the names of the optimizer's parameters, a list for each param group; needed where no live model

@@ -20,7 +20,7 @@ from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm
 from nxd_ckpt.adapters.state_names import PARAM_GROUPS, without
 from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.resharding import check_partitions
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.layout.files import MissingTensor
 from nxd_ckpt.layout.state_dicts import refuse_numbers
@@ -30,6 +30,7 @@ from nxd_ckpt.runtime.load.placing import local_tree
 from nxd_ckpt.runtime.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.runtime.load.trees import LoadTrees
 from nxd_ckpt.runtime.views.optimizer_names import is_number
+from nxd_ckpt.runtime.views.resharded_optimizer import ReshardedOptimizer
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -238,11 +239,33 @@ class LoadPlanner:
                 f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
             )
         source, filtered = context.state.optimizer, self._filter
-        tree = source.tree(form, filtered.ignores, filtered.covers)
-        self._is_regrouped = source.group_order(form, filtered.covers) != list(range(len(source.groups)))
-        self._refuse_joined(form, source.group_order(form, filtered.covers))
-        self._refuse_unused([*source.slots], [slot.name for slot in form.slots])
+        live = [slot.name for slot in form.slots]
+        fresh = set() if self._options.strict else self._fresh(source, live)
+
+        def covers(name: str) -> bool:
+            return name in fresh or filtered.covers(name)
+
+        tree = source.tree(form, filtered.ignores, covers)
+        for group, options in zip(tree["param_groups"], form.options, strict=False):
+            names = [live[index] for index in group["params"]] if form.ordinary is None else []
+            if names and fresh.issuperset(f"optim/{name}" for name in names):
+                group.update(options)
+        self._is_regrouped = source.group_order(form, covers) != list(range(len(source.groups)))
+        self._refuse_joined(form, source.group_order(form, covers))
+        self._refuse_unused([*source.slots], live)
         return tree
+
+    def _fresh(self, source: ReshardedOptimizer, live: Sequence[str]) -> set[str]:
+        """The parameters, by their names in the optimizer, that the tag has no state of: they start anew."""
+        added = [name for name in live if not source.has(name) and not self._filter.covers(f"optim/{name}")]
+        if added:
+            logger.warning(
+                "loading with strict=False: %s has no optimizer state of %s: they start anew, with the options of "
+                "their live param groups",
+                self._opened.where,
+                first_of(added),
+            )
+        return {f"optim/{name}" for name in added}
 
     def _refuse_joined(self, form: OptimizerForm, order: Sequence[int]) -> None:
         """Raise OptimizerMismatch where live param groups with different options were one group when they were saved.
@@ -272,6 +295,12 @@ class LoadPlanner:
         unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
         if self._context.is_mesh_job:
             self._strangers |= {f"optim/{name}" for name in unused}
+        elif unused and not self._options.strict:
+            logger.warning(
+                "loading with strict=False: the optimizer state of %s is left out, as the live optimizer does not hold "
+                "them",
+                first_of(unused),
+            )
         elif unused:
             raise OptimizerMismatch(
                 f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "

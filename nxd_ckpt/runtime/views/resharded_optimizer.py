@@ -95,6 +95,10 @@ class ReshardedOptimizer:
         for name, slot in self.slots.items():
             yield from [f"optim/{name}/{entry}" for entry in slot.state] or [f"optim/{name}"]
 
+    def has(self, name: str) -> bool:
+        """True if the saved optimizer had the live parameter of that name."""
+        return self._held(name) is not None
+
     def tree(
         self, form: OptimizerForm, ignores: Covers = _covers_nothing, covers: Covers = _covers_nothing
     ) -> dict[str, Any]:
