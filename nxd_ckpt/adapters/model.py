@@ -208,6 +208,14 @@ class ModelAdapter:
         live = {name: self._tensors[name] for name in names if is_dtensor(self._tensors.get(name))}
         return {(name,): placed_of(f"model/{name}", tensor) for name, tensor in live.items()}
 
+    def has_values(self, name: str, dim: int, start: int) -> bool:
+        """Whether the live tensor has anything but zeros from ``start`` on along ``dim``; what is on meta has not."""
+        live = self._tensors[name].detach()
+        if live.is_meta or start >= live.shape[dim]:
+            return False
+        on_host = live.cpu()  # as a whole: a slice on the device would be compiled
+        return bool((on_host.narrow(dim, start, on_host.shape[dim] - start) != 0).any())
+
     def is_on_host(self, name: str) -> bool:
         """Whether it is a live tensor on the CPU."""
         live = self._live.get(name)

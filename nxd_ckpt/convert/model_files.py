@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core import document
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layout.hugging_face import CONFIG
-from nxd_ckpt.layout.quantization import QUANTIZATION
+from nxd_ckpt.layout.quantization import without_quantization
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
 
@@ -75,10 +75,10 @@ def with_dtype(files: Iterable[ModelFile], dtype: str) -> list[ModelFile]:
 def _retyped(file: ModelFile, dtype: str) -> ModelFile:
     config = config_in([file])
     said = {key: dtype for key in ("torch_dtype", "dtype") if key in config}
-    if not said and QUANTIZATION not in config:
+    plain = without_quantization(config)
+    if not said and plain == config:
         return file
-    rest = {key: value for key, value in config.items() if key != QUANTIZATION}
-    return ModelFile(file.name, json.dumps({**rest, **said}, indent=2).encode() + b"\n")
+    return ModelFile(file.name, json.dumps({**plain, **said}, indent=2).encode() + b"\n")
 
 
 def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:

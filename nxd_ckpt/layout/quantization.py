@@ -62,6 +62,15 @@ def refuse_quantized_dtype(name: str, dtype: str, where: str) -> None:
         )
 
 
+def without_quantization(config: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, Any]:
+    """config.json without what says that the weights are quantized, in sections such as text_config too."""
+    return {
+        key: without_quantization(value, depth - 1) if isinstance(value, Mapping) and depth else value
+        for key, value in config.items()
+        if key not in _SECTIONS
+    }
+
+
 _REMEDY = "dequantize the model with the program that quantized it (transformers: model.dequantize()), and use that"
 
 

@@ -95,3 +95,22 @@ def test_quantized_weights_of_a_tag_are_not_exported(tmp_path: Path, dtype: torc
         with pytest.raises(UnsupportedState, match=f"{Q}.weight is {name}"):
             export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", config=tmp_path / "config.json", dtype=cast)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("sections", [(), ("text_config",), ("thinker_config", "text_config")])
+def test_no_section_of_an_export_says_that_it_is_quantized(
+    tmp_path: Path, key: str, sections: tuple[str, ...]
+) -> None:
+    """What is written is plain. Everything else in those sections stays."""
+    inner: dict[str, Any] = {key: {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, "rope_theta": 1.5}
+    for section in reversed(sections):
+        inner = {section: inner}
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **inner}))
+    save_checkpoint(tmp_path / "run", "s", plain())
+    export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", config=tmp_path / "config.json")
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert key not in text
+    assert "modules_to_not_convert" not in text
+    assert '"rope_theta": 1.5' in text
+    load_checkpoint(tmp_path / "out", model=plain())

@@ -197,7 +197,7 @@ class _Prepared:
                 self._complain(str(problem))
         for match in matches:
             if match.name in found:
-                self._refuse_zeroed_rows(match, specs[match.name].shape, topology.tp)
+                self._refuse_zeroed_rows(match, specs[match.name].shape, topology)
         refuse_unequal_ties(
             self.where, found, self._model.aliases, lambda: LeafReader(self._directory.files, {}), may_choose=False
         )
@@ -208,23 +208,34 @@ class _Prepared:
         """Whether it is the first of its tied names that the directory has."""
         return name == next(other for other in self._model.aliases(name) if other in found)
 
-    def _refuse_zeroed_rows(self, match: Match, shape: tuple[int, ...], tp: int) -> None:
-        """Live rows beyond those of the files become zero: only where rounding to the ranks explains them."""
-        dim, rows = match.rule.dim, match.rule.members[0].rows
+    def _refuse_zeroed_rows(self, match: Match, shape: tuple[int, ...], topology: Topology) -> None:
+        """Live rows beyond those of the files become zero: only where that loses nothing, whatever ``strict`` says.
+
+        Ranks that do not divide the rows must pad them. More rows than that are padding if they are zero, or nothing.
+        """
+        dim, rows, tp = match.rule.dim, match.rule.members[0].rows, topology.tp
         if dim is None or rows is None:
             return
         length, count = shape[dim] * tp, self._sizes.get(rows)
-        if length > count and not (tp > 1 and is_rounded(length, count, tp)):
+        if length <= count:
+            return
+        if length != count + -count % tp:
             problem = (
                 f"{self.where}: config.json says {self._sizes.key(rows)} {count}, the live {match.name} has {length} "
-                f"rows, and no rounding to {tp} tensor-parallel ranks explains rows {count} to {length - 1}, which "
-                f"would become zero; build the model with {count} rows, load it, and add rows then"
+                f"rows, and rows {count} to {length - 1} would become zero: "
             )
-            if self._strict:
-                raise ShapeMismatch(f"{problem}. strict=False sets them to zero")
-            logger.warning("loading with strict=False: %s", problem)
-        elif length > count:
-            logger.info("%s: rows %d to %d of %s are padding, and zero", self.where, count, length - 1, match.name)
+            if tp == 1 or not is_rounded(length, count, tp):
+                raise ShapeMismatch(
+                    f"{problem}no rounding to {tp} tensor-parallel ranks explains them. Build the model with {count} "
+                    "rows, load it, and add rows then"
+                )
+            start = min(max(count - topology.tp_rank * shape[dim], 0), shape[dim])
+            if self._model.has_values(match.name, dim, start):
+                raise ShapeMismatch(
+                    f"{problem}they are not zero now, so they may be trained. If they are padding, set them to zero "
+                    f"before the load; else build the model with {count + -count % tp} rows, and add rows after it"
+                )
+        logger.info("%s: rows %d to %d of %s are padding, and zero", self.where, count, length - 1, match.name)
 
     def _refuse_what_stays_meta(self) -> None:
         filled = self._model.ids(self._leaves)
