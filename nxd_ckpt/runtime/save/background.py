@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -41,46 +42,67 @@ class Worker:
 
 
 class Helpers(Executor):
-    """Daemon threads that run tasks side by side.
+    """At most ``count`` daemon threads that run tasks side by side, and end when there is nothing left to run.
 
-    All are started at once and run until they are shut down. An exiting interpreter, which may still have a save to
-    finish, starts no threads, and stops those of concurrent.futures first.
+    Threads of concurrent.futures would wait until they are shut down: as many for each directory that was saved to. An
+    exiting interpreter, which may still have a save to finish, stops those first, and starts no threads. Tasks then run
+    on the thread that submits them.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._tasks: host.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = host.SimpleQueue()
-        self._threads: list[host.Thread] = []
-        self._cancels = False
-        for number in range(count):
-            thread = host.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system gives no more
-                if not self._threads:
-                    raise
-                break
-            self._threads.append(thread)
+        self._name = name
+        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        # Locks that are never waited for: a signal handler may submit while its thread does.
+        self._places = [host.Lock() for _ in range(count)]
+        self._threads: dict[int, host.Thread] = {}
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._tasks.put((future, partial(fn, *args, **kwargs)))
+        self._tasks.append((future, partial(fn, *args, **kwargs)))
+        for number, place in enumerate(self._places):
+            if place.acquire(blocking=False):
+                self._start(number)
+                break
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._cancels = cancel_futures
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads if wait else ():
+        """Wait for what was submitted; ``cancel_futures`` gives up what has not begun."""
+        while cancel_futures and (task := self._next()) is not None:
+            task[0].cancel()
+        for thread in list(self._threads.values()) if wait else ():
             thread.join()
 
-    def _run(self) -> None:
+    def _start(self, number: int) -> None:
+        thread = host.Thread(target=partial(self._run, number), name=f"{self._name}-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more, or the interpreter exits
+            self._places[number].release()
+            self._run_tasks()
+        else:
+            self._threads[number] = thread
+
+    def _run(self, number: int) -> None:
         host.yield_disk_to_others()
         host.yield_processor_to_others()
-        while (task := self._tasks.get()) is not None:
-            if self._cancels:
-                task[0].cancel()
+        place = self._places[number]
+        while True:
+            self._run_tasks()
+            place.release()
+            # A task that came after the last look, while all places were taken, has no thread of its own.
+            if not self._tasks or not place.acquire(blocking=False):
+                return
+
+    def _run_tasks(self) -> None:
+        while (task := self._next()) is not None:
             _complete(*task)
             del task  # it looks into memory that is to be used again
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        try:
+            return self._tasks.popleft()
+        except IndexError:
+            return None
 
 
 def _complete(future: Future[Any], call: Callable[[], Any]) -> None:

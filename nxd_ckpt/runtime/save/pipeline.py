@@ -53,7 +53,7 @@ class Pipeline:
     def plan(self, state: SaveState) -> Planned:
         """What a save of ``state`` writes. Raises what makes it impossible, before anything is written."""
         plan = self._planner.plan(state)
-        _ = self.writers  # it also raises here if a thread cannot start
+        _ = self._writer  # raises here if a thread cannot start
         return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
 
     def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> Planned:
@@ -84,13 +84,17 @@ class Pipeline:
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""
-        if self._worker is None:
-            self._worker = Worker("nxd_ckpt-writer")
-        self._worker.submit(task)
+        self._writer.submit(task)
 
     def conclude(self, saving: Saving, pending: SaveProgress, started: float) -> None:
         """Commit what was handed over, on the writer thread, and settle it; ``started`` is when its save was called."""
         self.submit(lambda: _conclude(saving, pending, started))
+
+    @property
+    def _writer(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker("nxd_ckpt-writer")
+        return self._worker
 
     @property
     def writers(self) -> Helpers:
