@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryInUse,
@@ -334,3 +334,51 @@ def test_a_first_save_without_rank_0_names_it(tmp_path: Path) -> None:
     error = error.error if isinstance(error, Raised) else error
     assert isinstance(error, CheckpointError), error
     assert "rank 0" in str(error)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["an empty directory", "a directory with tags"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_link_that_leads_elsewhere_meanwhile_splits_no_run(tmp_path: Path, asynchronous: bool, used: bool) -> None:
+    """No later save goes to the other directory; back at its place the job goes on. The last save says it, too."""
+    for name in ("first", "other"):
+        (tmp_path / name).mkdir()
+    if used:
+        save(other := checkpointer(tmp_path / "other", 0, 1), "theirs", 7)
+        other.close()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "first")
+    saver = checkpointer(link, 0, 1)
+    save(saver, "1", 1)
+    before = sorted(tmp_path.joinpath("other").rglob("*"))
+
+    def lead_to(name: str) -> None:
+        link.unlink()
+        link.symlink_to(tmp_path / name)
+
+    lead_to("other")
+    with pytest.raises(SaveFailed, match="is not the directory that this job took"):
+        saver.save("2", {"weight": torch.full((3,), 2.0)}, async_save=asynchronous).wait()
+    assert before == sorted(tmp_path.joinpath("other").rglob("*"))
+    lead_to("first")
+    save(saver, "3", 3)
+    saver.close()
+    assert ["1", "3"] == visible_tags(tmp_path / "first")
+    assert (["theirs"] if used else []) == visible_tags(tmp_path / "other")
+
+
+def test_a_tier_whose_link_leads_elsewhere_gets_no_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says so, and the job goes on."""
+    for name in ("near", "first", "other"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "first")
+    saver = Checkpointer(tmp_path / "near", tiers=[Tier(tmp_path / "near"), Tier(link)])
+    saver.save("1", {"weight": torch.ones(3)})
+    until(lambda: (tmp_path / "first" / "1" / "done").exists())
+    link.unlink()
+    link.symlink_to(tmp_path / "other")
+    saver.save("2", {"weight": torch.ones(3)})
+    saver.close()
+    assert "2 was not copied to tier" in caplog.text
+    assert [] == list(tmp_path.joinpath("other").rglob("*"))
+    assert ["1", "2"] == sorted(visible_tags(tmp_path / "near"))

@@ -124,3 +124,21 @@ def test_a_state_dict_of_a_wrapped_model_is_filled(tmp_path: Path) -> None:
     }
     load_checkpoint(tmp_path, "t", state)
     assert all(torch.equal(one, its) for one, its in zip(model.state_dict().values(), state.values(), strict=True))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("at", [Topology(), Topology(dp=2, rank=1)], ids=["same sizes", "other sizes"])
+def test_a_tag_that_nxd_wrote_of_a_wrapped_model_loads(tmp_path: Path, prefix: str, at: Topology) -> None:
+    """Without manifest and index; into an unwrapped model and into a wrapped one, with the optimizer."""
+    model, optimizer = made("plain", 1)
+    state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    for folder, content in (("model", state), ("optim", optimizer.state_dict())):
+        (tmp_path / "t" / folder).mkdir(parents=True)
+        torch.save(content, tmp_path / "t" / folder / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    for marker in ("checkpoint", "done"):
+        (tmp_path / "t" / marker).write_text("1")
+    for kind in ("plain", "compiled DDP"):
+        other = made(kind, 2)
+        load_checkpoint(tmp_path, "t", *other, topology=at)
+        pairs = zip(values(model, optimizer), values(*other), strict=True)
+        assert all(torch.equal(one, its) for one, its in pairs)

@@ -194,8 +194,8 @@ def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
     if holder is None or holder.run_id != run_id:
         raise StorageError(
             f"{storage.url} is not the directory that this job took: its mark {PLACE} and its lease are not there. It "
-            "was unmounted, or something else is mounted in its place, or both files were removed. Nothing is saved "
-            "there until it is back; to use what is there now, start the job anew"
+            "was unmounted, or something else is mounted or linked in its place, or both files were removed. Nothing "
+            "is saved there until it is back; to use what is there now, start the job anew"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -35,7 +36,7 @@ from nxd_ckpt.runtime.load.filters import Filter
 from nxd_ckpt.runtime.load.options import LoadOptions
 from nxd_ckpt.runtime.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.runtime.load.placing import local_tree
-from nxd_ckpt.runtime.load.tied import refuse_unequal_ties
+from nxd_ckpt.runtime.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.runtime.progress import report, watched
 from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
 from nxd_ckpt.runtime.views.mapped_directory import MappedDirectory
@@ -108,6 +109,10 @@ class _Prepared:
         names = self._model.names()
         self.filtered = Filter(options)
         self.filtered.know_ties(self._model)
+        self._mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
+        self._specs = self._model.parameters(topology.tp)
+        if self.filtered:
+            self.filtered.know_apart(self._different_ties())
         paths = [f"model/{name}" for name in names]
         self.filtered.choose(paths)
         self.unmatched = Unmatched(self.filtered, names, (), paths)
@@ -145,7 +150,7 @@ class _Prepared:
 
     def apply(self, *, shown: bool) -> None:
         """Change the live model."""
-        with overwriting(self.where), LeafReader(self._directory.files, {}) as reader:
+        with overwriting(self.where), self._reader() as reader:
             names = {id(leaf): name for name, leaf in self._leaves.items()}
 
             def fill(leaf: Leaf, out: torch.Tensor) -> None:
@@ -176,8 +181,7 @@ class _Prepared:
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
         """What to read for each live tensor; of tied ones, for the first that the directory has."""
-        mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
-        specs = self._model.parameters(topology.tp)
+        specs = self._specs
         found: dict[str, Assembly] = {}
         absent: dict[str, KeyMismatch] = {}
         for match in matches:
@@ -186,7 +190,7 @@ class _Prepared:
             if name not in specs:
                 raise InvalidArgument(f"model/{name} is not a tensor, expected one with the shape that this rank holds")
             try:
-                leaf = mapped.assembly(match, specs[name].dtype, specs[name].shape)
+                leaf = self._mapped.assembly(match, specs[name].dtype, specs[name].shape)
             except KeyMismatch as error:
                 absent[name] = error
                 continue
@@ -198,11 +202,23 @@ class _Prepared:
         for match in matches:
             if match.name in found:
                 self._refuse_zeroed_rows(match, specs[match.name].shape, topology)
-        refuse_unequal_ties(
-            self.where, found, self._model.aliases, lambda: LeafReader(self._directory.files, {}), may_choose=False
-        )
+        refuse_unequal_ties(self.where, found, self._model.aliases, self._reader)
         found = {name: leaf for name, leaf in found.items() if self._is_first(name, found)}
         return local_tree(found, self._model.placed(found))
+
+    def _different_ties(self) -> set[str]:
+        """Tied live names under which the directory has different tensors: a filter may choose one of them."""
+        base_names = self._model.base_names()
+        live = {base_names.get(name, name): name for name in self._specs if len(self._model.aliases(name)) > 1}
+        found: dict[str, Assembly] = {}
+        for match in self._mapping.split(live)[0]:
+            name = live[match.name]
+            with suppress(KeyMismatch):  # absent: the load says so
+                found[name] = self._mapped.assembly(match, self._specs[name].dtype, self._specs[name].shape)
+        return {name for pair in unequal_ties(found, self._model.aliases, self._reader) for name in pair}
+
+    def _reader(self) -> LeafReader:
+        return LeafReader(self._directory.files, {})
 
     def _is_first(self, name: str, found: Collection[str]) -> bool:
         """Whether it is the first of its tied names that the directory has."""

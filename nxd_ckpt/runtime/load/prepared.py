@@ -13,9 +13,9 @@ import torch
 
 from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
-from nxd_ckpt.adapters.model import names_without_wrappers
+from nxd_ckpt.adapters.model import ModelAdapter, names_without_wrappers
 from nxd_ckpt.adapters.models import open_model
-from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import allocated, iter_leaves
 from nxd_ckpt.garbage import garbage_left
@@ -69,8 +69,7 @@ class PreparedLoad:
         self.filtered = Filter(options)
         live = None if model is None else open_model(model)
         base_names = {} if live is None else live.base_names()
-        # The names in a manifest are at hand; those of other programs' tags are in the files of all stages.
-        if live is not None and opened.parts.model and (base_names or opened.manifest is not None):
+        if live is not None and opened.parts.model and (base_names or _may_be_wrapped(opened, topology, live)):
             saved = opened.model_names()
             self.filtered.know_base_names(base_names | names_without_wrappers(live.names(), saved), saved)
         if self.filtered.renaming:
@@ -325,3 +324,19 @@ class PreparedLoad:
         compare, verified = self._options.verify is not False, self._options.verifies_first
         name, takes = self._trees.name_by_leaf[id(leaf)], self._takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
+
+
+def _may_be_wrapped(opened: OpenTag, topology: Topology, live: ModelAdapter) -> bool:
+    """Whether the tag may have the live names with, or without, those of wrappers.
+
+    The names in a manifest are at hand. Those of other programs' tags are in the files of all stages: these are opened
+    only if this rank's own one lacks a live name.
+    """
+    if opened.manifest is not None:
+        return True
+    saved = opened.topology
+    with opened.kept():
+        own = opened.model_tree(
+            Coordinates(min(topology.pp_rank, saved.pp - 1), topology.ep_rank % saved.ep, topology.tp_rank % saved.tp)
+        )
+    return any(name not in own for name in live.names())

@@ -21,22 +21,17 @@ def refuse_unequal_ties(
     tree: Mapping[str, object],
     aliases: Callable[[str], Sequence[str]],
     reader: Callable[[], AbstractContextManager[LeafReader]],
-    *,
-    may_choose: bool = True,
 ) -> None:
     """Check that what ``tree`` has under the names of one live tensor (``aliases``) is equal.
-
-    ``may_choose`` says that ``ignore_keys`` takes one of them.
 
     Raises:
         IncompatibleState: two tensors differ, of which a load would drop one.
     """
     for first, name in unequal_ties(tree, aliases, reader):
-        choice = f", or choose one: ignore_keys=['model/{name}'] takes model/{first}, " if may_choose else ""
-        choice += f"ignore_keys=['model/{first}'] the other one" if may_choose else ", and tie it after the load"
         raise IncompatibleState(
             f"{where} holds different values for model/{first} and model/{name}, which are one tied tensor in the live "
-            f"model; build the model without that tie{choice}"
+            f"model; build the model without that tie, or choose one: ignore_keys=['model/{name}'] takes model/{first}"
+            f", ignore_keys=['model/{first}'] the other one"
         )
 
 
