@@ -20,6 +20,7 @@ from nxd_ckpt.runtime.save.mesh_agreement import agree_on_groups, with_words
 from nxd_ckpt.runtime.save.pending import SaveProgress
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState
 from nxd_ckpt.runtime.save.planner import Planner
+from nxd_ckpt.runtime.save.replica_differences import warn_of_differences
 from nxd_ckpt.runtime.save.saving import Saving
 from nxd_ckpt.runtime.save.staging import Stager
 from nxd_ckpt.runtime.save.waves import Wave, plan_waves
@@ -67,6 +68,8 @@ class Pipeline:
         planned = on_all(agreement, lambda: self.plan(state))
         words = agreement.gather(planned.plan.agreed(tag, self._topology))
         decided_by_rank0(agreement, lambda: _must_agree(words))
+        if agreement.world_size > 1:
+            warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
     def stage(self, saving: Saving, planned: Planned) -> None:

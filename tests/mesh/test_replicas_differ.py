@@ -1,0 +1,80 @@
+"""Replicas that are not alike are named once, by the first save."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nxd_ckpt import Checkpointer
+from tests.rigs.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 8)
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
+    """What is logged on this rank by two saves of objects of which ``what`` differs on rank 2."""
+    model = Net()
+    if what.startswith("fsdp"):
+        fully_shard(model.linear, mesh=init_device_mesh("cpu", (4,)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if rank == 2 and what.endswith("buffer"):
+        model.get_buffer("seen").add_(1)
+    if rank == 2 and what == "parameter":
+        model.linear.bias.data.add_(1)
+    if rank == 2 and what == "rate":
+        optimizer.param_groups[0]["lr"] = 0.2
+    kept = _Kept()
+    logging.getLogger("nxd_ckpt").addHandler(kept)
+    try:
+        with Checkpointer(directory / what.replace(" ", "-")) as checkpointer:
+            for step in range(2):
+                checkpointer.save(f"step_{step}", model, optimizer)
+    finally:
+        logging.getLogger("nxd_ckpt").removeHandler(kept)
+    return [message for message in kept.messages if "count as replicas" in message]
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("buffer", "model/seen"),
+        ("fsdp, buffer", "model/seen"),
+        ("parameter", "model/linear.bias"),
+        ("rate", "optimizer/param_groups/0/lr"),
+        ("nothing", None),
+        ("fsdp, nothing", None),
+    ],
+)
+def test_what_differs_is_named_once(gloo_ranks: RankPool, tmp_path: Path, what: str, name: str | None) -> None:
+    """On rank 0, with the two ranks and what to do; and nothing where replicas are alike."""
+    first, *others = gloo_ranks.run(warnings_of, tmp_path, what)
+    assert [[]] * 3 == others
+    if name is None:
+        assert [] == first
+    else:
+        (message,) = first
+        assert f"ranks 0 and 2 count as replicas, and differ in {name}: " in message
+        assert "rank_content=" in message
