@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.layout.directory import list_tags
@@ -179,8 +180,7 @@ class Tiers:
 
         def look() -> bool:
             try:
-                there = [info for info in list_tags(first) if info.complete and info.ours]
-                newest = max(there, key=lambda info: info.order_time, default=None)
+                newest = latest(info for info in list_tags(first) if info.ours)
                 if newest is None or not (first.lacking(newest.tag) or first.is_short(newest.tag)):
                     return False
             except (CheckpointError, OSError):  # who needs what is away now meets it

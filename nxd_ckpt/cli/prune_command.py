@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rules = parser.add_argument_group("rules, of which at least one is needed")
     for flag, metavar, rule, about in (
         ("--last", "N", _last, "keep the newest N tags"),
-        ("--every", "STEPS", _every, "keep the tags whose last number in the name is a multiple of STEPS"),
+        ("--every", "STEPS", _every, "keep the tags whose step, a number in the name, is a multiple of STEPS"),
         (
             "--best",
             "METRIC[:N[:max]]",

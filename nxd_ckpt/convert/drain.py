@@ -84,7 +84,7 @@ class Drain:
         """
         if self._session is None:
             self._session = open_session(self._target, Topology(), Alone(), None, self._timeout)
-            self.newest = max((info.order_time for info in list_tags(self._target)), default=0.0)
+            self.newest = max((info.latest_time for info in list_tags(self._target)), default=0.0)
         return self._session
 
     @property

@@ -18,6 +18,7 @@ from nxd_ckpt import host
 from nxd_ckpt.convert.cp_files import files_to_copy
 from nxd_ckpt.convert.tag_file import TagFile
 from nxd_ckpt.convert.transfer import digest
+from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout import names
@@ -73,7 +74,7 @@ class Replenishing:
     def _run(self) -> None:
         try:
             self._discard()
-            for info in sorted(list_tags(self._source), key=lambda info: -info.order_time):
+            for info in reversed(in_order(list_tags(self._source))):
                 if info.complete and info.ours and not self._stopping.is_set():
                     self._replenish(info.tag)
         except (CheckpointError, OSError, EOFError) as error:

@@ -37,9 +37,11 @@ class Last:
 
 @dataclass(frozen=True)
 class Every:
-    """Keeps each tag whose step is a multiple of ``steps``. Its step is the last number in its name.
+    """Keeps each tag whose step is a multiple of ``steps``. Its step is the last number in its name, but one that
+    follows a word such as "step" or "iter" goes before others, and decimals and epochs are none if there is another.
 
-    So 300 is that of "300", of "step_300" and of "epoch1-step300". A tag without a number has no step.
+    So 300 is that of "300", of "step_300", of "epoch1-step300" and of "step300-epoch1". A tag without a number has no
+    step.
     """
 
     steps: int
@@ -119,6 +121,8 @@ class Within:
 
 
 Rule: TypeAlias = Last | Every | Best | Within
+BY_AGE = (Last, Within)
+"""Rules that go by when a tag was saved."""
 
 
 @dataclass(frozen=True)

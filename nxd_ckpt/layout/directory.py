@@ -242,23 +242,25 @@ def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | 
         if error.errno is None:  # a store's, about credentials: no tag may seem to be absent for that
             raise
         return None  # another user's directory, beside the tags
-    ours = MANIFEST in files
+    is_ours = has_manifest = MANIFEST in files
     dated = next((name for name in (DONE, MARKER, MANIFEST) if name in files), None)
     try:
         if DONE not in files and tag in newest:
-            return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=ours)
+            return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=has_manifest)
         if dated is None:
             return None
         recorded = recorded_order_time(storage, tag) if dated == DONE else None
         order_time = marked = marker_time(storage, f"{tag}/{dated}") if recorded is None else recorded
-        if recorded is None and ours and dated == DONE:
-            order_time = order_time_of_ours(storage, tag, marked)
+        if recorded is None and has_manifest and dated == DONE:
+            own = order_time_of_ours(storage, tag, marked)
+            order_time, is_ours = (marked, False) if own is None else (own, True)
     except FileNotFoundError:
         return None  # another process removed the tag since it was listed
     except MalformedFile as error:
-        return TagInfo(tag, 0.0, complete=False, ours=ours, damage=str(error))
+        return TagInfo(tag, 0.0, complete=False, ours=has_manifest, damage=str(error))
     # Beside a ``done`` of ours there is a manifest, unless a job that was taken over wrote it too late.
-    return TagInfo(tag, order_time, complete=dated == DONE and (ours or recorded is None), ours=ours, marked=marked)
+    is_complete = dated == DONE and (has_manifest or recorded is None)
+    return TagInfo(tag, order_time, complete=is_complete, ours=is_ours, marked=marked)
 
 
 def _has_all_ranks(storage: Storage, tag: str) -> bool:

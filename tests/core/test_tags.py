@@ -14,6 +14,7 @@ from nxd_ckpt.core.tags import (
     next_order_time,
     order_text,
     same_time,
+    step_of,
     undecided,
     validate_tag,
 )
@@ -60,10 +61,12 @@ def test_what_is_no_tag(tag: object, message: str) -> None:
 
 @given(tags=TAGS, data=st.data())
 def test_the_order_is_total(tags: list[TagInfo], data: st.DataObject) -> None:
-    """However a listing comes, the order is the same, and time decides before the name."""
+    """However a listing comes, the order is the same, and time decides before the name, but within a whole second."""
     ordered = in_order(data.draw(st.permutations(tags)))
     assert in_order(tags) == ordered
-    assert sorted(info.order_time for info in tags) == [info.order_time for info in ordered]
+    assert sorted(int(info.order_time) for info in tags) == [int(info.order_time) for info in ordered]
+    exact = [info.order_time for info in ordered if not info.is_coarse]
+    assert sorted(exact) == exact
 
 
 @given(tags=TAGS)
@@ -128,3 +131,64 @@ def test_tags_of_one_step_are_undecided() -> None:
         TagInfo("d", 6.0, False, False),
     ]  # fmt: skip
     assert [["a_3", "b_3"]] == [[info.tag for info in group] for group in undecided(tags)]
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "told"),
+    [
+        (("ep3-step_100", "ep12-step_400", "ep3-step_90"), ["ep3-step_90", "ep3-step_100", "ep12-step_400"], True),
+        (("step_1000-ep3", "step_200-ep3"), ["step_200-ep3", "step_1000-ep3"], True),
+        (("step_100-v2", "step_200-v1"), ["step_100-v2", "step_200-v1"], True),
+        (("step=300-loss=0.2", "step=200-loss=0.9"), ["step=200-loss=0.9", "step=300-loss=0.2"], True),
+        (("epoch=2-loss=0.9", "epoch=10-loss=0.1"), ["epoch=2-loss=0.9", "epoch=10-loss=0.1"], True),
+        (("ep1-ba300", "ep2-ba1000"), ["ep1-ba300", "ep2-ba1000"], True),
+        (("ep1-step_200", "ep2-step_100"), ["ep2-step_100", "ep1-step_200"], False),  # or steps count from each epoch
+        (("ep1-step_100", "ep2-step_100"), ["ep1-step_100", "ep2-step_100"], False),
+        (("epoch_3", "step_100"), ["epoch_3", "step_100"], False),
+    ],
+)
+def test_of_several_numbers_in_a_name_the_step_decides(names: tuple[str, ...], order: list[str], told: bool) -> None:
+    """By the word before it; epochs only where no name has a step, and where they contradict, nothing is told."""
+    tags = [TagInfo(name, 5.0, True, False) for name in names]
+    assert (order, told) == ([info.tag for info in in_order(tags)], not undecided(tags))
+
+
+@pytest.mark.parametrize(
+    ("tag", "step"),
+    [
+        ("300", 300),
+        ("step_300", 300),
+        ("epoch1-step300", 300),
+        ("step300-epoch1", 300),
+        ("global_step_300_mp_rank_00", 300),
+        ("epoch_7", 7),
+        ("300-loss=0.25", 300),
+        ("iter_0000300", 300),
+        ("ckpt.300", 300),
+        ("last", None),
+    ],
+)
+def test_the_step_of_a_name(tag: str, step: int | None) -> None:
+    """What :class:`Every` and the order of tags take it for."""
+    assert step == step_of(tag)
+
+
+def test_times_that_are_known_exactly_outweigh_steps() -> None:
+    """Ours are never reordered by a tag of another program of the same second; that is then of unknown place."""
+    ours = [TagInfo("step_9", 5.25, True, True), TagInfo("step_2", 5.5, True, True)]
+    other = TagInfo("step_10", 5.0, True, False)
+    assert ["step_9", "step_2"] == [info.tag for info in in_order([*ours, other]) if info.ours]
+    assert [[*ours, other]] == undecided([*ours, other])
+    assert [] == undecided(ours)
+
+
+@given(clock=st.floats(0, 3))
+def test_a_save_beside_a_whole_second_that_lies_ahead_is_the_later_one(clock: float) -> None:
+    """It is dated right after it, because the clock is not waited for; steps do not put it back."""
+    other = TagInfo("step_10", 5.0, True, False)
+    first = TagInfo("step_2", next_order_time(clock, 5.0), True, True)
+    assert [other, first] == in_order([first, other])
+    assert [] == undecided([first, other])
+    later = TagInfo("step_11", 5.5, True, True)
+    assert [other, first, later] == in_order([later, first, other])
+    assert 1 == len(undecided([later, first, other]))

@@ -8,17 +8,33 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from nxd_ckpt import Checkpointer, host, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Checkpointer,
+    Every,
+    Last,
+    Within,
+    host,
+    list_checkpoints,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.core.tags import in_order
+from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.tags import in_order, undecided
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.retention import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
 from tests.protocol.states import visible_tags
 
@@ -124,6 +140,176 @@ def test_steps_tell_foreign_tags_of_one_time_apart(tmp_path: Path, caplog: pytes
     with Checkpointer(tmp_path) as saver:
         saver.save("step_11", {"w": torch.ones(1)}, num_kept_ckpts=2)
     assert ["step_10", "step_11"] == visible_tags(tmp_path)
+
+
+def padded(path: Path, nbytes: int) -> None:
+    """Make a zip file as long as that, by the comment that zip allows at its end."""
+    data = path.read_bytes()
+    comment = nbytes - len(data)
+    assert comment >= 0
+    path.write_bytes(data[:-2] + comment.to_bytes(2, "little") + bytes(comment))
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.parametrize("writer", ["torch", "ours"])
+def test_a_save_of_another_program_of_the_same_sizes_is_its_own(tmp_path: Path, writer: str, use_xser: bool) -> None:
+    """The digests in the files are not those of the index. A flipped bit in a tensor is none of that, but damage."""
+    state = {"w": torch.zeros(4), "more": torch.zeros(4096)}
+    for step in (1, 2, 3):
+        with Checkpointer(tmp_path / "run", durable=False) as saver:
+            saver.save(f"step_{step}", state, use_xser=use_xser)
+        state = {name: tensor + 1 for name, tensor in state.items()}
+    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2", "step_3"), 1795600000.0))
+    other = {"w": torch.full((4,), 7.0)}
+    files = sorted((down / "step_1" / "model").rglob("*.pt"))
+    for file in (file for file in files if writer == "torch" or file.name != Path(MODEL).name or not use_xser):
+        nbytes = file.stat().st_size
+        if writer == "torch":
+            torch.save(other, file)
+            padded(file, max(nbytes, file.stat().st_size))
+        else:
+            shutil.copyfile(down / "step_3" / file.relative_to(down / "step_1"), file)
+        assert use_xser or nbytes == file.stat().st_size
+    damaged = max((down / "step_2" / "model").rglob("*.pt"), key=lambda file: file.stat().st_size)
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    os.utime(down / "step_1" / "done", (1895600060, 1895600060))
+    assert ["step_2", "step_3", "step_1"] == order(down)
+    assert [False, True, True] == [info.ours for info in list_tags(LocalStorage(down))]
+
+
+def test_every_flipped_bit_of_a_copy_is_damage(tmp_path: Path) -> None:
+    """Never a save of another program, which would move the tag to the time of the copy."""
+    for step in (1, 2):
+        save(tmp_path / "run", step)
+    down = copied(tmp_path / "run", tmp_path / "down", {"step_1": 1895600000.0, "step_2": 1795600000.0})
+    data = (down / "step_1" / MODEL).read_bytes()
+    for at in range(0, len(data), 3):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        (down / "step_1" / MODEL).write_bytes(flipped)
+        assert (at, ["step_1", "step_2"]) == (at, order(down))
+
+
+@pytest.mark.parametrize("file", ["dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt", Path(MODEL).name])
+@pytest.mark.parametrize("part", ["model", "optim"])
+def test_files_that_ours_cannot_have_are_of_another_program(tmp_path: Path, part: str, file: str) -> None:
+    """Of a part that was not saved, or of another topology; but not a file of ours that a copy left there."""
+    for step in (1, 2):
+        save(tmp_path / "run", step)
+    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2"), 1895600000.0))
+    added = down / "step_1" / part / file
+    added.parent.mkdir(exist_ok=True)
+    shutil.copyfile(down / "step_1" / MODEL, down / "ours.pt")
+    if not added.exists():
+        shutil.move(down / "ours.pt", added)
+    assert ["step_1", "step_2"] == order(down)
+    torch.save({"w": torch.full((4,), 7.0)}, added)
+    assert ["step_2", "step_1"] == order(down)
+
+
+def zero1(directory: Path, step: int) -> None:
+    """A tag with a ZeRO-1 optimizer as a torch DCP directory."""
+    state = {
+        "state": {},
+        "param_groups": [{"lr": 0.1 * step, "params": [0]}],
+        "base_state": {0: {"step": step, "exp_avg": torch.full((4,), float(step))}},
+        "shape_info": {0: [4]},
+    }
+    options: dict[str, Any] = {"param_names": [["w"]], "use_zero1_dcp": True}
+    with Checkpointer(directory, durable=False) as saver:
+        saver.save(f"step_{step}", {"w": torch.full((4,), float(step))}, state, zero1_optimizer=True, **options)
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "gone", "flipped"])
+def test_damaged_dcp_metadata_is_no_save_of_another_program(tmp_path: Path, damage: str) -> None:
+    """Of another size or not: it is no save of another program unless it describes other files, which are there."""
+    for step in (1, 2):
+        zero1(tmp_path / "run", step)
+    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2"), 1895600000.0))
+    metadata = down / "step_1" / "optim" / ".metadata"
+    data = metadata.read_bytes()
+    changed = {"cut": data[:-9], "longer": data + b"..", "flipped": data.replace(b"step", b"stop", 1)}
+    if damage == "gone":
+        metadata.unlink()
+    else:
+        metadata.write_bytes(changed[damage])
+        assert data != changed[damage]
+    assert ["step_1", "step_2"] == order(down)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(down, "step_1", model={}, optimizer={})
+
+
+def test_a_dcp_save_of_another_program_over_ours_is_its_own(tmp_path: Path) -> None:
+    """It wrote metadata, and data that ends where that says: here all of a rank in one file, as torch does."""
+    for step in (1, 2):
+        zero1(tmp_path / "run", step)
+    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2"), 1895600000.0))
+    optimizer = down / "step_1" / "optim"
+    state = {"param_groups.0.lr": 0.5, "base_state.w.exp_avg": torch.ones(4)}
+    save_dcp(state, storage_writer=FileSystemWriter(optimizer, single_file_per_rank=True), no_dist=True)
+    assert ["step_2", "step_1"] == order(down)
+
+
+def test_a_whole_second_of_another_program_is_a_tie_with_ours_in_that_second(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was saved somewhen in it: the steps tell, or it is said, and retention removes neither."""
+    with mock.patch.object(host, "time", return_value=1795600000.4):
+        save(tmp_path, 8)
+    save_as_nxd(tmp_path, "step_9", 9.0, at=1795600000.0)
+    assert ["step_8", "step_9"] == order(tmp_path)
+    assert "step_9" == open_checkpoint(tmp_path).tag
+    assert "" == caplog.text
+    (tmp_path / "step_9").rename(tmp_path / "last")
+    open_checkpoint(tmp_path)
+    assert "saved at the same time" in caplog.text
+    with Checkpointer(tmp_path) as saver:
+        saver.save("new", {"w": torch.ones(1)}, num_kept_ckpts=1)
+    assert {"step_8", "last", "new"} == set(visible_tags(tmp_path))
+
+
+def test_a_save_is_later_than_the_whole_second_of_another_program(tmp_path: Path) -> None:
+    """Else it would be a tie: the commit waits for the end of that second."""
+    save_as_nxd(tmp_path, "other", 9.0, at=1795600000.0)
+    slept = list[float]()
+    with mock.patch.object(host, "time", return_value=1795600000.4), mock.patch.object(host, "sleep", slept.append):
+        save(tmp_path, 1)
+    assert ["other", "step_1"] == order(tmp_path)
+    assert [] == undecided(list_tags(LocalStorage(tmp_path)))
+    assert 0.5 < sum(slept) < 0.7
+
+
+def test_a_tag_of_unknown_time_is_not_removed_for_its_age(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not known to be old. A load that takes another one for the latest says so; a rule by steps still counts."""
+    save_as_nxd(tmp_path, "step_5", 5.0, at=0)
+    policies: list[list[Rule]] = [[Last(1)], [Within(minutes=1)], [Every(2), Last(1)]]
+    for rules in policies:
+        with Checkpointer(tmp_path) as saver:
+            saver.save(f"step_{len(visible_tags(tmp_path))}", {"w": torch.ones(1)}, retain=rules)
+        assert "step_5" in visible_tags(tmp_path)
+        kept = prune_checkpoints(tmp_path, rules).kept["step_5"]
+        assert ("saved at an unknown time",) == kept
+    load_checkpoint(tmp_path, model={})
+    assert "it is not known when step_5 was saved" in caplog.text
+    assert ("step_5",) == prune_checkpoints(tmp_path, [Every(2)], dry_run=True).removed
+
+
+def test_tags_of_ours_of_one_time_have_one_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tag that was copied under another name: by the steps in the names, else by the names, and that is said."""
+    save(tmp_path, 8)
+    shutil.copytree(tmp_path / "step_8", tmp_path / "step_9", copy_function=shutil.copy2)
+    assert ["step_8", "step_9"] == order(tmp_path)
+    open_checkpoint(tmp_path)
+    assert "" == caplog.text
+    (tmp_path / "step_9").rename(tmp_path / "backup")
+    assert ["backup", "step_8"] == order(tmp_path)
+    assert "step_8" == open_checkpoint(tmp_path).tag
+    assert "saved at the same time" in caplog.text
+    with Checkpointer(tmp_path) as saver:
+        saver.save("step_10", {"w": torch.ones(1)}, num_kept_ckpts=1)
+    assert ["backup", "step_8", "step_10"] == visible_tags(tmp_path)
 
 
 EVENTS = st.lists(

@@ -120,19 +120,25 @@ def _order_time(storage: Storage, elsewhere: float) -> float:
     """Later than that of every tag, those ``elsewhere`` included.
 
     What other programs save next is dated by the clock: so the order times do not run ahead of it, and a clock that is
-    a little behind is waited for.
+    a little behind is waited for. So is the end of a whole second that is all that is known of another program's tag.
     """
-    newest = max([elsewhere, *(info.order_time for info in list_tags(storage))])
-    ahead = newest - host.time()
+    tags, now = list_tags(storage), host.time()
+    newest = max([elsewhere, *(info.order_time for info in tags)])
+    end = max([elsewhere, *(info.latest_time for info in tags)])
+    ahead = newest - now
     if 0 < ahead <= _CATCHES_UP:
         host.sleep(ahead)
-    elif ahead > 0:
+        return next_order_time(newest, newest)  # not more, else it might lie within such a second
+    if ahead > 0:
         logger.warning(
             "%s: the newest tag is dated %.0f s after the clock of this host. This save is dated after it; a tag that "
             "another program saves before that time counts as older. Set the clock right",
             storage.url,
             ahead,
         )
+    elif now <= end:
+        host.sleep(end - now)
+        newest = end
     return next_order_time(host.time(), newest)
 
 

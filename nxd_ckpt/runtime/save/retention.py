@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.retention import Best, Metrics, Retention, Rule, decide, unknown_metrics
-from nxd_ckpt.core.tags import TagInfo, in_order
+from nxd_ckpt.core.retention import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
+from nxd_ckpt.core.tags import TagInfo, in_order, undated
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import find_tag, is_checkpoint_of_ours_or_nxd
 from nxd_ckpt.runtime.coordination.pins import pinned
@@ -26,7 +26,8 @@ class Judgement(NamedTuple):
 def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Judgement:
     """Decide which of ``tags``, those of the directory, stay. Tags of neither ours nor NxD's are in neither list.
 
-    The newest tag with a model stays while all newer ones lack one, and so does the newest with an optimizer.
+    The newest tag with a model stays while all newer ones lack one, and so does the newest with an optimizer. No rule
+    that goes by age removes a tag of unknown age.
 
     Raises OSError or CheckpointError where it cannot be told.
     """
@@ -37,11 +38,15 @@ def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> 
     retention = decide(ours, rules, metrics, pinned(storage))
     if retention.surplus:
         kept, surplus = dict(retention.kept), list(retention.surplus)
+        reasons = dict[str, str]()
         for part, folder in (("a model", names.MODEL_DIR), ("an optimizer", names.OPTIMIZER_DIR)):
-            last = next((info.tag for info in reversed(in_order(ours)) if storage.is_dir(f"{info.tag}/{folder}")), None)
-            if last in surplus:
-                surplus.remove(last)
-                kept[last] = (f"the newest with {part}",)
+            having = (info.tag for info in reversed(in_order(ours)) if _has_files(storage, f"{info.tag}/{folder}"))
+            reasons.setdefault(next(having, ""), f"the newest with {part}")
+        if any(isinstance(rule, BY_AGE) for rule in rules):
+            reasons.update({info.tag: "saved at an unknown time" for info in undated(ours)})
+        for tag in reasons.keys() & set(surplus):
+            surplus.remove(tag)
+            kept[tag] = (reasons[tag],)
         order = [info.tag for info in in_order(ours)]
         retention = Retention({tag: kept[tag] for tag in order if tag in kept}, tuple(surplus))
     return Judgement(retention, unknown_metrics(rules, metrics))
@@ -58,6 +63,11 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
         return info.tag in pinned(storage) or not is_same
 
     return not stays(info.tag) and publication.retire(session, info.tag, stays)
+
+
+def _has_files(storage: Storage, folder: str) -> bool:
+    """True unless a part is absent, or its folder is empty."""
+    return any(not entry.is_dir or _has_files(storage, f"{folder}/{entry.name}") for entry in storage.list(folder))
 
 
 def _metrics(storage: Storage, info: TagInfo) -> Metrics:

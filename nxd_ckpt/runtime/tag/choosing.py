@@ -9,7 +9,7 @@ from functools import partial
 
 from nxd_ckpt import host
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.tags import Tag, TagInfo, latest, undecided, validate_tag
+from nxd_ckpt.core.tags import Tag, TagInfo, latest, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.directory import (
@@ -90,6 +90,14 @@ def _named(storage: Storage, wanted: str) -> TagInfo:
 
 def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
     """Raise CheckpointNotFound where nothing tells which tag is the latest; warn where it is only likely."""
+    without = undated(tags)
+    if without:
+        logger.warning(
+            "%s: it is not known when %s was saved. %s is taken for the latest; if that is wrong, name another one",
+            storage.url,
+            first_of(info.tag for info in without),
+            newest.tag,
+        )
     group = next((group for group in undecided(tags) if newest in group), None)
     if group is None:
         return
