@@ -121,7 +121,7 @@ class TagInfo:
     @property
     def is_coarse(self) -> bool:
         """True if its order time is the time of a file in whole seconds: it was saved somewhen in that second."""
-        return self.complete and not self.ours and self.is_dated and self.order_time.is_integer()
+        return self.complete and not self.ours and self.is_dated and self.order_time % 1 == 0
 
     @property
     def latest_time(self) -> float:
@@ -201,17 +201,17 @@ def _by_time(tags: Iterable[TagInfo]) -> list[list[TagInfo]]:
     """
     every = list(tags)
     coarse = {info.order_time for info in every if info.is_coarse}
-    tied = {second for info in every if (second := math.floor(info.order_time)) in coarse and _offset(info) > _AFTER}
+    tied = {second for info in every if (second := info.order_time // 1) in coarse and _offset(info) > _AFTER}
     groups: dict[float, list[TagInfo]] = {}
     for info in every:
-        second = math.floor(info.order_time)
+        second = info.order_time // 1
         groups.setdefault(second if second in tied else info.order_time, []).append(info)
     return [group for _, group in sorted(groups.items())]
 
 
 def _offset(info: TagInfo) -> float:
     """Seconds since the last whole second."""
-    return info.order_time - math.floor(info.order_time)
+    return info.order_time % 1
 
 
 def _by_step(group: Sequence[TagInfo]) -> list[TagInfo] | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from nxd_ckpt import (
     Best,
@@ -24,6 +27,7 @@ from nxd_ckpt import (
     retention,
     save_checkpoint,
 )
+from nxd_ckpt.adapters.dcp import StorageWriter
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
@@ -41,7 +45,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from nxd_ckpt.verify import verify_checkpoint
-from tests.protocol.states import visible_tags
+from tests.protocol.states import moments, visible_tags, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -342,3 +346,70 @@ def test_the_newest_optimizer_and_model_stay(tmp_path: Path, in_store: bool) -> 
         assert ["s1", "s3", "s4"] == sorted(info.tag for info in list_tags(storage))
         saver.save("s5", model, optimizer, num_kept_ckpts=1)
     assert ["s5"] == sorted(info.tag for info in list_tags(storage))
+
+
+@pytest.mark.parametrize("form", ["plain", "zero1", "zero1_dcp", "xser"])
+def test_the_newest_optimizer_stays_in_every_form(tmp_path: Path, form: str) -> None:
+    """Whatever an optimizer's files are called."""
+    options: dict[str, Any] = moments(1, 0) | {"use_zero1_dcp": form == "zero1_dcp"}
+    if form in ("plain", "xser"):
+        plain = {"state": {0: {"step": 1, "exp_avg": torch.ones(3, 4)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+        options |= {"optimizer": plain}
+    with Checkpointer(tmp_path) as saver:
+        for number in range(5):
+            own = options if number < 2 else {}
+            saver.save(f"s{number}", weights(number, 0), num_kept_ckpts=1, use_xser=form == "xser", **own)
+        assert ["s1", "s4"] == visible_tags(tmp_path)
+        assert ("the newest with an optimizer",) == prune_checkpoints(tmp_path, [Last(1)], dry_run=True).kept["s1"]
+        saver.save("s5", weights(5, 0), num_kept_ckpts=1, **options)
+    assert ["s5"] == visible_tags(tmp_path)
+
+
+def nxd_tag(directory: Path, tag: str, at: float, *parts: str, markers: Sequence[str] = ("checkpoint", "done")) -> None:
+    """What NxD leaves of a save: it makes the folders of both parts, also of one that is not saved."""
+    for part in ("model", "optim"):
+        (directory / tag / part).mkdir(parents=True)
+        if part in parts:
+            torch.save({}, directory / tag / part / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    for marker in markers:
+        (directory / tag / marker).write_text("1")
+        os.utime(directory / tag / marker, (at, at))
+
+
+def test_the_newest_optimizer_of_nxd_stays(tmp_path: Path) -> None:
+    """Beside our tags, too; an empty folder is no optimizer, nor is one of tensors that are none."""
+    for number in range(4):
+        nxd_tag(tmp_path, f"s{number}", 1000.5 + number, "model", *(["optim"] if number < 2 else []))
+    (tmp_path / "s3" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").mkdir()
+    assert ("s0", "s2") == prune_checkpoints(tmp_path, [Last(1)], dry_run=True).removed
+    with Checkpointer(tmp_path) as saver:
+        saver.save("s4", STATE, num_kept_ckpts=1)
+    assert ["s1", "s4"] == visible_tags(tmp_path)
+
+
+@pytest.mark.parametrize("version", ["0.6", "0.5"])
+def test_tags_of_old_versions_of_nxd_stay(tmp_path: Path, version: str) -> None:
+    """They have no mark that shows that they are whole checkpoints: neither counts nor goes, and keeps no other."""
+    if version == "0.6":
+        nxd_tag(tmp_path, "old", 1000.5, "model", "optim", markers=())
+        (tmp_path / "newest").write_text("old\n")
+    else:
+        (tmp_path / "tp_rank_00_pp_rank_00").mkdir()
+        torch.save({"model": {}, "optimizer": {}}, tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt")
+    before = sorted(tmp_path.rglob("*.pt"))
+    optimizer = {"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    with Checkpointer(tmp_path) as saver:
+        saver.save("s0", STATE, optimizer, num_kept_ckpts=1)
+        saver.save("s1", STATE, num_kept_ckpts=1)
+        saver.save("s2", STATE, num_kept_ckpts=1)
+    assert {"s0", "s2"} == {info.tag for info in list_tags(LocalStorage(tmp_path)) if info.tag in ("s0", "s1", "s2")}
+    assert {*before} <= {*tmp_path.rglob("*.pt")}
+
+
+def test_the_newest_optimizer_of_torch_dcp_stays(tmp_path: Path) -> None:
+    """In tags that torch DCP wrote through our writer."""
+    optimizer = {"state.weight.exp_avg": torch.ones(2), "param_groups.weight.lr": 0.5}
+    for number in range(4):
+        state = {"model": STATE} | ({"optim": optimizer} if number < 2 else {})
+        save_dcp(state, storage_writer=StorageWriter(tmp_path, f"s{number}", num_kept_ckpts=1), no_dist=True)
+    assert ["s1", "s3"] == visible_tags(tmp_path)
