@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed
+from nxd_ckpt.adapters.load_hooks import OptimizerHooks
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -27,7 +28,15 @@ from nxd_ckpt.adapters.optimizer_state import (
     restore_groups,
 )
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
-from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS, Zero1Optimizer, check_kind
+from nxd_ckpt.adapters.zero1 import (
+    EXPERT_KEYS,
+    MASTERS,
+    Zero1Optimizer,
+    check_kind,
+    refuse_own_keys,
+    refuse_own_ways,
+    warn_of_own_keys,
+)
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.formats.tensors import Path
@@ -56,7 +65,9 @@ class ExpertZero1Optimizer:
         yield from self._experts.entries()
 
     def capture(self) -> State:
+        refuse_own_ways([self._optimizer, *self._inner])
         tree = self._optimizer.state_dict()
+        refuse_own_keys(tree, self._optimizer)
         outer = self._optimizer.param_groups
         tree["param_groups"] = [
             {**inner, **options_of(group)} for inner, group in zip(tree["param_groups"], [*outer, *outer], strict=True)
@@ -74,6 +85,7 @@ class ExpertZero1Optimizer:
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=True)
+        warn_of_own_keys(saved, self._optimizer)
         absent = [key for key in EXPERT_KEYS if key not in saved]
         if absent:
             raise OptimizerMismatch(f"optimizer: the checkpoint's expert-parallel state lacks {absent}")
@@ -93,7 +105,9 @@ class ExpertZero1Optimizer:
         restore_groups([self._optimizer.param_groups], given, read)
 
     def after_load(self) -> None:
-        """Nothing to call."""
+        self._ordinary.after_load()
+        self._experts.after_load()
+        OptimizerHooks(self._optimizer).after_load()
 
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         ordinary, experts = split(saved)
@@ -103,6 +117,11 @@ class ExpertZero1Optimizer:
     def follow(self, keeps: Keeps) -> None:
         self._ordinary.follow(keeps)
         self._experts.follow(keeps)
+
+    @property
+    def _inner(self) -> list[Any]:
+        both = self._optimizer.non_ep_zero_optimizer, self._optimizer.ep_zero_optimizer
+        return [one for inner in both for one in (inner, inner.base_optimizer)]
 
     def _slot(self, index: int, offset: int) -> Slot:
         return self._ordinary.slots[index] if index < offset else self._experts.slots[index - offset]

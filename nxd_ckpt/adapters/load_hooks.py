@@ -9,7 +9,7 @@ Source for what is called when: torch.nn.Module.load_state_dict and torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ import torch
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import KeyMismatch, ShapeMismatch
 
-_BENIGN = ("torch.nn.modules.", "torch.distributed.", "torch.nn.parallel.", "torch_xla.", "neuronx_distributed.")
+_BENIGN = (
+    "torch.nn.modules.",
+    "torch.distributed.",
+    "torch.nn.parallel.",
+    "torch._dynamo.",
+    "torch_xla.",
+    "neuronx_distributed.",
+)
 """Where hooks and methods are defined that only do what our adapters do: old versions, gathering, resharding."""
 
 _NOT_BENIGN = ("torch.nn.modules.lazy",)
@@ -112,6 +119,29 @@ def _post_hooks(module: torch.nn.Module) -> list[Any]:
     return [hook for hook in module._load_state_dict_post_hooks.values() if not _is_benign(_home(hook))]
 
 
+def own_root(model: Any) -> Any:
+    """The model; inside of torch.compile and data parallelism, if its class is saved or loaded in a way of its own.
+
+    A wrapper's state dict leaves out what such a method gives.
+    """
+    inner = model
+    while (name := _WRAPPED_AS.get(type(inner).__name__)) is not None and _is_benign(type(inner).__module__):
+        inner = getattr(inner, name)
+    if isinstance(inner, torch.nn.Module) and not all(
+        _is_benign(_definer(type(inner), name)) for name in ("load_state_dict", "state_dict")
+    ):
+        return inner
+    return model
+
+
+def loads_as_a_whole(module: torch.nn.Module) -> bool:
+    """True for a root whose class has a ``load_state_dict`` of its own, which torch's users call."""
+    return not _is_benign(_definer(type(module), "load_state_dict"))
+
+
+_WRAPPED_AS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+
+
 class OptimizerHooks:
     """The hooks of an optimizer, and the methods of its class that torch's ``load_state_dict`` involves."""
 
@@ -131,9 +161,9 @@ class OptimizerHooks:
             hook(self._optimizer)
 
 
-def keys_of_its_own(state: Mapping[str, Any]) -> list[str]:
-    """The keys of an optimizer's state dict that torch's does not have."""
-    return [str(key) for key in state if key not in ("state", "param_groups")]
+def keys_of_its_own(state: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:
+    """The keys of an optimizer's state dict that torch's does not have, nor ``besides``."""
+    return [str(key) for key in state if key not in ("state", "param_groups", *besides)]
 
 
 def _definer(kind: type, name: str) -> str:

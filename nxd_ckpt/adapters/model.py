@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
-from nxd_ckpt.adapters.load_hooks import ModuleHooks
+from nxd_ckpt.adapters.load_hooks import ModuleHooks, loads_as_a_whole, own_root
 from nxd_ckpt.adapters.parameters import (
     form_of,
     has_address,
@@ -26,6 +26,7 @@ from nxd_ckpt.adapters.parameters import (
     traits_of,
 )
 from nxd_ckpt.adapters.shared_heads import partitions_of
+from nxd_ckpt.adapters.stage_names import name_in_stage, names_in_stage
 from nxd_ckpt.adapters.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -95,11 +96,19 @@ class ModelAdapter:
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
         """The parameters and buffers that this rank holds, by name. Raises as :meth:`capture`."""
         ties = self._ties
-        specs = {name: spec_of(tensor, tp) for name, tensor in self._tensors.items() if not _is_extra_state(name)}
+        specs = {
+            name: replace(spec_of(self._attributed(name), tp), dtype=form_of(tensor)[0])
+            for name, tensor in self._tensors.items()
+            if not _is_extra_state(name)
+        }
         for name, partition in self._shared_heads(tp).items():
             if partition is None and name in specs:
                 specs[name] = replace(specs[name], explicit=False)
         return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
+
+    def _attributed(self, name: str) -> torch.Tensor:
+        """The live tensor that has NxD's attributes for ``name``."""
+        return self._tensors[name]
 
     def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
         """Cuts of grouped-query attention's parameters, by name; None where only the values tell."""
@@ -134,18 +143,20 @@ class ModelAdapter:
         """
         ties = self._ties
         given = {ties.get(name, name) for name in saved}
-        missing = [name for name in self.expected(saved) if ties.get(name, name) not in given and not self.owns(name)]
+        missing = [
+            name for name in self.expected(saved) if ties.get(name, name) not in given and not self.takes_any(name)
+        ]
         if ignores is not None:
             missing = [name for name in missing if not ignores(name)]
-        unexpected = [name for name in saved if name not in self._live and not self.owns(name)]
+        unexpected = [name for name in saved if name not in self._live and not self.takes_any(name)]
         self._incompatible = missing, unexpected
         if missing or unexpected:
             if strict:
                 _raise_key_mismatch(missing, unexpected)
             logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
-        names = [name for name in saved if name in self._live or self.owns(name)]
+        names = [name for name in saved if name in self._live or self.takes_any(name)]
         for name in names:
-            if self.owns(name):
+            if self.takes_any(name):
                 continue
             self.check_writable(name)
             if not _is_extra_state(name):
@@ -155,6 +166,13 @@ class ModelAdapter:
     def owns(self, name: str) -> bool:
         """True for a name whose module loads it by itself; see :class:`~nxd_ckpt.adapters.load_hooks.ModuleHooks`."""
         return False
+
+    def takes_any(self, name: str) -> bool:
+        """True for a name of which that module alone knows what it may be, and whether it must be there."""
+        return False
+
+    def require_loadable(self, names: Iterable[str]) -> None:
+        """Raise UnsupportedState for one of ``names``, which are saved, that a load could not give back."""
 
     def load_own(self, values: dict[str, Any], strict: bool) -> None:
         """Hand modules what they load by themselves: the CPU tensors, or other values, of all that :meth:`owns` says.
@@ -252,6 +270,7 @@ class ModuleModel(ModelAdapter):
     """
 
     def __init__(self, model: Any, may_be_meta: bool = False) -> None:
+        model = own_root(model)
         local = getattr(model, "local_state_dict", None)
         self._is_stage = callable(local)
         if self._is_stage and not getattr(model, "partitioned", True):
@@ -261,16 +280,25 @@ class ModuleModel(ModelAdapter):
             )
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
         live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
-        self._wrapped_names: dict[str, str] = {}
-        if not self._is_stage:
+        super().__init__({}, may_be_meta)
+        self._model = self._root = model
+        if self._is_stage:
+            self._root = torch.nn.ModuleList(model.local_modules())
+            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, _state_with_identity(self._root))
+        else:
+            self._modules = [model]
             replicated = _replicated(model)
             shorter = {_without_replication(name, replicated): name for name in live}
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
-        super().__init__(dict(live), may_be_meta)
-        self._model = model
-        self._modules = list(model.local_modules()) if self._is_stage else [model]
-        self._hooks = ModuleHooks(None if self._is_stage else model)
+        self._live = dict(live)
+        self._hooks = ModuleHooks(self._root)
+        if self._is_stage and self._hooks and len(self._wrapped_names) < len(live):
+            raise UnsupportedState(
+                f"model: modules of this stage have hooks, or methods of their own, that a load calls, but which of "
+                f"{type(model).__name__}'s names are theirs is not known: local_state_dict(keep_vars=True) must give "
+                "the parameters and buffers of local_modules()"
+            )
 
     @cached_property
     def _held(self) -> set[int]:
@@ -293,35 +321,83 @@ class ModuleModel(ModelAdapter):
 
     def capture(self, tp: int) -> ModelState:
         for name, value in self._live.items():
-            self._require_loadable(name, value)
+            if isinstance(value, _WITHOUT_SHAPE):
+                raise UnsupportedState(
+                    f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
+                )
         return super().capture(tp)
 
-    def _require_loadable(self, name: str, value: Any) -> None:
-        """Raise UnsupportedState for what a load could not give back."""
-        if isinstance(value, _WITHOUT_SHAPE):
-            raise UnsupportedState(
-                f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
-            )
-        if _is_extra_state(name) and not self.owns(name):
-            owner = self._owner(name)
-            if type(owner).set_extra_state is torch.nn.Module.set_extra_state:
+    def require_loadable(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._live or self.owns(name):
+                continue
+            remedy = f"pass ignore_keys=['model/{name}'], or the model's state_dict() as model="
+            if _is_extra_state(name):
+                owner = self._owner(name)
+                if type(owner).set_extra_state is torch.nn.Module.set_extra_state:
+                    raise UnsupportedState(
+                        f"model/{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so no "
+                        f"load could give it back; write one, or {remedy}"
+                    )
+            elif isinstance(self._model, torch.nn.Module) and id(self._live[name]) not in self._held:
                 raise UnsupportedState(
-                    f"model/{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so no load "
-                    f"could give it back; write one, or pass ignore_keys=['model/{name}']"
+                    f"model/{name} is computed by state_dict(), and is no parameter or buffer, so no load could give "
+                    f"it back; give {type(self._model).__name__} a load_state_dict() of its own that takes it, or "
+                    f"{remedy}"
                 )
 
+    @cached_property
+    def _is_loaded_whole(self) -> bool:
+        """Whether a load calls the model's ``load_state_dict`` with everything: where its class has one of its own, or
+        a ``state_dict()`` that gives other tensors in the place of parameters and buffers."""
+        if self._is_stage or not isinstance(self._model, torch.nn.Module):
+            return False
+        return loads_as_a_whole(self._model) or any(self._twin(name) is not None for name in self._tensors)
+
+    def _twin(self, name: str) -> torch.Tensor | None:
+        """The parameter or buffer in whose place ``state_dict()`` gives a tensor that it computes; None elsewhere."""
+        value = self._live[name]
+        if self._is_stage or not isinstance(self._model, torch.nn.Module) or id(value) in self._held:
+            return None
+        twin = self._own_by_name.get(self._wrapped_names.get(name, name))
+        return twin if twin is not None and twin.shape == value.shape else None
+
+    @cached_property
+    def _own_by_name(self) -> dict[str, torch.Tensor]:
+        return _own(self._model)
+
+    def _attributed(self, name: str) -> torch.Tensor:
+        twin = self._twin(name)
+        return super()._attributed(name) if twin is None else twin
+
     def owns(self, name: str) -> bool:
-        return bool(self._hooks) and self._hooks.owns(self._wrapped_names.get(name, name))
+        return self._is_loaded_whole or self.takes_any(name)
+
+    def takes_any(self, name: str) -> bool:
+        return bool(self._hooks) and self._hooks.owns(self._inner_name(name))
+
+    def _inner_name(self, name: str) -> str:
+        """The name in the modules themselves; of a name of old, which is not live, by those of its module."""
+        if self._is_stage and name not in self._wrapped_names:
+            return name_in_stage(name, self._wrapped_names)
+        return self._wrapped_names.get(name, name)
 
     def load_own(self, values: dict[str, Any], strict: bool) -> None:
-        live, wrapped = self._live, self._wrapped_names
+        live = self._live
         placed = {
             name: like(value, live[name]) if is_dtensor(live.get(name)) else value for name, value in values.items()
         }
-        self._hooks.load({wrapped.get(name, name): value for name, value in placed.items()}, strict)
+        state = {self._inner_name(name): value for name, value in placed.items()}
+        if not self._is_loaded_whole:
+            self._hooks.load(state, strict)
+        elif live.keys() <= values.keys():  # one of its own may have no parameter "strict"
+            self._model.load_state_dict(state)
+        else:  # what is missing or unexpected was found out before
+            self._model.load_state_dict(state, strict=False)
 
     def after_load(self) -> None:
-        self._hooks.after_load(*self._incompatible)
+        if not self._is_loaded_whole:  # else it has called them
+            self._hooks.after_load(*self._incompatible)
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):
@@ -330,8 +406,8 @@ class ModuleModel(ModelAdapter):
             super().assign(name, value)
 
     def _owner(self, name: str) -> torch.nn.Module:
-        name = self._wrapped_names.get(name, name)
-        owner: torch.nn.Module = self._model.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
+        name = self._inner_name(name)
+        owner: torch.nn.Module = self._root.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
         return owner
 
     def check_writable(self, name: str) -> None:
@@ -344,7 +420,7 @@ class ModuleModel(ModelAdapter):
             raise UnsupportedState(
                 f"model/{name} is expanded (several elements share memory); load into a contiguous() copy"
             )
-        elif id(self._live[name]) not in self._held:
+        elif id(self._live[name]) not in self._held and not self.owns(name):
             raise UnsupportedState(
                 f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
                 "load into a dict (model={}) and pass that to the model's load_state_dict()"

@@ -160,8 +160,12 @@ def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
     return [index for group in saved for index in group["params"]]
 
 
-def check_state(slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mapping[torch.Tensor, Any]) -> None:
+def check_state(
+    slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mapping[torch.Tensor, Any], *, any_shape: bool = False
+) -> None:
     """Check that :func:`fill_state` can take ``saved``. A parameter without an entry never had a gradient.
+
+    ``any_shape`` says that entries may have other shapes than their parameters, named or not.
 
     Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit.
     """
@@ -176,10 +180,10 @@ def check_state(slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mappi
         slot = slots[index]
         for entry, value in entries.items():
             if entry != STEP and is_tensor(value) and not is_rows(entry):
-                check_form(slot, entry, value, live.get(slot.key, {}).get(entry))
+                check_form(slot, entry, value, live.get(slot.key, {}).get(entry), any_shape=any_shape)
 
 
-def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
+def check_form(slot: Slot, entry: str, saved: Any, live: Any, *, any_shape: bool = False) -> None:
     """Compare a saved tensor with the live one, or with what it will be kept under where there is none yet."""
     dtype, shape = form_of(saved)
     if isinstance(live, torch.Tensor):
@@ -190,7 +194,7 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any) -> None:
         wanted_dtype = dtype
         # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
         of_key = tuple(1 if found == 1 else size for found, size in zip(shape, slot.key.shape, strict=False))
-        is_free = slot.key is slot.parameter and not slot.name.startswith("#")
+        is_free = any_shape or (slot.key is slot.parameter and not slot.name.startswith("#"))
         wanted = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
     if shape != wanted:
         raise ShapeMismatch(

@@ -9,14 +9,14 @@ without saved master weights from whatever the parameters hold just then, and le
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters.dtensor import Placed
-from nxd_ckpt.adapters.load_hooks import OptimizerHooks
+from nxd_ckpt.adapters.load_hooks import OptimizerHooks, keys_of_its_own
 from nxd_ckpt.adapters.optimizer_names import if_known
 from nxd_ckpt.adapters.optimizer_state import (
     Keeps,
@@ -39,6 +39,7 @@ from nxd_ckpt.adapters.parameters import spec_of
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.adapters.torch_xla import copy_in, to_cpu
 from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, dtype_name
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 MASTERS = "sharded_master_weights"
 EXPERT_KEYS = ("ep_param_id_offset", "ep_param_group_offset", "ep_base_state_offset", "ep_shape_info_offset")
+KEYS = ("base_state", "shape_info", MASTERS, *EXPERT_KEYS)
 
 
 class Zero1Optimizer:
@@ -91,17 +93,14 @@ class Zero1Optimizer:
             owned = path[0] in ("base_state", MASTERS) and isinstance(path[1], int)
             return describe_path(path, tensor, self.slots[path[1]] if owned else None)
 
-        for optimizer in (self._optimizer, self._optimizer.base_optimizer):
-            if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}):
-                raise UnsupportedState(
-                    f"optimizer: {type(optimizer).__name__} has hooks that look at its state dict before a load "
-                    "(register_load_state_dict_pre_hook); ZeRO-1 shards are loaded without one, so they would be "
-                    "skipped: do in a post hook what they do"
-                )
-        return state_of(self._optimizer.state_dict(), describe, self.grounds())
+        refuse_own_ways([self._optimizer, self._optimizer.base_optimizer])
+        tree = self._optimizer.state_dict()
+        refuse_own_keys(tree, self._optimizer)
+        return state_of(tree, describe, self.grounds())
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=False)
+        warn_of_own_keys(saved, self._optimizer)
         self.validate_part(saved)
 
     def validate_part(self, saved: Mapping[str, Any]) -> None:
@@ -156,6 +155,28 @@ class Zero1Optimizer:
         return [shard.data for shard, _ in flat_parameters(self._optimizer.base_optimizer.param_groups)]
 
 
+def refuse_own_ways(optimizers: Iterable[Any]) -> None:
+    """Raise UnsupportedState for hooks that would be skipped by a load."""
+    for optimizer in optimizers:
+        if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}):
+            raise UnsupportedState(
+                f"optimizer: {type(optimizer).__name__} has hooks that look at its state dict before a load "
+                "(register_load_state_dict_pre_hook); ZeRO-1 shards are loaded without one, so they would be "
+                "skipped: do in a post hook what they do"
+            )
+
+
+def refuse_own_keys(tree: Mapping[str, Any], optimizer: Any) -> None:
+    """Raise UnsupportedState for keys of a ZeRO-1 state dict that no load gives back."""
+    own = keys_of_its_own(tree, KEYS)
+    if own:
+        raise UnsupportedState(
+            f"optimizer: the state_dict() of {type(optimizer).__name__} has {first_of(own)} beside what ZeRO-1 has, "
+            "and a load, which does not call its load_state_dict(), would not give it back: save it as user_content, "
+            "or as state of a parameter"
+        )
+
+
 def check_kind(saved: Mapping[str, Any], optimizer: Any, *, expert: bool) -> None:
     """Raise OptimizerMismatch unless ``saved`` is a ZeRO-1 state dict, with expert parallelism or without."""
     if "base_state" not in saved:
@@ -169,6 +190,16 @@ def check_kind(saved: Mapping[str, Any], optimizer: Any, *, expert: bool) -> Non
             f"optimizer: the checkpoint's ZeRO-1 state was saved {kinds[not expert]}, the live "
             f"{type(optimizer).__name__} is {kinds[expert]}; use the same expert_parallel_size, or optimizer=None"
         )
+
+
+def warn_of_own_keys(saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Say what a state dict of ZeRO-1 has that is not given back."""
+    own = keys_of_its_own(saved, KEYS)
+    if own:
+        logger.warning(
+            "optimizer: the checkpoint holds %s beside what ZeRO-1 has, which %s is not given",
+            first_of(own), type(optimizer).__name__,
+        )  # fmt: skip
 
 
 def shard_of(values: torch.Tensor, shards: int, shard: int, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from nxd_ckpt.adapters.state import StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.errors import OptimizerMismatch, ShapeMismatch, UnsupportedState
 from tests.adapters.doubles import ExpertShardedOptimizer, copied, plain, read
 
 pytestmark = pytest.mark.plain
@@ -138,3 +138,40 @@ def test_states_of_the_real_nxd_go_in_and_come_out(golden):
         assert plain(rank["optimizer"][section]) == plain(state.tree[section])
     experts = {about.name for about in state.tensors.values() if about.expert}
     assert {f"optim/moe.{way}.weight/{m}" for way in ("up", "down") for m in ("exp_avg", "exp_avg_sq")} == experts
+
+
+@pytest.mark.parametrize("which", ["outer", "inner", "base"])
+def test_hooks_of_both_optimizers_are_called_or_refused(which):
+    """Those after a load are called once; those before it would be skipped, so the save refuses them."""
+    net = _model()
+    optimizer = _optimizer(net, save_master_weights=True)
+    _step(optimizer)
+    hooked = {
+        "outer": optimizer,
+        "inner": optimizer.ep_zero_optimizer,
+        "base": optimizer.non_ep_zero_optimizer.base_optimizer,
+    }[which]
+    called: list[object] = []
+    hooked.register_load_state_dict_post_hook(called.append)
+    adapter = _adapter(net, optimizer)
+    adapter.load(copied(adapter.capture().tree), read)
+    adapter.after_load()
+    assert [hooked] == called
+    hooked.register_load_state_dict_pre_hook(lambda optimizer, state: state)
+    with pytest.raises(UnsupportedState, match="hooks that look at its state dict before a load"):
+        adapter.capture()
+
+
+def test_keys_of_its_own_are_refused_at_the_save(caplog):
+    """No load would give them back. A tag of earlier that has them loads, and the log says what is left out."""
+    net = _model()
+    optimizer = _optimizer(net, save_master_weights=True)
+    _step(optimizer)
+    adapter = _adapter(net, optimizer)
+    saved = copied(adapter.capture().tree) | {"loss_scale": 512.0}
+    adapter.validate(saved)
+    assert "holds loss_scale beside what ZeRO-1 has" in caplog.text
+    kind = type("Scaling", (type(optimizer),), {"state_dict": lambda self: saved})
+    optimizer.__class__ = kind
+    with pytest.raises(UnsupportedState, match=r"Scaling has loss_scale beside what ZeRO-1 has"):
+        adapter.capture()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
@@ -346,3 +348,174 @@ def test_nested_tensors_are_refused_by_name(tmp_path: Path) -> None:
             save_checkpoint(tmp_path, "t", model)
     close_checkpointers()
     assert not (tmp_path / "t").exists()
+
+
+class Stage(Model):
+    """What NxD's pipeline model offers; names are those of the whole model."""
+
+    def __init__(self, *layers: Model) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def local_modules(self) -> list[Model]:
+        return list(self.layers)
+
+    def local_state_dict(self, **options: Any) -> dict[str, Any]:
+        states = enumerate(layer.state_dict(**options) for layer in self.layers)
+        return {f"model.layers.{7 + number}.{name}": value for number, state in states for name, value in state.items()}
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("model.state_dict() is not supported in pipeline mode")
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_hooks_and_own_state_of_a_pipeline_stage(tmp_path: Path, pp: int) -> None:
+    """Hooks before and after, methods of modules' own, and extra state."""
+    gate, fresh, renaming, extra, observer = Gate(), Gate(), Renaming("w"), Extra(), Observer()
+    saved = Stage(gate, Observer(5), Extra({"n": 5}), renaming, linear := torch.nn.Linear(2, 2))
+    live = Stage(fresh, observer, extra, renamed := Renaming(), other := torch.nn.Linear(2, 2))
+    gate.w.data.fill_(4.0)
+    renaming.get_parameter("inner.w").data.fill_(7.0)
+    for rank in range(pp):
+        model = saved if rank == 0 else Stage()
+        save_checkpoint(tmp_path, "t", model, topology=Topology(pp=pp, rank=rank), run_id="x", async_save=True)
+    close_checkpointers()
+    load_checkpoint(tmp_path, "t", live, topology=Topology(pp=pp))
+    assert torch.equal(torch.full((4,), 0.2), fresh.scale)
+    assert ["refreshed"] == fresh.refreshed
+    assert torch.equal(torch.arange(5.0), observer.get_buffer("seen"))
+    assert {"n": 5} == extra.state
+    assert torch.equal(torch.full((3,), 7.0), renamed.get_parameter("inner.weight"))
+    assert torch.equal(linear.weight, other.weight)
+
+
+class Computing(torch.nn.Linear):
+    """Its state dict has what it computes, in the place of its parameters or beside them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(4, 4)
+        self.kind, self.loads = kind, 0
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        if self.kind == "norm":
+            return {**state, "norm": self.weight.norm().detach()}
+        if self.kind == "number":
+            return {**state, "epoch": 7}
+        change = {"clone": torch.clone, "double": lambda one: one * 2, "wide": torch.Tensor.double}
+        return {name: change.get(self.kind, lambda one: one)(value) for name, value in state.items()}
+
+
+class TakingBack(Computing):
+    """With a load_state_dict of its own."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        self.loads += 1
+        half = 2 if self.kind == "double" else 1
+        state = {name: value / half for name, value in state_dict.items() if name in ("weight", "bias")}
+        return super().load_state_dict(state, *args, **options)
+
+
+WRAPPERS: dict[str, Callable[[Model], Model]] = {
+    "bare": lambda one: one,
+    "compiled": lambda one: torch.compile(one),  # type: ignore[dict-item, return-value]
+    "replicated": torch.nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ["plain", "clone", "double", "wide", "norm", "number"])
+def test_a_load_state_dict_of_the_models_own_is_called(tmp_path: Path, kind: str, wrapper: str) -> None:
+    """Once, with everything that was saved."""
+    saved, live = TakingBack(kind), TakingBack(kind)
+    save_checkpoint(tmp_path, "t", WRAPPERS[wrapper](saved))
+    load_checkpoint(tmp_path, "t", WRAPPERS[wrapper](live))
+    assert torch.equal(saved.weight, live.weight)
+    assert torch.equal(saved.bias, live.bias)
+    assert 1 == live.loads
+
+
+def test_hooks_are_called_after_a_load_of_a_hugging_face_directory(tmp_path: Path) -> None:
+    """And modules that load in a way of their own do."""
+    save_file({"0.w": torch.full((4,), 4.0), "1.seen": torch.arange(3.0)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    rules = [{"nxd": name, "hf": name} for name in ("0.w", "1.seen")]
+    (tmp_path / "mapping.json").write_text(json.dumps({"format_version": 1, "name": "tiny", "rules": rules}))
+    gate = Gate()
+    live = torch.nn.Sequential(gate, Observer(3))
+    load_checkpoint(tmp_path, model=live, mapping=str(tmp_path / "mapping.json"))
+    assert ["refreshed"] == gate.refreshed
+    assert torch.equal(torch.full((4,), 0.2), gate.scale)
+    assert torch.equal(torch.arange(3.0), live.get_buffer("1.seen"))
+
+
+def test_what_is_left_out_of_a_load_is_not_missed_by_the_models_own(tmp_path: Path) -> None:
+    saved, live = TakingBack("plain"), TakingBack("plain")
+    before = live.bias.detach().clone()
+    save_checkpoint(tmp_path, "t", saved)
+    load_checkpoint(tmp_path, "t", live, ignore_keys=["model/bias"])
+    assert torch.equal(saved.weight, live.weight)
+    assert torch.equal(before, live.bias)
+
+
+@pytest.mark.parametrize("kind", ["clone", "wide"])
+def test_copies_in_a_state_dict_are_loaded_as_torch_does(tmp_path: Path, kind: str) -> None:
+    """Into the parameters of the same names, cast to their dtype."""
+    saved, live = Computing(kind), Computing(kind)
+    save_checkpoint(tmp_path, "t", saved)
+    load_checkpoint(tmp_path, "t", live)
+    assert torch.equal(saved.weight, live.weight)
+
+
+def test_copies_in_a_state_dict_are_cut_as_the_parameters_are(tmp_path: Path) -> None:
+    """NxD's attributes are on the parameters, and not on what is computed from them."""
+    for rank in range(2):
+        model = Computing("clone")
+        for parameter in model.parameters():
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1, num_partitions=2)
+            parameter.data.fill_(1.0)
+        save_checkpoint(tmp_path, "t", model, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True)
+    close_checkpointers()
+    whole: dict[str, Any] = {}
+    load_checkpoint(tmp_path, "t", whole, topology=Topology())
+    assert {"weight": (8, 4), "bias": (8,)} == {name: tuple(value.shape) for name, value in whole.items()}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("norm", "norm"), ("number", "epoch")])
+def test_what_a_state_dict_computes_and_nothing_takes_is_refused_at_the_save(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    """By name; both remedies work."""
+    model = Computing(kind)
+    with pytest.raises(UnsupportedState, match=f"model/{name} is computed by state_dict"):
+        save_checkpoint(tmp_path, "t", model)
+    close_checkpointers()
+    save_checkpoint(tmp_path, "t", model, ignore_keys=[f"model/{name}"])
+    load_checkpoint(tmp_path, "t", model, ignore_keys=[f"model/{name}"])
+    save_checkpoint(tmp_path / "dict", "t", model.state_dict())
+    whole: dict[str, Any] = {}
+    load_checkpoint(tmp_path / "dict", "t", whole)
+    assert name in whole
+
+
+def test_extra_state_that_comes_back_by_no_method_may_be_left_out(tmp_path: Path) -> None:
+    """As the error says."""
+    one_way = type("OneWay", (Model,), {"get_extra_state": lambda self: 1})()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), one_way)
+    with pytest.raises(UnsupportedState, match=r"pass ignore_keys=\['model/1._extra_state'\]"):
+        save_checkpoint(tmp_path, "t", model)
+    close_checkpointers()
+    save_checkpoint(tmp_path, "t", model, ignore_keys=["model/1._extra_state"])
+
+
+def test_matrices_of_a_parameter_without_a_name_come_back(tmp_path: Path) -> None:
+    """Into a fresh optimizer of the same class; of torch's own classes other shapes mean another order."""
+    model, parameter = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(4, 6))
+    parameter.grad = torch.ones(4, 6)
+    optimizer = Preconditioned([parameter])
+    optimizer.step()
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    other = torch.nn.Parameter(torch.ones(4, 6))
+    fresh = Preconditioned([other])
+    load_checkpoint(tmp_path, "t", model, fresh)
+    assert same(dict(optimizer.state[parameter]), dict(fresh.state[other]))

@@ -161,6 +161,7 @@ class _Prepared:
                 delivery = Delivery(reader, fill)
                 fill_model(self._model, list(self._leaves), self._leaves, delivery)
                 delivery.finish()
+            self._model.after_load()
             if self._optimizer is not None:
                 self._optimizer.follow(self.filtered.keeps(self._leaves))
         torch_xla.sync()  # as after the load of a tag

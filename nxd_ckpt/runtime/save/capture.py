@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.adapters.optimizer import open_optimizer
 from nxd_ckpt.adapters.state import ModelState, State, StateTensor
@@ -76,13 +77,23 @@ def capture(
         lower_precision_weights=not options.avoid_saving_lower_precision_weights,
         **contents,
     )
-    ignoring = Ignoring(options.ignore_keys)
-    ignoring.know_ties(model_adapter)
-    state = leave_out(state, ignoring, topology)
+    state = _without_ignored(state, options, model_adapter, topology)
     if not options.trust_pickle:
         for what in contents:
             check_picklable_as_data(getattr(state, what), what)
         _check_values(state)
+    return state
+
+
+def _without_ignored(
+    state: SaveState, options: SaveOptions, model: ModelAdapter | None, topology: Topology
+) -> SaveState:
+    """The state without what ``ignore_keys`` says; raises UnsupportedState where no load could give the rest back."""
+    ignoring = Ignoring(options.ignore_keys)
+    ignoring.know_ties(model)
+    state = leave_out(state, ignoring, topology)
+    if model is not None and state.model is not None:
+        model.require_loadable(state.model.tree)
     return state
 
 
