@@ -166,6 +166,15 @@ def next_order_time(now: float, newest: float) -> float:
     return order_time if order_time > newest else math.nextafter(newest, math.inf)
 
 
+def seconds_until_after(end: float, now: float) -> float:
+    """How long a save waits until its time is after ``end``, and not right after a whole second: there it would count
+    as later than what another program saves in that second, of which only the second is known."""
+    begin = now if now > end else end + 2 / _PER_SECOND
+    if 0 < begin % 1 <= _AFTER:
+        begin += _AFTER + 2 / _PER_SECOND - begin % 1
+    return begin - now
+
+
 def same_time(one: float, other: float) -> bool:
     """True for equal times in microseconds: file systems that are finer round differently."""
     return abs(one - other) * _PER_SECOND < 0.75

@@ -356,6 +356,41 @@ def test_the_latest_is_the_newest_save(events: list[tuple[str, float]]) -> None:
                 assert expected == in_order(list_tags(LocalStorage(directory)))[-1].tag
 
 
+COARSE_EVENTS = st.lists(
+    st.tuples(st.sampled_from(["ours", "nxd"]), st.sampled_from([0.0, 1e-4, 0.3, 0.7, 1.0, 2.5])),
+    min_size=2,
+    max_size=6,
+)
+
+
+@settings(max_examples=25)
+@given(events=COARSE_EVENTS, steps=st.booleans())
+def test_whole_seconds_hide_no_newest_save(events: list[tuple[str, float]], steps: bool) -> None:
+    """Where files have whole-second times: the latest is the newest save, or it is said, and that one is not removed.
+
+    ``steps`` says that the names tell the order; then nothing needs to be said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        directory, clock, newest = Path(folder), [1795600000.3], ""
+        for number, (who, passed) in enumerate(events):
+            clock[0] += passed
+            newest = f"step_{number + 8}" if steps else "tag_" + "badcfe"[number]
+            if who == "nxd":
+                save_as_nxd(directory, newest, float(number), at=float(int(clock[0])))
+                continue
+            with (
+                mock.patch.object(host, "time", side_effect=lambda: clock[0]),
+                mock.patch.object(host, "sleep", side_effect=lambda s: clock.__setitem__(0, clock[0] + s)),
+                Checkpointer(directory, durable=False) as saver,
+            ):
+                saver.save(newest, {"w": torch.ones(4)})
+        tags = list_tags(LocalStorage(directory))
+        unsure = {info.tag for group in undecided(tags) for info in group}
+        assert in_order(tags)[-1].tag == newest or {newest, in_order(tags)[-1].tag} <= unsure
+        assert not (steps and unsure)
+        assert newest not in prune_checkpoints(directory, [Last(1)], dry_run=True).removed
+
+
 def test_order_times_of_a_store_have_microseconds(tmp_path: Path) -> None:
     """In the listing, as in the manifest."""
     save(tmp_path, 1)

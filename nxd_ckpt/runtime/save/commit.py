@@ -25,7 +25,7 @@ from nxd_ckpt.core.manifest import (
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Metrics, Rule
-from nxd_ckpt.core.tags import next_order_time
+from nxd_ckpt.core.tags import next_order_time, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
@@ -136,8 +136,8 @@ def _order_time(storage: Storage, elsewhere: float) -> float:
             storage.url,
             ahead,
         )
-    elif now <= end:
-        host.sleep(end - now)
+    elif (seconds := seconds_until_after(end, now)) > 0:
+        host.sleep(seconds)
         newest = end
     return next_order_time(host.time(), newest)
 
