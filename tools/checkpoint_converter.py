@@ -118,6 +118,12 @@ def _convert(args: argparse.Namespace, scratch: Path) -> None:
     if args.model_style == "megatron":
         names["mapping"] = "megatron_llama"
     if args.mode == "convert_from_full_state":
+        if args.hardware == "trn2" and args.kv_size_multiplier > 1:
+            print(
+                "checkpoint_converter: warning: key-value heads are written in the order of NxD's layers on trn2, "
+                "which jobs and this tool read; NxD's own converter takes them for other heads",
+                file=sys.stderr,
+            )
         import_checkpoint(
             args.input_dir or _downloaded(args.hf_model_name),
             args.output_dir,

@@ -15,6 +15,7 @@ from nxd_ckpt.adapters.parameters import (
     form_of,
     is_dense,
     is_tensor,
+    is_unusual,
     memory_for,
     new_like,
     refuse_unsupported,
@@ -294,7 +295,7 @@ def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Te
 
 def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:
     """What the tensor at ``path`` of an optimizer's state dict is; ``slot`` is the parameter's that it belongs to."""
-    if tensor.is_nested:
+    if is_unusual(tensor):
         owner = path if slot is None else (slot.name, *path[2:])
         refuse_unsupported("/".join(map(str, ("optim", *owner))), tensor)
     if slot is None:

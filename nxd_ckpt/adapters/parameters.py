@@ -116,11 +116,19 @@ def materialize(tensor: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, found)  # type: ignore[no-untyped-call]
 
 
+def is_unusual(tensor: torch.Tensor) -> bool:
+    """True for what has more than its elements: sparse, nested and quantized tensors, and subclasses with operations
+    of their own (masked, fake, ...). DTensors are known."""
+    if dtensor.is_dtensor(tensor):
+        return False
+    is_own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return is_own or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+
+
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for tensors that are more than plain memory of this process."""
     known = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
-    plain = tensor.layout is torch.strided and not tensor.is_nested
-    if plain and known and not tensor.is_meta and not torch_xla.is_spmd():
+    if known and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
         return
     kind = type(tensor).__name__
     if kind == "XLAShardedTensor" or torch_xla.is_spmd():
@@ -131,7 +139,10 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     elif tensor.is_nested:
         kind, advice = "a nested tensor", "keep its parts (unbind()), or pad it (to_padded_tensor())"
     elif tensor.layout is not torch.strided:
-        kind, advice = f"of layout {tensor.layout}", "save it as user content, or densify it"
+        kind, advice = f"of layout {tensor.layout}", "densify it (to_dense())"
+    elif is_unusual(tensor):
+        kind = f"of dtype {tensor.dtype}" if tensor.is_quantized else f"a {type(tensor).__module__}.{kind}"
+        advice = "save the dense tensors that it is made of"
     else:
         return
     raise UnsupportedState(f"{name} is {kind}, expected a plain dense tensor; {advice}")

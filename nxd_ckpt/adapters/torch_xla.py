@@ -14,6 +14,7 @@ import torch
 
 from nxd_ckpt.adapters.dtensor import local_of
 from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.formats.tensors import copy_values
 
 _DRAWS = 100_000
 """Random tensors in one step, at most: to count them again takes 50 µs each."""
@@ -102,7 +103,7 @@ def copy_in(live: torch.Tensor, value: torch.Tensor) -> None:
     if is_xla(live) and value.dim() == 0:
         value = _upload_scalar(value, live.device)
     # On XLA `copy_` from the host is an immediate upload, seen through every alias of `live`; assigning `.data` is not.
-    live.data.copy_(value)
+    copy_values(live.data, value)
 
 
 def place(value: torch.Tensor, device: torch.device) -> torch.Tensor:

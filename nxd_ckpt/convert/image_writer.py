@@ -126,7 +126,7 @@ def read_run(
 def _loses_range(leaf: Assembly) -> bool:
     """Whether the leaf's dtype holds less than that of a part."""
     cast, saved = torch_dtype(leaf.dtype), {torch_dtype(fragment.stub.dtype) for fragment in leaf.fragments}
-    return cast.is_floating_point and any(torch.finfo(cast).max < torch.finfo(dtype).max for dtype in saved)
+    return cast.is_floating_point and any(torch.finfo(cast).max < torch.finfo(dtype).max for dtype in saved - {cast})
 
 
 def _refuse_overflow(name: str, leaf: Assembly, tensor: torch.Tensor) -> None:

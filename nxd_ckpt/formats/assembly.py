@@ -23,6 +23,7 @@ from nxd_ckpt.formats.tensors import (
     allocated,
     byte_view,
     contiguous_stride,
+    copy_values,
     itemsize,
     torch_dtype,
 )
@@ -133,7 +134,7 @@ def fragments_in(fragment: Fragment, start: int, stop: int) -> Iterator[Fragment
 def cut_out(fragment: Fragment, out: torch.Tensor, block: int, memory: memoryview) -> None:
     """Copy what the fragment has of a block, which is in ``memory``, to where it belongs in ``out``."""
     for piece, values in _cut(fragment, block, memory):
-        box_of(out, piece.target).copy_(values)
+        copy_values(box_of(out, piece.target), values)
 
 
 def elements_in(fragment: Fragment, block: int, memory: memoryview) -> list[torch.Tensor]:
@@ -167,7 +168,7 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     stub, source, target = slab.stub, slab.source, box_of(out, slab.target)
     if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
-        target.copy_(box_of(whole, source))
+        copy_values(target, box_of(whole, source))
         return
     run = direct_run(slab, out)
     if run is not None:
@@ -180,14 +181,14 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     memory = byte_view(scratch)
     if along:
         read(stub.file, [(stub.offset + first * size, memory)])
-        target.copy_(scratch.as_strided(source.size, contiguous_stride(stub.shape)))
+        copy_values(target, scratch.as_strided(source.size, contiguous_stride(stub.shape)))
         return
     ranges, at = [], 0
     for start, length in runs:
         ranges.append((stub.offset + start * size, memory[at : at + length * size]))
         at += length * size
     read(stub.file, ranges)
-    target.copy_(scratch.view(source.size))
+    copy_values(target, scratch.view(source.size))
 
 
 def cut_box(box: Box, limit: int) -> Iterator[Box]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import re
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -247,6 +248,19 @@ def torch_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}: a newer torch may be needed")
     return dtype
+
+
+_WITHOUT_KERNELS = frozenset(
+    dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-7]|float4_\w+", name)
+)
+"""Dtypes whose elements torch, or some releases of it, cannot copy. Each is a byte."""
+
+
+def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, of every dtype: where torch has no kernel, of the bytes."""
+    if target.dtype == source.dtype and target.dtype in _WITHOUT_KERNELS:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)
 
 
 def cast_dtype(dtype: str, wanted: str | None) -> str:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nxd_ckpt import load_checkpoint
+from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.api import close_checkpointers
+from tests.adapters.doubles import ShardedOptimizer
 from tests.elastic.ranks import save_job
 from tests.elastic.transformer import layout_of, weights_of
 from tests.elastic.whole import OPTIONS, Layout, expected
@@ -57,3 +60,25 @@ def test_any_rank_s_state_without_live_objects(tmp_path: Path, on: str, to: str,
         found = by_name(optimizer, listed(saved, stages), zero1)
         assert None is difference(entries, found)
         assert [OPTIONS[0]["lr"], OPTIONS[1]["lr"]] == [group["lr"] for group in optimizer["param_groups"]]
+
+
+@pytest.mark.parametrize("live", [Topology(dp=2), Topology(), Topology(dp=4)], ids=["same", "fewer", "more"])
+def test_dicts_are_filled_with_weights_that_master_weights_stand_for(tmp_path: Path, live: Topology) -> None:
+    """Model and optimizer, or the model alone: what ``read()`` reads."""
+    model = torch.nn.Linear(3, 4).to(torch.bfloat16)
+    optimizers = [
+        ShardedOptimizer(model.parameters(), rank, [[0, 1]], lr=0.1, save_master_weights=True) for rank in range(2)
+    ]
+    for rank, optimizer in enumerate(optimizers):
+        save_checkpoint(
+            tmp_path, "t", model, optimizer, topology=Topology(dp=2, rank=rank), run_id="x", async_save=True,
+            use_xser=True, avoid_saving_lower_precision_weights=True,
+        )  # fmt: skip
+    close_checkpointers()
+    expected = open_checkpoint(tmp_path).read("model/weight")
+    empty: dict[str, Any] = {}
+    for optimizer_dict in (empty, None):
+        state: dict[str, Any] = {}
+        load_checkpoint(tmp_path, model=state, optimizer=optimizer_dict, topology=live)
+        assert torch.equal(expected, state["weight"])
+        assert torch.bfloat16 == state["bias"].dtype

@@ -235,3 +235,15 @@ def test_what_it_cannot_do_it_says(
     assert code == found
     assert complaint in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_an_order_that_nxds_converter_misreads_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For trn2 with copies of key-value heads; of others nothing is said."""
+    model = Model(heads=8)
+    write_config(tmp_path / "hf", model.config)
+    save_file(model.state(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    for hardware, copies in (("trn1", "2"), ("trn2", "1"), ("trn2", "2")):
+        flags = ["--tp_size", "2", "--qkv_linear", "True", "--kv_size_multiplier", copies, "--hw_backend", hardware]
+        assert 0 == convert(tmp_path / "hf", tmp_path / hardware / copies, "--convert_from_full_state", *flags)
+        said = "NxD's own converter takes them for other heads" in capsys.readouterr().err
+        assert said == ((hardware, copies) == ("trn2", "2"))

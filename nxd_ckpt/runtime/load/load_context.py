@@ -108,7 +108,8 @@ class LoadContext:
     @cached_property
     def names_as_saved(self) -> OptimizerNames:
         """What the optimizer's parameters were called."""
-        by_position = self.optimizer is not None and self.live_names is None
+        is_live = self.optimizer is not None and not isinstance(self.optimizer, DictOptimizer)
+        by_position = is_live and self.live_names is None
         return OptimizerNames(self.options.saved_param_names, self.live_names, by_position)
 
     @cached_property

@@ -14,6 +14,7 @@ import torch
 
 from nxd_ckpt.adapters import torch_xla
 from nxd_ckpt.formats.image import Image, StorageRecord
+from nxd_ckpt.formats.tensors import copy_values
 from nxd_ckpt.runtime.arena import Arena
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
 from nxd_ckpt.runtime.save.waves import Span, Wave, end_of, views_of
@@ -112,7 +113,7 @@ def _copy(copies: Iterable[_Copy]) -> None:
     from_xla, streams = [], {}
     for source, target in copies:
         if source.is_cpu:
-            target.copy_(_rows(source, target))  # whatever its strides: one copy, no temporary
+            copy_values(target, _rows(source, target))  # whatever its strides: one copy, no temporary
         elif torch_xla.is_xla(source):
             from_xla.append((source, target))
         else:
@@ -124,7 +125,7 @@ def _copy(copies: Iterable[_Copy]) -> None:
     for batch in _batches(from_xla):
         hosts = torch_xla.to_cpu([source for source, _ in batch])
         for host, (_, target) in zip(hosts, batch, strict=True):
-            target.copy_(_rows(host, target))
+            copy_values(target, _rows(host, target))
 
 
 def _stream_with_events(device: torch.device) -> Any:
