@@ -105,6 +105,7 @@ class Saving:
         try:
             self._pass_over()
             session.storage.make_dir(verdict_dir(self.attempt))
+            session.keep_spare()
             for attempt, vote in list(session.lost_votes.items()):
                 voting.cast(session.storage, attempt, vote)
                 del session.lost_votes[attempt]
@@ -280,6 +281,7 @@ class Saving:
         """Remove this rank's files of an attempt that has failed: on a full disk even a vote needs their space."""
         if self._writer is not None and self.session.storage.renames:
             self._writer.discard()
+        self.session.give_spare()
 
     def _vote(self, index: RankLine | None) -> Vote:
         rank = self.session.topology.rank
@@ -364,6 +366,8 @@ class Saving:
             try:
                 announce()
             except OSError:
+                if verdict.error is not None:
+                    self._make_room()
                 self.tidy()  # on a full disk, what is left of a failed attempt may take the space that it needs
                 announce()
         except OSError as error:

@@ -21,7 +21,7 @@ from nxd_ckpt.runtime.coordination import intents, journal, lease
 from nxd_ckpt.runtime.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.runtime.coordination.control_files import make_places
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES, spared_file, verdict_file
+from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES, spare_file, spared_file, verdict_file
 from nxd_ckpt.runtime.save.host_semaphore import forget_slots
 from nxd_ckpt.storage.base import Storage
 
@@ -38,6 +38,9 @@ _SEEN_WITHIN = 30.0
 
 _CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of mounted object stores when a directory is renamed. (EMFILE: gcsfuse, if files are in it.)"""
+
+_SPARE = 4096
+"""Bytes: more than a vote or a verdict that tells of an error, and a page of a file system."""
 
 _PATIENCE = 6
 """Heartbeats that may be missing before a holder on another host counts as dead."""
@@ -64,6 +67,7 @@ class Session:
     """Whether that rank's process is known to have ended."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
+    _has_spare: bool = False
     leaves_at: float = math.inf
     """When this rank, after an exception, stops waiting for the others (seconds, as host.monotonic())."""
 
@@ -74,6 +78,20 @@ class Session:
     def probe(self) -> str:
         """The name of the file that rank 0 leaves for the others to find."""
         return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
+
+    def keep_spare(self) -> None:
+        """Take the space of a vote, as far as there is any: see :meth:`give_spare`."""
+        if self.storage.renames and not self._has_spare:
+            with suppress(OSError):
+                self.storage.write(spare_file(self.run_id, self.topology.rank), bytes(_SPARE))
+                self._has_spare = True
+
+    def give_spare(self) -> None:
+        """Give it back: on a full disk, for the word of this rank that the save has failed."""
+        if self._has_spare:
+            self._has_spare = False
+            with suppress(OSError):
+                self.storage.remove(spare_file(self.run_id, self.topology.rank))
 
     def require(self, *, strictly: bool = False) -> None:
         """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile; ``strictly``
@@ -91,6 +109,7 @@ class Session:
 
     def close(self) -> None:
         """Give the directory back. Called after the last save was decided."""
+        self.give_spare()
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.lease is not None:
