@@ -271,7 +271,7 @@ def test_each_step_of_a_swap_is_durable_before_the_next(tmp_path: Path) -> None:
     announced = [("make_dir", TRASH), ("write", JOURNAL), ("sync_dir", HIDDEN)]
     renamed = [("rename", f"{TAG} -> "), ("rename", f"{NEW} -> {TAG}")]
     assert [*announced, *renamed, *SETTLED] == log[:10]
-    assert {"remove"} == {name for name, _ in log[10:]}
+    assert {"remove", "sync_dir"} == {name for name, _ in log[10:]}
 
 
 @WITH_TWO_RENAMES
@@ -409,3 +409,20 @@ def test_what_cannot_be_deleted_does_not_keep_the_rest(tmp_path: Path) -> None:
     assert ["run-1-b"] == [entry.name for entry in storage.list(TRASH)]
     journal.discard_trash(HookedStorage(storage, failing("list", TRASH, OSError(errno.EIO, "no"))), RUN)
     assert ["run-1-b"] == [entry.name for entry in storage.list(TRASH)]
+
+
+def test_nothing_is_deleted_before_the_lost_name_is_durable(tmp_path: Path) -> None:
+    """After a removal whose sync failed, a power cut could still give the tag its name back: with all that it holds."""
+    storage = prepare(tmp_path, old=True)
+    fails = HookedStorage(storage, failing("sync_dir", "", OSError(errno.EDQUOT, "no")))
+    with pytest.raises(OSError, match="no"):
+        journal.remove_tag(fails, TAG, ATTEMPT)
+    away = tmp_path / trash_file(ATTEMPT, TAG)
+    for _ in range(2):
+        journal.discard_trash(fails, RUN)
+        assert all((away / part).exists() for part in PARTS)
+    log: list[Operation] = []
+    journal.discard_trash(HookedStorage(storage, recording(log)), RUN)
+    assert not away.exists()
+    changes = [operation.name for operation in log if operation.name in ("sync_dir", "remove")]
+    assert ["sync_dir", "sync_dir", "remove"] == changes

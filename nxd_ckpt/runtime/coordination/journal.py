@@ -158,6 +158,10 @@ def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
         for tag in pinned(storage):
             if is_trash_of(name, tag):
                 _put_back(storage, key, tag)
+        # Whoever renamed it may have died, or met an error, before that was durable: a power cut would give what is
+        # left of it its name again.
+        storage.sync_dir("")
+        storage.sync_dir(TRASH)
     intents.clear(storage, key, confirm)
 
 
