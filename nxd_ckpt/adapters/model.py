@@ -227,7 +227,7 @@ class ModelAdapter:
         return {(name,): placed_of(f"model/{name}", tensor) for name, tensor in live.items()}
 
     def has_values(self, name: str, dim: int, start: int) -> bool:
-        """Whether the live tensor has anything but zeros from ``start`` on along ``dim``; what is on meta has not."""
+        """True if the live tensor has anything but zeros from ``start`` on along ``dim``; what is on meta has not."""
         live = self._tensors[name].detach()
         if live.is_meta or start >= live.shape[dim]:
             return False
@@ -348,7 +348,7 @@ class ModuleModel(ModelAdapter):
 
     @cached_property
     def _is_loaded_whole(self) -> bool:
-        """Whether a load calls the model's ``load_state_dict`` with everything: where its class has one of its own, or
+        """True if a load calls the model's ``load_state_dict`` with everything: where its class has one of its own, or
         a ``state_dict()`` that gives other tensors in the place of parameters and buffers."""
         if self._is_stage or not isinstance(self._model, torch.nn.Module):
             return False

@@ -53,7 +53,7 @@ _ATTEMPT = "attempt-"
 """Begins the name, there, of what one attempt writes to."""
 
 _leases = Holding()
-"""Those of this process; their users are the attempts whose files are being sealed."""
+"""One for each directory that this process writes to; their users are the attempts whose files are being sealed."""
 
 
 class SealedDirectory:

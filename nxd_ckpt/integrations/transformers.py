@@ -117,7 +117,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return "rng_state.pth" if self.args.world_size == 1 else _RANDOM_STATE.format(self.args.process_index)
 
     def _record(self, directory: SealedDirectory, required: Iterable[str] = ()) -> None:
-        """What was written until now is complete."""
+        """Record the files that were written until now as complete."""
         if self.args.process_index == 0:
             directory.record(_RANDOM_STATE.format("[1-9]*"), required)
 

@@ -41,7 +41,7 @@ class WrittenFiles:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was recorded so far."""
+        """True if nothing was recorded so far."""
         return not self._seen
 
     def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
@@ -98,7 +98,7 @@ class WrittenFiles:
                 raise self._refusal(name, "changed")
 
     def _compared(self) -> dict[str, _Seen]:
-        """What is there now. Raises SaveFailed where that has other names than what was recorded."""
+        """The files that are there now. Raises SaveFailed where that has other names than what was recorded."""
         now = self._now()
         for name in sorted(now.keys() ^ self._seen.keys()):
             raise self._refusal(name, "appeared" if name in now else "vanished")

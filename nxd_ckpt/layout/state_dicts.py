@@ -25,9 +25,9 @@ _MOMENTS = {
     "grad_avg",
     "acc_delta",
 }
-"""What optimizers, torch's and others, call state that is a tensor for each parameter (or None)."""
+"""Names that optimizers, torch's and others, give to state that is a tensor for each parameter (or None)."""
 _MAY_BE_ONE_NUMBER = {"exp_avg_sq"}
-"""Those that some optimizers (NovoGrad) keep as a tensor of one number for each parameter."""
+"""Names that some optimizers (NovoGrad) keep as a tensor of one number for each parameter."""
 
 
 def reading(method: MethodT) -> MethodT:
@@ -121,7 +121,7 @@ def _number(what: str, value: Any, other: str = "like the parameter") -> Malform
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number or text, or several of these; None is what optimizers have that keep no such state."""
+    """True for a number or text, or several of these; None is what optimizers have that keep no such state."""
     several = value if isinstance(value, (list, tuple)) else (value,)
     return all(isinstance(one, (bool, int, float, complex, str, bytes)) for one in several)
 

@@ -125,7 +125,7 @@ def _start(process: BaseProcess) -> None:
 
 
 def _is_of_a_loader(target: Any) -> bool:
-    """Whether a process that runs ``target`` is a worker of torch's data loader or of one like it."""
+    """True if a process that runs ``target`` is a worker of torch's data loader or of one like it."""
     module = getattr(target, "__module__", None) or ""
     return module.startswith(("torch.utils.data.", "torchdata.")) or getattr(target, "__name__", "") == "_worker_loop"
 

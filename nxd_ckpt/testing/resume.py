@@ -304,7 +304,7 @@ def _state(objects: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _parts(one: Any) -> Any:
-    """What has to come back of a training object."""
+    """The state of a training object that has to come back."""
     if isinstance(one, torch.nn.Module):
         return {
             "state_dict": dict(one.state_dict()),

@@ -203,7 +203,7 @@ def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
 
 
 _here: dict[tuple[int, ...] | None, Venue] = {}
-"""Those of this process's default process group, by the members that meet there; None for all of its ranks."""
+"""Venues of this process's default process group, by the members that meet there; None for all of its ranks."""
 
 
 _inherited: list[Any] = []

@@ -327,7 +327,7 @@ class PreparedLoad:
 
 
 def _may_be_wrapped(opened: OpenTag, topology: Topology, live: ModelAdapter) -> bool:
-    """Whether the tag may have the live names with, or without, those of wrappers.
+    """True if the tag may have the live names with, or without, those of wrappers.
 
     The names in a manifest are at hand. Those of other programs' tags are in the files of all stages: these are opened
     only if this rank's own one lacks a live name.

@@ -40,9 +40,9 @@ def warn_of_differences(
     asked = agreement.broadcast(_suspects(words or []))
     if not asked:
         return
-    found = agreement.gather(own if agreement.rank in asked else None)
-    if found is not None:
-        one, other = (found[rank] or {} for rank in asked)
+    answers = agreement.gather(own if agreement.rank in asked else None)
+    if answers is not None:
+        one, other = (answers[rank] or {} for rank in asked)
         names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
         logger.warning(
             "ranks %d and %d count as replicas, and differ in %s: the tag has the values of one of them, and a load "
