@@ -82,11 +82,12 @@ def test_the_licence_is_installed_with_it(installed: Path) -> None:
 
 
 def test_no_binary_is_tracked() -> None:
-    """The repository holds text, pictures of the docs and checkpoints to test with, and no wheels or libraries."""
+    """Beside text there are pictures of the docs, and checkpoints and hostile inputs to test with: no libraries."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     paths = [REPOSITORY / name for name in listing.stdout.split("\0") if name]
     binaries = {path for path in paths if path.is_file() and b"\0" in path.read_bytes()}
-    expected = {*REPOSITORY.glob("docs/*.png"), *REPOSITORY.glob("tests/golden/*.tar.xz")}
+    globs = ("docs/*.png", "tests/golden/*.tar.xz", "tests/hostile/corpus/*/*")
+    expected = {path for pattern in globs for path in REPOSITORY.glob(pattern)}
     assert set() == binaries - expected
 
 

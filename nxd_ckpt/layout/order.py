@@ -225,7 +225,9 @@ def _is_of_ours(storage: Storage, key: str) -> bool:
 
 
 def _records(storage: Storage, key: str, size: int, begins: Sequence[int] = ()) -> list[Record]:
-    """Records of a file that is a whole zip archive; ``begins`` as for read_records. Raises MalformedFile for any other.
+    """Records of a file that is a whole zip archive; ``begins`` as for read_records.
+
+    Raises MalformedFile for any other file.
     """
     with closing(storage.open(key)) as reader:
 

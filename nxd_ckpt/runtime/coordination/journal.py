@@ -168,7 +168,10 @@ def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
 def pinned_in_trash(storage: Storage) -> dict[str, str]:
     """The tags that are pinned and have lost their names, each with the key that it has in the trash, of several the
     newest. A live job that moved one away sees the pin, and gives it its name back; a dead one does not."""
-    away = {tag for tag in pinned(storage) if not storage.is_dir(tag)} if storage.renames else set()
+    try:
+        away = {tag for tag in pinned(storage) if not storage.is_dir(tag)} if storage.renames else set()
+    except MalformedFile:  # pins that cannot be read keep nobody from reading tags
+        return {}
     found = dict[str, tuple[float, str]]()
     for entry in storage.list(TRASH) if away else ():
         for tag in (tag for tag in away if is_trash_of(entry.name, tag)):
