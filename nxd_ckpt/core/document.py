@@ -51,11 +51,11 @@ def whole(data: bytes) -> Any:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
-    return found
+    return values
 
 
 def small(data: bytes, where: str) -> dict[str, Any]:

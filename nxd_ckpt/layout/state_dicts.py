@@ -115,9 +115,9 @@ def _who(index: Any, names: Sequence[str] | None) -> str:
 
 
 def _number(what: str, value: Any, other: str = "like the parameter") -> MalformedFile:
-    found = f"the number {value!r}" if type(value) in (int, float) else shown(value)
-    found = "a tensor of one number" if hasattr(value, "shape") else found
-    return MalformedFile(f"{what} is {found}, expected a tensor, {other}; the file is damaged, or was changed")
+    described = f"the number {value!r}" if type(value) in (int, float) else shown(value)
+    described = "a tensor of one number" if hasattr(value, "shape") else described
+    return MalformedFile(f"{what} is {described}, expected a tensor, {other}; the file is damaged, or was changed")
 
 
 def _is_plain(value: Any) -> bool:
