@@ -223,6 +223,8 @@ def phase_of(rank: int, done: Sequence[Moment]) -> str:
     reached = -1
     for moment in done:
         for number, (_, name, key) in enumerate(landmarks):
-            if number > reached and moment.name == name and re.fullmatch(key, moment.key):
+            # Trash is deleted at any time, and the directory synced before; what a landmark syncs is the rename.
+            is_next = number == reached + 1 or (number > reached and name != "sync_dir")
+            if is_next and moment.name == name and re.fullmatch(key, moment.key):
                 reached = number
     return BEFORE_WRITING if reached < 0 else landmarks[reached][0]

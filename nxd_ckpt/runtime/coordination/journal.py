@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from nxd_ckpt.core.keys import checked_name
@@ -140,16 +140,27 @@ def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = l
     with suppress(OSError):
         if is_open(storage):
             return
-        for entry in storage.list(TRASH):
+        names = [entry.name for entry in storage.list(TRASH)]
+        names = [name for name in names if name.rsplit("-", 2)[0] == run_id or name.endswith(UNFINISHED)]
+        settle_losses(storage, names)
+        for name in names:
             with suppress(OSError, DirectoryInUse):
-                is_ours = entry.name.rsplit("-", 2)[0] == run_id
-                if not (is_ours or entry.name.endswith(UNFINISHED)):
-                    continue
-                discard(storage, entry.name, confirm)
+                discard(storage, name, confirm)
+
+
+def settle_losses(storage: Storage, names: Collection[object]) -> None:
+    """Make it durable that tags in the trash have lost their names, before any is deleted. Raises OSError.
+
+    Whoever renamed one may have died, or met an error, before that was durable: a power cut would give what is left of
+    it its name again.
+    """
+    if names and storage.renames:
+        storage.sync_dir("")
+        storage.sync_dir(TRASH)
 
 
 def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
-    """Delete what is called ``name`` in the trash. Raises OSError.
+    """Delete what is called ``name`` in the trash, see `settle_losses`. Raises OSError.
 
     If it is a tag that is pinned, it gets its name back: whoever was to remove it ended before that saw the pin.
     """
@@ -158,10 +169,6 @@ def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
         for tag in pinned(storage):
             if is_trash_of(name, tag):
                 _put_back(storage, key, tag)
-        # Whoever renamed it may have died, or met an error, before that was durable: a power cut would give what is
-        # left of it its name again.
-        storage.sync_dir("")
-        storage.sync_dir(TRASH)
     intents.clear(storage, key, confirm)
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ from nxd_ckpt.runtime.coordination.control_files import make_places
 from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.runtime.paths import PROBES, RUNS, STAGING, TRASH, VOTES, spare_file, spared_file, verdict_file
 from nxd_ckpt.runtime.save.host_semaphore import forget_slots
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import DirEntry, Storage
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -296,7 +296,10 @@ def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
     """
     storage, run_id = session.storage, session.run_id
     for folder in (STAGING, VOTES, PROBES, TRASH):
-        for entry in storage.list(folder):
+        entries = storage.list(folder)
+        if folder == TRASH and not _losses_are_settled(storage, entries):
+            continue
+        for entry in entries:
             sign()
             is_ours = entry.name.startswith(f"{run_id}-")
             if is_ours and not first:
@@ -311,6 +314,15 @@ def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
                     intents.clear(storage, f"{folder}/{entry.name}", session.confirm)
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
+
+
+def _losses_are_settled(storage: Storage, entries: Collection[DirEntry]) -> bool:
+    try:
+        journal.settle_losses(storage, entries)
+    except OSError as error:
+        logger.warning("could not sync %s/%s: %s: nothing in it is removed", storage.url, TRASH, error)
+        return False
+    return True
 
 
 def _may_be_read(storage: Storage, attempt: str) -> bool:
