@@ -210,10 +210,22 @@ class Mounted(Protocol):
     may_be_unmounted: bool
     """True if its root may lead to another directory from one moment to the next, without an error."""
 
-
 def is_mounted(storage: Storage) -> bool:
     """True for a storage that says so of itself."""
     return isinstance(storage, Mounted) and storage.may_be_unmounted
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A storage whose root is a path that may have links in it."""
+
+    def without_links(self) -> Storage | None:
+        """The directory where its root leads to now, by a path without links; None where there is no such path."""
+
+
+def without_links(storage: Storage) -> Storage | None:
+    """As :meth:`Linked.without_links`; None for any other storage."""
+    return storage.without_links() if isinstance(storage, Linked) else None
 
 
 @runtime_checkable

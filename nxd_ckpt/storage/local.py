@@ -41,6 +41,9 @@ class LocalStorage:
         self.url = str(self.root)
         self.concurrency = min(_cores(), 8)
 
+    def without_links(self) -> LocalStorage:
+        return LocalStorage(self.root.resolve(), self.durable)
+
     def path(self, key: str) -> Path:
         return self.root / checked_key(key, self.url) if key else self.root
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, is_mounted, may_lack_files
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, is_mounted, may_lack_files, without_links
 
 T = TypeVar("T")
 
@@ -19,6 +19,9 @@ class StorageWrapper:
         self.url, self.renames = inner.url, inner.renames
         self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
         self.may_lack_files, self.may_be_unmounted = may_lack_files(inner), is_mounted(inner)
+
+    def without_links(self) -> Storage | None:
+        return without_links(self.inner)
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         """What the method ``name``, called for ``key``, returns; ``operation`` calls it on ``inner``."""

@@ -436,7 +436,7 @@ BREAKS += [
         "Whoever's lease it is is released.", "lease",
         {
             _LEASE: (
-                "    if _mended(storage, lease) == lease:\n        with suppress(OSError):\n"
+                "    if _repaired(storage, lease) == lease:\n        with suppress(OSError):\n"
                 "            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's\n"
                 "        remove_if(storage, LEASE, lambda: read(storage) == lease)\n",
                 "    storage.remove(LEASE)\n",

@@ -84,6 +84,29 @@ def test_a_tier_that_is_unmounted(tmp_path: Path, mounted: Path, caplog: pytest.
     assert ["step_1", "step_2", "step_3"] == tags_in(near) == tags_in(third)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("leads_to", ["other", "nowhere"])
+def test_a_lease_is_given_back_where_it_was_taken(tmp_path: Path, is_first: bool, leads_to: str) -> None:
+    """Also once the link to the directory leads elsewhere: the next job there need not wait, and nothing is left."""
+    run, other, current, beside = (tmp_path / name for name in ("run", "other", "current", "beside"))
+    run.mkdir()
+    save_to = [Tier(current), Tier(beside)] if is_first else [Tier(beside), Tier(current)]
+    current.symlink_to(run)
+    with Checkpointer(other) as neighbour:
+        save(neighbour, 1)
+        with Checkpointer(tiers=save_to) as saver:
+            save_everywhere(saver, 1)
+            current.unlink()
+            current.symlink_to(other if leads_to == "other" else tmp_path / "gone")
+        save(neighbour, 2)
+    for place in (run, other):
+        assert [] == [*place.glob(".nxd_ckpt/*.json")]
+    assert [] == files_below(run / ".nxd_ckpt/probes")
+    with Checkpointer(run) as saver:
+        save(saver, 2)
+    assert ["step_1", "step_2"] == tags_in(run)
+
+
 class Unmounted(LocalStorage):
     """Its file system is unmounted before the first file of a model is written."""
 

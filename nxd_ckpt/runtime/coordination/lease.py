@@ -26,7 +26,7 @@ from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.runtime.coordination.control_files import set_aside
 from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, PLACE
-from nxd_ckpt.storage.base import Storage, is_mounted, remove_if
+from nxd_ckpt.storage.base import Storage, is_mounted, remove_if, without_links
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -45,6 +45,9 @@ class Lease:
     known: bool = True
     """False for a damaged lease: its holder is not known, and it does not beat."""
     place: bytes | None = field(default=None, compare=False)
+    taken_in: Storage | None = field(default=None, compare=False)
+    """That directory by its path without links; None where a path cannot come to lead elsewhere. Not part of the file
+    either."""
 
     @staticmethod
     def of_this_process(run_id: str) -> Lease:
@@ -77,7 +80,8 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
     """
     mine = Lease.of_this_process(run_id)
     try:
-        return replace(_acquired(storage, mine, patience, sign), place=place_of(storage))
+        taken = _acquired(storage, mine, patience, sign)
+        return replace(taken, place=place_of(storage), taken_in=without_links(storage))
     except DirectoryInUse:
         raise
     except BaseException:  # an interrupt too: otherwise nobody would give back what may have been taken
@@ -92,10 +96,10 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
     # Before the lease: NFS goes on to miss a file, for up to a minute, that was not there when it was asked for first.
     storage.link_new(HEARTBEAT, _encode(mine, beat=0))
     while not storage.link_new(LEASE, _encode(mine)):
-        found = _found(storage)
-        if found is None:
+        record = _read(storage)
+        if record is None:
             continue  # released in between
-        data, holder = found
+        data, holder = record
         if holder.is_of_process_of(mine):
             if holder.run_id == mine.run_id:
                 return mine
@@ -122,16 +126,24 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
 
 def read(storage: Storage) -> Lease | None:
     """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
-    found = _found(storage)
-    return None if found is None else found.lease
+    record = _read(storage)
+    return None if record is None else record.lease
 
 
 def release(storage: Storage, lease: Lease) -> None:
     """Give the lease back, if it is still ours. One that was damaged meanwhile would keep the next job waiting."""
-    if _mended(storage, lease) == lease:
+    storage = directory_of(storage, lease)
+    if _repaired(storage, lease) == lease:
         with suppress(OSError):
             storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
         remove_if(storage, LEASE, lambda: read(storage) == lease)
+
+
+def directory_of(storage: Storage, mine: Lease) -> Storage:
+    """The directory in which the lease was taken, also where a link of its path leads elsewhere by now."""
+    if mine.taken_in is None or place_of(storage) == mine.place:
+        return storage
+    return mine.taken_in if place_of(mine.taken_in) == mine.place else storage
 
 
 def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
@@ -144,7 +156,7 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
     here, if the last heartbeat is this job's: who takes over leaves one.
     """
     is_needed = strictly or not storage.renames
-    holder = _mended(storage, mine) if is_needed else read(storage)
+    holder = _repaired(storage, mine) if is_needed else read(storage)
     holder = holder if holder is not None and holder.known else None
     if holder is None:
         require_place(storage, mine.run_id, mine.place)
@@ -166,13 +178,13 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
         )
 
 
-def _mended(storage: Storage, mine: Lease) -> Lease | None:
+def _repaired(storage: Storage, mine: Lease) -> Lease | None:
     """The lease in force; a damaged one is written anew, if the last heartbeat is this job's."""
-    found = _found(storage)
-    if found is None or found.lease.known or last_beat(storage, mine) is None:
-        return None if found is None else found.lease
+    record = _read(storage)
+    if record is None or record.lease.known or last_beat(storage, mine) is None:
+        return None if record is None else record.lease
     with suppress(FileNotFoundError):
-        _write_anew(storage, mine, found)
+        _write_anew(storage, mine, record)
     return read(storage)
 
 
@@ -240,17 +252,17 @@ class Heartbeat:
 
     def _holds(self) -> bool:
         """Whether the lease is ours; a damaged one is written anew. If it was taken over, the next save says so."""
-        storage, mine, found = self._storage, self._lease, _found(self._storage)
-        if found is not None and found.lease.known:
-            return found.lease == mine
-        return _write_anew(storage, mine, found)
+        storage, mine, record = self._storage, self._lease, _read(self._storage)
+        if record is not None and record.lease.known:
+            return record.lease == mine
+        return _write_anew(storage, mine, record)
 
 
-def _write_anew(storage: Storage, mine: Lease, found: _Found | None) -> bool:
-    """Write the lease again, of which ``found``, nothing or something damaged, is left; False if it is not ours."""
-    if found is not None and found.data is not None:
-        return storage.exchange(LEASE, found.data, _encode(mine))
-    if found is not None:
+def _write_anew(storage: Storage, mine: Lease, record: _LeaseFile | None) -> bool:
+    """Write the lease again, of which ``record``, nothing or something damaged, is left; False if it is not ours."""
+    if record is not None and record.data is not None:
+        return storage.exchange(LEASE, record.data, _encode(mine))
+    if record is not None:
         set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
     # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
     return storage.renames and place_of(storage) == mine.place and storage.link_new(LEASE, _encode(mine))
@@ -279,33 +291,33 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
     while host.monotonic() < deadline:
         host.sleep(min(patience / 20, 1.0))
         sign()
-        found = read(storage)
-        if found != holder:
-            return found is not None  # else it was given back
+        now = read(storage)
+        if now != holder:
+            return now is not None  # else it was given back
         if last_beat(storage, holder) not in (None, beat):
             return True
     return False
 
 
-class _Found(NamedTuple):
+class _LeaseFile(NamedTuple):
     """The lease's file: its bytes, None where it cannot be read, and what they say."""
 
     data: bytes | None
     lease: Lease
 
 
-def _found(storage: Storage) -> _Found | None:
+def _read(storage: Storage) -> _LeaseFile | None:
     try:
         data = storage.read(LEASE, NOTE)
     except FileNotFoundError:
         return None
     except MalformedFile:
-        return _Found(None, _decode(b""))
-    return _Found(data, _decode(data))
+        return _LeaseFile(None, _decode(b""))
+    return _LeaseFile(data, _decode(data))
 
 
 def _encode(lease: Lease, **more: int) -> bytes:
-    fields = {name: value for name, value in vars(lease).items() if name not in ("known", "place")}
+    fields = {name: value for name, value in vars(lease).items() if name not in ("known", "place", "taken_in")}
     return json.dumps({**fields, **more}).encode()
 
 

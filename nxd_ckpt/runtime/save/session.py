@@ -109,13 +109,14 @@ class Session:
 
     def close(self) -> None:
         """Give the directory back. Called after the last save was decided."""
-        self.give_spare()
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.lease is not None:
             with suppress(OSError):
+                self.storage = lease.directory_of(self.storage, self.lease)
                 self.storage.remove(f"{PROBES}/{self.probe}")
                 lease.release(self.storage, self.lease)
+        self.give_spare()
         forget_slots(self.run_id)
 
 
