@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -270,10 +270,14 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         """The model as it was, while a resume can still be refused after Lightning has loaded it."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lets our ``CheckpointIO`` ask, before it loads, what :meth:`on_load_checkpoint` asks again."""
+        """Has whatever loads a checkpoint ask before that what :meth:`on_load_checkpoint` asks again."""
         self._before = None
-        if isinstance(trainer.strategy.checkpoint_io, CheckpointIO):
-            trainer.strategy.checkpoint_io.before_load = partial(self._before_load, trainer, pl_module)
+        strategy, ask = trainer.strategy, partial(self._before_load, trainer, pl_module)
+        if isinstance(strategy.checkpoint_io, CheckpointIO):
+            strategy.checkpoint_io.before_load = ask
+        else:
+            inner = getattr(strategy.load_checkpoint, "__wrapped__", strategy.load_checkpoint)
+            strategy.load_checkpoint = _asking(inner, strategy.restore_checkpoint_after_setup, ask)
 
     def _before_load(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
         _require_same_run(trainer, checkpoint)
@@ -321,6 +325,29 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         if self._random is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             restore_random_state(self._random)
         self._random = None
+
+
+def _asking(
+    load_checkpoint: Callable[..., Any], loads_model: bool, ask: Callable[[Mapping[str, Any]], None]
+) -> Callable[..., Any]:
+    """A strategy's ``load_checkpoint`` that first has ``ask`` look at the rest of Lightning's dict, and perhaps raise.
+
+    Where that method ``loads_model`` as well, the rest is read beforehand: a file of its own beside shards, or a part of
+    the only file, of which then nothing else is read.
+    """
+
+    @wraps(load_checkpoint)
+    def asking(checkpoint_path: StrPath, weights_only: bool | None = None) -> Any:
+        whole = "" if is_url(checkpoint_path) or not loads_model else local_path(checkpoint_path)
+        early = next((path for path in (os.path.join(whole, _META), whole) if os.path.isfile(path)), None)
+        if early is not None:
+            ask(torch.load(early, "cpu", weights_only=weights_only, mmap=True))
+        checkpoint = load_checkpoint(checkpoint_path, **({} if weights_only is None else {"weights_only": weights_only}))
+        if early is None:
+            ask(checkpoint)
+        return checkpoint
+
+    return asking
 
 
 def is_lightnings(place: Location) -> bool:

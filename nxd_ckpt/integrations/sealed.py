@@ -25,7 +25,7 @@ from functools import partial
 
 from nxd_ckpt.convert.transfer import sync
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, SaveFailed, as_checkpoint_errors
 from nxd_ckpt.integrations.output_lease import Holding, OutputLease
 from nxd_ckpt.integrations.written_files import WrittenFiles
 from nxd_ckpt.layout.names import DONE, HIDDEN, MANIFEST
@@ -69,6 +69,8 @@ class SealedDirectory:
         self._saves: list[PendingSave] = []
         self._lease: OutputLease | None = None
         self._written = WrittenFiles("")
+        self._replaced = WrittenFiles("")
+        """What has its name when the attempt begins."""
         self._published: Future[None] | None = None
         """On rank 0: when it is visible, or cannot become so."""
         self.path = os.path.join(self._storage.url, name)
@@ -115,6 +117,8 @@ class SealedDirectory:
             self._storage.make_dir(folder)
         self._storage.sync_dir("")  # the library may have made the folder
         self._clear()
+        self._replaced = WrittenFiles(self.path)
+        self._replaced.record()
         self._enter(f"{_ATTEMPT}{uuid.uuid4().hex[:12]}")
         # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
         # synced itself, and its new name after the rename.
@@ -297,6 +301,7 @@ class SealedDirectory:
         output.write(f"{staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
         output.sync_dir(staged)
         storage.make_dir(self._folder)
+        self._refuse_two_of_a_name()
         self._require_lease()
         try:
             replacement.make()
@@ -304,7 +309,37 @@ class SealedDirectory:
             replacement.put_back()
             raise
         storage.sync_dir(self._folder)
+        self._keep_added(replacement.aside)
         storage.remove(replacement.aside)
+
+    def _refuse_two_of_a_name(self) -> None:
+        """Raise SaveFailed where a callback has written a file to where the directory is to be, and the library one of
+        the same name."""
+        for name in self._replaced.added(self.path):
+            if os.path.lexists(os.path.join(self.staged, name)):
+                raise SaveFailed(
+                    f"{os.path.join(self.path, name)} was written there while the checkpoint was being saved, which has "
+                    "a file of that name. It was left alone, and the checkpoint was not made visible. A callback must "
+                    "give its files other names"
+                )
+
+    def _keep_added(self, aside: str) -> None:
+        """What callbacks have written while it was being saved, to where it was not yet, becomes part of it."""
+        added = self._replaced.added(os.path.join(self._storage.url, aside))
+        for name in added:
+            kept = os.path.join(self._name, name)
+            if os.path.lexists(os.path.join(self._storage.url, kept)):
+                kept = f"{kept}.{self._attempt}"  # it came after the last look
+            self._storage.make_dir(os.path.dirname(kept))
+            self._storage.rename(os.path.join(aside, name), kept)
+            self._storage.sync_dir(os.path.dirname(kept))
+        if added:
+            logger.warning(
+                "%s: %s was written there before the checkpoint was visible. It is kept beside the checkpoint's files, "
+                "but is not one of them: a resume refuses it, unless files_added_later names it",
+                self.path,
+                ", ".join(added[:5]) + (f" and {len(added) - 5} more files" if len(added) > 5 else ""),
+            )
 
     def _replacement(self, staged: str) -> Replacement:
         """Of the directory of the same name as ``staged``, a key below where directories are written."""

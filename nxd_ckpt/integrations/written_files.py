@@ -97,6 +97,11 @@ class WrittenFiles:
             if before != seen and self.digest_of(name).get(name) != digest:
                 raise self._refusal(name, "changed")
 
+    def added(self, root: str) -> list[str]:
+        """Files that appeared or changed since :meth:`record`, by their names; the directory is called ``root`` now."""
+        now = WrittenFiles(root)._now()
+        return sorted(name for name, seen in now.items() if self._seen.get(name) != seen)
+
     def _compared(self) -> dict[str, _Seen]:
         """The files that are there now. Raises SaveFailed where that has other names than what was recorded."""
         now = self._now()

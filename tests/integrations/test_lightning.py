@@ -52,6 +52,10 @@ def lightnings() -> Any:
     return pl.plugins.io.TorchCheckpointIO()
 
 
+def in_lightnings_background() -> Any:
+    return pl.plugins.io.AsyncCheckpointIO(lightnings())
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Module:
     """A run of three epochs that nothing interrupts."""
@@ -194,19 +198,51 @@ def test_an_error_in_training_is_not_hidden_by_a_save_that_fails(tmp_path: Path)
         fit(checkpoints, io=in_background(), callbacks=[Full(), Interrupt()])
 
 
+@pytest.mark.parametrize("io", [None, lightnings, in_lightnings_background], ids=["ours", "torch", "async"])
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [({"precision": "64-true"}, IncompatibleState), ({"optimizer": torch.optim.SGD}, OptimizerMismatch)],
     ids=["precision", "optimizer"],
 )
-def test_another_run_is_refused(changed: dict[str, Any], kind: type[Exception], saved: Path, tmp_path: Path) -> None:
-    """Rather than one that only looks like the same; the model is then as it was, though Lightning makes optimizers
-    only after it has loaded it."""
+def test_another_run_is_refused(
+    changed: dict[str, Any], kind: type[Exception], io: Any, saved: Path, tmp_path: Path
+) -> None:
+    """Rather than one that only looks like the same, by whatever CheckpointIO; the model is then as it was, though
+    Lightning makes optimizers only after it has loaded it."""
     made, kind_of = noted()
+    path = saved / "last.ckpt"
+    if io is not None:
+        path = tmp_path / "of_lightning.ckpt"
+        lightnings().save_checkpoint(CheckpointIO(durable=False).load_checkpoint(saved / "last.ckpt"), path)
     with pytest.raises(kind, match="was saved with"):
-        fit(every_epoch(tmp_path), ckpt_path=saved / "last.ckpt", seed=5, kind=kind_of, **changed)
+        fit(every_epoch(tmp_path), ckpt_path=path, seed=5, kind=kind_of, io=io and io(), **changed)
     torch.manual_seed(5)
     assert weights(Module()) == weights(made[0])
+
+
+def test_a_strategy_that_loads_the_model_itself_is_asked_first(saved: Path, tmp_path: Path) -> None:
+    """From one file, and from a directory of shards with the rest in a file of its own."""
+    checkpoint = CheckpointIO(durable=False).load_checkpoint(saved / "last.ckpt")
+    checkpoint["nxd_ckpt"]["runs_with"]["world size"] = 2
+    lightnings().save_checkpoint(checkpoint, tmp_path / "whole.ckpt")
+    lightnings().save_checkpoint({"nxd_ckpt": checkpoint["nxd_ckpt"]}, tmp_path / "shards" / "meta.pt")
+    for name in ("whole.ckpt", "shards"):
+        made, kind = noted()
+
+        class LoadingStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc]
+            restore_checkpoint_after_setup = True
+
+            def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, made: Any = made) -> Any:
+                made[0].net[0].weight.data.zero_()
+                raise AssertionError("it was loaded")
+
+        with pytest.raises(IncompatibleState, match="world size 2, and this run has 1"):
+            fit(
+                every_epoch(tmp_path), ckpt_path=tmp_path / name, seed=5, kind=kind, io=lightnings(),
+                strategy=LoadingStrategy(torch.device("cpu")),
+            )  # fmt: skip
+        torch.manual_seed(5)
+        assert weights(Module()) == weights(made[0])
 
 
 def noted() -> tuple[list[Module], type[Module]]:

@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import current_thread, main_thread
-from typing import Any
+from threading import Event, current_thread, main_thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from examples.train_transformers import main
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
+    CorruptCheckpoint,
     DigestMismatch,
     IncompatibleState,
     InvalidArgument,
@@ -71,6 +73,60 @@ def test_a_checkpoint_is_hugging_faces_and_a_tag(whole: Any) -> None:
     for name in names(directory):
         assert not verify_checkpoint(directory / name).problems
     assert not (directory / "checkpoint-4" / "optimizer.pt").exists()
+
+
+class Measuring(Background):
+    """With metrics of callbacks in its checkpoints."""
+
+    files_added_later: ClassVar[Any] = ("metrics/*",)
+
+
+@pytest.fixture
+def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Callbacks that write a file of some name into each checkpoint as soon as transformers says that it was saved. The
+    first checkpoint is not visible by then; the last one is."""
+    written, publish = Event(), sealed.SealedDirectory._publish
+
+    def late(directory: Any, digests: Any) -> None:
+        assert directory.path.endswith("-4") or written.wait(600)
+        publish(directory, digests)
+
+    monkeypatch.setattr(sealed.SealedDirectory, "_publish", late)
+
+    class Adding(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / self.name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"of step {state.global_step}")
+            written.set()
+
+    return Adding
+
+
+def test_what_a_callback_adds_before_a_checkpoint_is_visible_stays(
+    tmp_path: Path, whole: Any, adding: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As what is added later; it is named."""
+    trained(tmp_path, kind=Measuring, callbacks=[adding("metrics/of.json")])
+    for step in (2, 4):
+        assert f"of step {step}" == (tmp_path / f"checkpoint-{step}" / "metrics/of.json").read_text()
+    assert f"{tmp_path}/checkpoint-2: metrics/of.json was written there before" in caplog.text
+    resumed = trained(tmp_path, kind=Measuring, resume=str(tmp_path / "checkpoint-2"), seed=2)
+    assert weights(whole) == weights(resumed)
+    with pytest.raises(CorruptCheckpoint, match=r"metrics/of\.json was not saved"):
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_callback_that_writes_a_file_of_the_checkpoint_is_refused(
+    tmp_path: Path, adding: Callable[[str], Any]
+) -> None:
+    """By its name; what it wrote is left alone."""
+    with pytest.raises(SaveFailed, match=r"checkpoint-2/config\.json was written there while"):
+        trained(tmp_path, kind=Background, callbacks=[adding("config.json")])
+    assert ["config.json"] == [path.name for path in (tmp_path / "checkpoint-2").iterdir()]
 
 
 @pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.soak), 2])
