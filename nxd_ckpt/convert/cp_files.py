@@ -17,7 +17,7 @@ from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.runtime.tag.opened import OpenTag
 from nxd_ckpt.runtime.tag.union import changed_everywhere
-from nxd_ckpt.storage.base import Replicated, Storage, remove_if
+from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.verify import DigestsInside, files_of
 
 _MEMORY = 8 * 2**20
@@ -116,8 +116,8 @@ class Bringing:
         """
         source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
         key = f"{self._folder}/{file.name}"
-        if not self._target.renames:  # what is written there is in the tag itself
-            self._confirm()
+        if not self._target.renames or is_mounted(self._target):
+            self._confirm()  # what is written there may be in the tag itself, or below a place that was unmounted
         if file.name in self._there:
             with self._own_turn:
                 is_right = self._is_right(file, source, source_key, key)

@@ -332,8 +332,8 @@ def _asking(
 ) -> Callable[..., Any]:
     """A strategy's ``load_checkpoint`` that first has ``ask`` look at the rest of Lightning's dict, and perhaps raise.
 
-    Where that method ``loads_model`` as well, the rest is read beforehand: a file of its own beside shards, or a part of
-    the only file, of which then nothing else is read.
+    Where that method ``loads_model`` as well, the rest is read beforehand: a file of its own beside shards, or a part
+    of the only file, of which then nothing else is read.
     """
 
     @wraps(load_checkpoint)
@@ -342,7 +342,8 @@ def _asking(
         early = next((path for path in (os.path.join(whole, _META), whole) if os.path.isfile(path)), None)
         if early is not None:
             ask(torch.load(early, "cpu", weights_only=weights_only, mmap=True))
-        checkpoint = load_checkpoint(checkpoint_path, **({} if weights_only is None else {"weights_only": weights_only}))
+        options = {} if weights_only is None else {"weights_only": weights_only}  # older versions have none
+        checkpoint = load_checkpoint(checkpoint_path, **options)
         if early is None:
             ask(checkpoint)
         return checkpoint

@@ -318,9 +318,9 @@ class SealedDirectory:
         for name in self._replaced.added(self.path):
             if os.path.lexists(os.path.join(self.staged, name)):
                 raise SaveFailed(
-                    f"{os.path.join(self.path, name)} was written there while the checkpoint was being saved, which has "
-                    "a file of that name. It was left alone, and the checkpoint was not made visible. A callback must "
-                    "give its files other names"
+                    f"{os.path.join(self.path, name)} was written there while the checkpoint was being saved, which "
+                    "has a file of that name. It was left alone, and the checkpoint was not made visible. A callback "
+                    "must give its files other names"
                 )
 
     def _keep_added(self, aside: str) -> None:

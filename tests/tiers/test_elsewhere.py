@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,11 +109,14 @@ def test_a_lease_is_given_back_where_it_was_taken(tmp_path: Path, is_first: bool
 
 
 class Unmounted(LocalStorage):
-    """Its file system is unmounted before the first file of a model is written."""
+    """Its file system is unmounted before the first file of a model is written; several threads write files."""
+
+    _lock = threading.Lock()
 
     def create(self, key: str, nbytes: int) -> Writer:
-        if "/model/" in key and self.root.parent.is_mount():
-            unmount(self.root.parent)
+        with self._lock:
+            if "/model/" in key and self.root.parent.is_mount():
+                unmount(self.root.parent)
         return super().create(key, nbytes)
 
 
@@ -125,6 +129,7 @@ def test_a_tier_that_is_unmounted_while_a_tag_is_copied(tmp_path: Path, mounted:
         with pytest.raises(CheckpointError, match="is not the directory that this job took"):
             saver.wait(tier=1)
     assert [] == tags_in(far)
+    assert 5 > len(files_below(mounted)), "only what was being written by then lies below the mount point"
     assert ["step_1"] == tags_in(tmp_path / "near")
 
 
