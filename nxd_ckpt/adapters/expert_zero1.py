@@ -26,6 +26,7 @@ from nxd_ckpt.adapters.optimizer_state import (
     keeps_nothing,
     options_of,
     restore_groups,
+    stride_to_note,
 )
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.adapters.zero1 import (
@@ -39,6 +40,7 @@ from nxd_ckpt.adapters.zero1 import (
 )
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path
 
 
@@ -77,11 +79,16 @@ class ExpertZero1Optimizer:
         if ordinary is not None and experts is not None:
             tree[MASTERS] = dict(enumerate(ordinary)) | dict(enumerate(experts, offsets[MASTERS]))
 
-        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            owned = path[0] in offsets and isinstance(path[1], int)
-            return describe_path(path, tensor, self._slot(path[1], offsets[path[0]]) if owned else None)
+        def slot_at(path: Path) -> Slot | None:
+            return self._slot(path[1], offsets[path[0]]) if path[0] in offsets and isinstance(path[1], int) else None
 
-        return state_of(tree, describe, (offsets, self._ordinary.grounds(), self._experts.grounds()))
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            return describe_path(path, tensor, slot_at(path))
+
+        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
+            return stride_to_note(path, tensor, slot_at(path))
+
+        return state_of(tree, describe, (offsets, self._ordinary.grounds(), self._experts.grounds()), stride)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=True)

@@ -21,6 +21,7 @@ from nxd_ckpt.adapters.parameters import (
     materialize,
     memory_for,
     memory_of,
+    own_stride,
     refuse_unsupported,
     spec_of,
     traits_of,
@@ -33,6 +34,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class ModelAdapter:
         Raises UnsupportedState, naming the tensor, for SPMD, meta and sparse ones, and for ``Partial`` DTensors.
         """
         ties, tensors, kept = self._ties, self._tensors, self.kept()
-        frozen = Frozen({name: self._live[live] for name, live in kept.items()} | self.notes())
+        frozen = Frozen({name: self._live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
 
         def describe() -> dict[Path, StateTensor]:
             described = {}
@@ -73,7 +75,7 @@ class ModelAdapter:
             specs = self.parameters(tp)
             return {name: specs[live] for name, live in kept.items() if live in specs}
 
-        grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties
+        grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties, frozen.grounds()
         state = ModelState(frozen.tree, describe, grounds, frozen.is_placed, specify)
         return state
 
@@ -526,6 +528,11 @@ def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     sized = zip(tensor.shape, tensor.stride(), strict=True) if has_address(tensor) else ()
     return any(size > 1 and stride == 0 for size, stride in sized)
+
+
+def _stride_to_note(path: Path, tensor: torch.Tensor) -> Stride | None:
+    """The strides of a tensor of extra state: no live one will tell about them."""
+    return own_stride(tensor, None) if len(path) > 1 or _is_extra_state(str(path[0])) else None
 
 
 def _is_extra_state(name: str) -> bool:

@@ -13,7 +13,7 @@ from nxd_ckpt.adapters.dtensor import Placed, is_dtensor
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.optimizer_names import if_known, parameter_names
 from nxd_ckpt.adapters.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
-from nxd_ckpt.adapters.parameters import form_of
+from nxd_ckpt.adapters.parameters import form_of, own_stride
 from nxd_ckpt.adapters.state import State, StateTensor, state_of
 from nxd_ckpt.adapters.state_names import PARAM_GROUPS, put_back, state_entries
 from nxd_ckpt.adapters.zero1 import EXPERT_KEYS, MASTERS
@@ -62,7 +62,8 @@ class DictOptimizer:
     def capture(self) -> State:
         told = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
         model = None if self._model is None else self._model.grounds
-        return state_of(self._state, self._describe, (self.kind, self._topology.sizes, self._names, told, model))
+        grounds = self.kind, self._topology.sizes, self._names, told, model
+        return state_of(self._state, self._describe, grounds, lambda _, tensor: own_stride(tensor, None))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if any(is_dtensor(tensor) for _, tensor in iter_tensors(self._state, torch.Tensor)):

@@ -43,7 +43,7 @@ def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks of the parameter's mesh, a DTensor, of which this rank has ``value``."""
     library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = parameter
-    mesh, local = about.device_mesh, value.detach().contiguous().unsqueeze(0)
+    mesh, local = about.device_mesh, value.detach().unsqueeze(0)
     shape = torch.Size((mesh.size(), *value.shape))
     stride = torch.empty(shape, device="meta").stride()
     cuts = [library.Shard(0)] * mesh.ndim

@@ -10,21 +10,23 @@ from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, model_of, placed_of
+from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, like, local_of, model_of, placed_of
 from nxd_ckpt.adapters.parameters import (
     form_of,
     is_dense,
     is_tensor,
     is_unusual,
     memory_for,
-    new_like,
+    own_stride,
     refuse_unsupported,
+    stride_like,
     traits_of,
 )
 from nxd_ckpt.adapters.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in, place
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.formats.strides import Stride, fill, fitted, stored_stride, stride_of, strided
 from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name
 
 
@@ -277,10 +279,10 @@ def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
 
 
 def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Tensor | None = None) -> Any:
-    """``tree`` with copied containers and every saved leaf as a tensor on ``device``; if shaped like ``key``, with its
-    strides."""
+    """``tree`` with copied containers and every saved leaf as a tensor on ``device``, with its strides, which may be
+    those of ``key``."""
     if is_tensor(tree):
-        return _new(tree, read, key) if device.type == "cpu" else place(_strided(read(tree), key), device)
+        return _new(tree, read, key) if device.type == "cpu" else place(_strided(read(tree), tree, key), device)
     if isinstance(tree, Mapping):
         values = {name: materialise(value, read, device, key) for name, value in tree.items()}
         if isinstance(tree, defaultdict):
@@ -355,7 +357,7 @@ def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: 
     else:
 
         def take(value: torch.Tensor) -> None:
-            entries[entry] = slot.held(entry, place(_strided(value, key), device))
+            entries[entry] = slot.held(entry, place(_strided(value, leaf, key), device))
 
         read.then(leaf, take)
 
@@ -375,21 +377,39 @@ _LIKE_GRADIENTS = {"momentum_buffer": "dampening", "step_size": "etas"}
 
 
 def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
-    """The leaf as a new CPU tensor, filled by the time that the load is over; if shaped like ``key``, with its
-    strides."""
+    """The leaf as a new CPU tensor with its strides, filled by the time that the load is over."""
     dtype, shape = form_of(leaf)
-    memory = allocated(shape, dtype) if key is None else new_like(key, shape, dtype)
+    memory = allocated(shape, dtype, _stride(leaf, key))
     if memory.is_contiguous():
         read.into(leaf, memory)
     else:
-        read.then(leaf, partial(copy_in, memory))
+        read.then(leaf, partial(fill, memory))
     return memory
 
 
-def _strided(value: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
-    """A CPU tensor with the strides that :func:`_new` gives it."""
-    memory = value if key is None else new_like(key, tuple(value.shape), dtype_name(value.dtype))
-    return value if memory.is_contiguous() else memory.copy_(value)
+def _strided(value: torch.Tensor, leaf: Any, key: torch.Tensor | None) -> torch.Tensor:
+    """A CPU tensor, which is the leaf, with the strides that :func:`_new` gives it."""
+    return strided(value, Stride(_stride(leaf, key)))
+
+
+def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
+    """The strides that the saved tensor had; those of the live ``key`` where it is shaped like that, and nothing says
+    that they were others."""
+    shape, stride = form_of(leaf)[1], stored_stride(leaf)
+    is_shaped_like = key is not None and tuple(local_of(key).shape) == shape
+    if stride is None or (is_shaped_like and (stride.as_parameter or stride_of(leaf) is None)):
+        return stride_like(key, shape)
+    return fitted(stride.steps, shape)
+
+
+def stride_to_note(path: Path, tensor: torch.Tensor, slot: Slot | None) -> Stride | None:
+    """The strides of the tensor at ``path`` of an optimizer's state dict, if they are to be noted."""
+    if slot is None:
+        return own_stride(tensor, None)
+    entry = path[2:]
+    if not entry:  # master weights are written into the live ones
+        return None
+    return own_stride(tensor, _layout_of(slot, entry[0]) if len(entry) == 1 else slot.key)
 
 
 def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:

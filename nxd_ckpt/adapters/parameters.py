@@ -11,7 +11,8 @@ from nxd_ckpt.adapters import dtensor, torch_xla
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.formats.tensors import allocated, dtype_name
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -84,15 +85,26 @@ def memory_for(live: Any) -> torch.Tensor | None:
     return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
 
 
-def new_like(model: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """An empty CPU tensor with the strides of ``torch.zeros_like(model)``, if it has its shape; else contiguous.
+def stride_like(model: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of ``torch.zeros_like(model)``, if it has this shape; else contiguous ones.
 
     Kernels of fused optimizers go through a parameter and its state by address, so one order must serve both.
     """
-    model = dtensor.local_of(model)
-    if tuple(model.shape) != shape or torch_xla.is_xla(model) or model.is_contiguous():
-        return allocated(shape, dtype)
-    return allocated(shape, dtype, _dense_stride(model))
+    local = None if model is None else dtensor.local_of(model)
+    if local is None or tuple(local.shape) != shape or torch_xla.is_xla(local) or local.is_contiguous():
+        return contiguous_stride(shape)
+    return _dense_stride(local)
+
+
+def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None:
+    """The strides to note of a tensor of state, which a load makes like ``model``: if it has others, or others than
+    what is made without a model."""
+    local = dtensor.local_of(value)
+    if not local.dim() or is_unusual(local) or local.is_meta or torch_xla.is_xla(local):
+        return None
+    shape, steps = tuple(local.shape), local.stride()
+    as_parameter = steps == stride_like(model, shape)
+    return None if as_parameter and steps == contiguous_stride(shape) else Stride(steps, as_parameter)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

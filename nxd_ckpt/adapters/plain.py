@@ -27,12 +27,14 @@ from nxd_ckpt.adapters.optimizer_state import (
     keeps_nothing,
     materialise,
     restore_groups,
+    stride_to_note,
     traits_of_all,
 )
 from nxd_ckpt.adapters.parameters import form_of, spec_of
 from nxd_ckpt.adapters.state import OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path
 
 
@@ -87,9 +89,14 @@ class PlainOptimizer:
         return entries_of(self._slots, self._optimizer.state)
 
     def capture(self) -> State:
+        def slot_at(path: Path) -> Slot | None:
+            return self._slots[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
+
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            owned = path[0] == "state" and isinstance(path[1], int)
-            return describe_path(path, tensor, self._slots[path[1]] if owned else None)
+            return describe_path(path, tensor, slot_at(path))
+
+        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
+            return stride_to_note(path, tensor, slot_at(path))
 
         grounds = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
         state = self._optimizer.state_dict()
@@ -100,7 +107,7 @@ class PlainOptimizer:
                 "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
                 "register_load_state_dict_pre_hook()"
             )
-        return state_of(self._with_rows(state), describe, grounds)
+        return state_of(self._with_rows(state), describe, grounds, stride)
 
     def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state dict, with what this rank alone holds as its row of what all ranks hold."""

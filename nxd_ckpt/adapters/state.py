@@ -11,6 +11,7 @@ import torch
 
 from nxd_ckpt.adapters.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.formats.strides import Stride, stride_of, with_note
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 
 MASTER_WEIGHTS = "master_weights"
@@ -112,10 +113,16 @@ class OptimizerForm:
 
 
 def state_of(
-    tree: dict[str, Any], describe: Callable[[Path, torch.Tensor], StateTensor], grounds: Any
+    tree: dict[str, Any],
+    describe: Callable[[Path, torch.Tensor], StateTensor],
+    grounds: Any,
+    stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
 ) -> State:
-    """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``."""
-    frozen = Frozen(tree)
+    """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``.
+
+    ``stride`` tells the strides of those that a load would make with others.
+    """
+    frozen = Frozen(tree, stride)
 
     def described() -> dict[Path, StateTensor]:
         leaves = iter_tensors(frozen.tree, torch.Tensor)
@@ -128,9 +135,15 @@ class Frozen:
     """``tree`` with its containers copied: they change while the tensors are being copied, or after (an optimizer's
     Python ``step``). Of DTensors it has what this rank holds."""
 
-    def __init__(self, tree: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tree: dict[str, Any],
+        stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
+    ) -> None:
         self._locals: dict[int, torch.Tensor] = {}
         self._dtensors: dict[int, torch.Tensor] = {}
+        leaves = iter_tensors(tree, torch.Tensor)
+        self._strides = {id(one): own for path, one in leaves if (own := stride(path, one)) is not None}
         self.tree: dict[str, Any] = map_tensors(tree, self._freeze, torch.Tensor)
 
     @property
@@ -139,8 +152,9 @@ class Frozen:
         return bool(self._dtensors)
 
     def grounds(self) -> Any:
-        """Equal where its DTensors lie on their meshes alike."""
-        return list(map(traits_of, self._dtensors.values()))
+        """Equal where its DTensors lie on their meshes alike, and the strides that are noted are equal."""
+        strides = [stride_of(leaf) for _, leaf in iter_tensors(self.tree, torch.Tensor)] if self._strides else []
+        return list(map(traits_of, self._dtensors.values())), strides
 
     def live(self, leaf: torch.Tensor) -> torch.Tensor:
         """The DTensor that a leaf of the tree is this rank's part of; any other leaf itself."""
@@ -158,8 +172,17 @@ class Frozen:
         if is_dtensor(tensor):
             local = self._locals.get(id(tensor))  # one object each time, so that sharing stays visible
             if local is None:
-                local = self._locals[id(tensor)] = local_of(tensor)
+                local = self._locals[id(tensor)] = self._with_note(local_of(tensor), tensor)
                 self._dtensors[id(local)] = tensor
             return local
+        if id(tensor) in self._strides:
+            alias = self._locals.get(id(tensor))
+            if alias is None:
+                alias = self._locals[id(tensor)] = self._with_note(tensor, tensor)
+            return alias
         # Detaching makes a new object; one that needs none keeps its identity, for the same reason.
         return tensor.detach() if tensor.requires_grad else tensor
+
+    def _with_note(self, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        stride = self._strides.get(id(tensor))
+        return leaf if stride is None else with_note(leaf, stride)

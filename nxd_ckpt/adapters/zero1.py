@@ -33,6 +33,7 @@ from nxd_ckpt.adapters.optimizer_state import (
     keeps_nothing,
     overwrite,
     restore_groups,
+    stride_to_note,
     traits_of_all,
 )
 from nxd_ckpt.adapters.parameters import spec_of
@@ -42,6 +43,7 @@ from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name
 
 logger = logging.getLogger(__name__)
@@ -89,14 +91,19 @@ class Zero1Optimizer:
         yield from (slot.global_name(MASTER_WEIGHTS) for slot in self.slots)
 
     def capture(self) -> State:
+        def slot_at(path: Path) -> Slot | None:
+            return self.slots[path[1]] if path[0] in ("base_state", MASTERS) and isinstance(path[1], int) else None
+
         def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            owned = path[0] in ("base_state", MASTERS) and isinstance(path[1], int)
-            return describe_path(path, tensor, self.slots[path[1]] if owned else None)
+            return describe_path(path, tensor, slot_at(path))
+
+        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
+            return stride_to_note(path, tensor, slot_at(path))
 
         refuse_own_ways([self._optimizer, self._optimizer.base_optimizer])
         tree = self._optimizer.state_dict()
         refuse_own_keys(tree, self._optimizer)
-        return state_of(tree, describe, self.grounds())
+        return state_of(tree, describe, self.grounds(), stride)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=False)

@@ -17,10 +17,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import UnsafePickle, UnsupportedState
+from nxd_ckpt.formats.strides import Stride, note, stride_of
 from nxd_ckpt.formats.tensors import (
     Assembly,
     TensorReference,
@@ -34,10 +36,17 @@ from nxd_ckpt.formats.unpickle import STORAGE_CLASSES
 PROTOCOL = 2  # torch.save's; a later one would also change how bytes and globals are written
 
 
-def pickle_tree(tree: Any, tensor_key: Callable[[Any], Hashable]) -> tuple[bytes, list[tuple[Any, int]]]:
-    """The pickle of ``tree``, and its distinct tensors with their tight bytes, in storage key order."""
+def pickle_tree(
+    tree: Any,
+    tensor_key: Callable[[Any], Hashable],
+    stride_of: Callable[[Any], Stride | None] = stride_of,
+) -> tuple[bytes, list[tuple[Any, int]]]:
+    """The pickle of ``tree``, and its distinct tensors with their tight bytes, in storage key order.
+
+    It notes the strides that ``stride_of`` gives for tensors.
+    """
     file = io.BytesIO()
-    pickler = _Pickler(file, tensor_key)
+    pickler = _Pickler(file, tensor_key, stride_of)
     try:
         pickler.dump(tree)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
@@ -79,9 +88,11 @@ def _storage_class(dtype: torch.dtype) -> tuple[type, bool]:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensor_key: Callable[[Any], Hashable]) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensor_key: Callable[[Any], Hashable], stride_of: Callable[[Any], Stride | None]
+    ) -> None:
         super().__init__(file, protocol=PROTOCOL)
-        self._tensor_key = tensor_key
+        self._tensor_key, self._stride_of = tensor_key, stride_of
         self.storages: dict[Hashable, _StorageReference] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -105,9 +116,13 @@ class _Pickler(pickle.Pickler):
             storage = _StorageReference(str(len(self.storages)), tensor, dtype, math.prod(shape))
             self.storages[key] = storage
         args: tuple[Any, ...] = (storage, 0, shape, contiguous_stride(shape), False, _NoHooks())
+        rebuild: Callable[..., Any] = _rebuild_tensor_v2
         if storage.persistent_id[1] is torch.UntypedStorage:
-            return _rebuild_tensor_v3, (*args, dtype)
-        return _rebuild_tensor_v2, args
+            rebuild, args = _rebuild_tensor_v3, (*args, dtype)
+        stride = self._stride_of(tensor)
+        if stride is None:
+            return rebuild, args
+        return _rebuild_from_type_v2, (rebuild, torch.Tensor, args, note(stride))
 
 
 def _refuse_unusual(tensor: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ import math
 import re
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +100,18 @@ class TensorStub:
 
 
 @dataclass(frozen=True)
+class NotedStub(TensorStub):
+    """A stub of which it is noted how the tensor lay in memory: a ``formats.strides.Stride``."""
+
+    __slots__ = ("live_stride",)
+
+    live_stride: Any
+
+    def __reduce__(self) -> tuple[type[TensorStub], tuple[Any, ...]]:
+        return NotedStub, (*super().__reduce__()[1], self.live_stride)
+
+
+@dataclass(frozen=True)
 class Fragment:
     """``source``, a box of the tensor that ``stub`` stands for, is ``target``, one of the tensor put together."""
 
@@ -141,12 +153,14 @@ class Fragment:
 class Assembly:
     """A tensor of ``dtype`` and ``shape`` to be put together from parts of saved ones, cast where they differ.
 
-    Parts do not overlap; elements that are in none are zero (the padding of ZeRO-1 shards).
+    Parts do not overlap; elements that are in none are zero (the padding of ZeRO-1 shards). ``live_stride`` is as that
+    of a :class:`NotedStub`, or None.
     """
 
     dtype: str
     shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+    live_stride: Any = field(default=None, compare=False)
 
     @staticmethod
     def of(leaf: TensorStub | Assembly) -> Assembly:
@@ -162,7 +176,7 @@ class Assembly:
 
     def cast(self, dtype: str) -> Assembly:
         """The same tensor in another dtype."""
-        return Assembly(dtype, self.shape, self.fragments)
+        return Assembly(dtype, self.shape, self.fragments, self.live_stride)
 
     def within(self, window: Box) -> Assembly:
         """The part of this tensor inside ``window``, of the window's size."""
@@ -181,19 +195,25 @@ class DeferredAssembly(Assembly):
 
     _find: Callable[[Box], tuple[Fragment, ...]]
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], find: Callable[[Box], tuple[Fragment, ...]]) -> None:
-        for name, value in (("dtype", dtype), ("shape", shape), ("_find", find)):
+    def __init__(
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        find: Callable[[Box], tuple[Fragment, ...]],
+        live_stride: Any = None,
+    ) -> None:
+        for name, value in (("dtype", dtype), ("shape", shape), ("_find", find), ("live_stride", live_stride)):
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[type[Assembly], tuple[Any, ...]]:
-        return Assembly, (self.dtype, self.shape, self.fragments)
+        return Assembly, (self.dtype, self.shape, self.fragments, self.live_stride)
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
         return self._find(Box.whole(self.shape))
 
     def cast(self, dtype: str) -> Assembly:
-        return DeferredAssembly(dtype, self.shape, self._find)
+        return DeferredAssembly(dtype, self.shape, self._find, self.live_stride)
 
     def within(self, window: Box) -> Assembly:
         return Assembly(self.dtype, window.size, self._find(window))
@@ -204,22 +224,23 @@ class TensorReference:
 
     On disk it is torch-xla's class of this name (``torch_xla.utils.serialization``), which is neither
     imported nor needed here. That of neuronx-nemo-megatron knows dtype and shape of the tensor too, ``about`` it.
+    ``noted`` are further attributes that ours may have (``formats.strides``).
     """
 
-    __slots__ = ("about", "tid")
+    __slots__ = ("about", "noted", "tid")
 
-    def __init__(self, tid: int) -> None:
-        self.tid, self.about = tid, dict[str, Any]()
+    def __init__(self, tid: int, noted: Mapping[str, Any] | None = None) -> None:
+        self.tid, self.about, self.noted = tid, dict[str, Any](), dict(noted or {})
 
-    def __getstate__(self) -> dict[str, int]:
-        return {"tid": self.tid}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tid": self.tid, **self.noted}
 
     def __setstate__(self, state: object) -> None:
         state = state if isinstance(state, dict) else {}
         tid = state.get("tid")
         if type(tid) is not int or not 0 <= tid <= TENSOR_NBYTES:
             raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {shown(tid)}")
-        self.tid, self.about = tid, {}
+        self.tid, self.about, self.noted = tid, {}, {key: value for key, value in state.items() if key != "tid"}
         if isinstance(state.get("dtype"), torch.dtype) and "shape" in state:
             self.about = {"dtype": state["dtype"], "shape": check_sizes(state["shape"], "a tensor reference")}
 

@@ -18,6 +18,7 @@ from nxd_ckpt.formats import zip_container
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.pickling import pickle_tree
+from nxd_ckpt.formats.strides import Stride, stride_of
 from nxd_ckpt.formats.zip_container import Record
 
 LARGE = 64 * 2**10
@@ -109,16 +110,21 @@ class JoinedImage(Image):
         return b"".join(archive.tail(crcs[first:last]) for archive, first, last in tails)
 
 
-def image_of(tree: Any, *, tensor_key: Callable[[Any], Hashable] = id) -> ZipImage:
+def image_of(
+    tree: Any,
+    *,
+    tensor_key: Callable[[Any], Hashable] = id,
+    stride_of: Callable[[Any], Stride | None] = stride_of,
+) -> ZipImage:
     """The file that holds ``tree``; no tensor is read.
 
     Tensors may be on any device, meta included, or be TensorStubs or Assemblies. Tensors of the same ``tensor_key``,
     dtype and shape (ties) share one storage. Parameters become plain tensors, and nothing requires grad.
-    TensorReferences are written as torch-xla's. Raises UnsupportedState for tensors that are not plain
-    strided ones, UnsafePickle for what cannot be pickled at all; whether the rest is data only is for
-    ``check_picklable_as_data`` to say.
+    TensorReferences are written as torch-xla's. The strides that ``stride_of`` gives are noted. Raises
+    UnsupportedState for tensors that are not plain strided ones, UnsafePickle for what cannot be pickled at all;
+    whether the rest is data only is for ``check_picklable_as_data`` to say.
     """
-    pickled, tensors = pickle_tree(tree, tensor_key)
+    pickled, tensors = pickle_tree(tree, tensor_key, stride_of)
     records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
     storages = [StorageRecord(record.offset, record.nbytes) for record in records]
     return _image(pickled, records, storages, [tensor for tensor, _ in tensors])

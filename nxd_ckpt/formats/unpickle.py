@@ -20,6 +20,7 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
+from nxd_ckpt.formats import strides
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.safe_globals import GLOBALS
@@ -167,6 +168,7 @@ class _Parts:
 
     def __init__(self, file: str, storages: Mapping[str, StorageSpan], leaf: Leaf) -> None:
         self._file, self._storages, self._leaf = file, storages, leaf
+        self._noted: strides.Stride | None = None  # of the tensor that is being rebuilt
         stored = sum(span.nbytes for span in storages.values())
         self._limit = self._left = limits.REPEATS * stored + limits.REPEATED_NBYTES
         self._tensors: dict[tuple[str, str], Any] = {
@@ -176,7 +178,7 @@ class _Parts:
             ("torch._utils", "_rebuild_parameter"): Call(lambda tensor, *_: tensor),
             ("torch._utils", "_rebuild_parameter_with_state"): Call(lambda tensor, *_: tensor),
             ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): Call(lambda tensor, *_: tensor),
-            ("torch._tensor", "_rebuild_from_type_v2"): Call(lambda rebuild, _, args, __: self._rebuild(rebuild, args)),
+            ("torch._tensor", "_rebuild_from_type_v2"): Call(self._rebuild),
         }
 
     def find(self, module: str, name: str) -> Any:
@@ -201,10 +203,15 @@ class _Parts:
             )
         return _SavedStorage(storage_class.dtype, span)
 
-    def _rebuild(self, rebuild: Any, args: Iterable[Any]) -> Any:
+    def _rebuild(self, rebuild: Any, _: object, args: Iterable[Any], attributes: object) -> Any:
+        """A tensor that has Python attributes."""
         if not isinstance(rebuild, Call) or rebuild not in self._tensors.values():
             raise MalformedFile(f"a tensor is rebuilt by {shown(rebuild)}")
-        return rebuild(*args)
+        self._noted = strides.noted(attributes)
+        try:
+            return rebuild(*args)
+        finally:
+            self._noted = None
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Iterable[int]) -> Any:
         return self._stub(storage, storage.dtype, offset, shape, stride, None)
@@ -270,7 +277,8 @@ class _Parts:
                 "expanded tensors as they are stored, and expand them after loading"
             )
         begin = storage.span.offset + (offset * size if end else 0)
-        return self._leaf(TensorStub(self._file, begin, dtype, shape, stride, storage.span))
+        stub = TensorStub(self._file, begin, dtype, shape, stride, storage.span)
+        return self._leaf(stub if self._noted is None else strides.with_stride(stub, self._noted))
 
 
 def _are_counts(numbers: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.formats.strides import note, stride_of
 from nxd_ckpt.formats.tensors import TENSORS, TensorReference, map_tensors, torch_dtype
 
 __all__ = ["TensorReference", "balance", "info", "join", "normalise", "split"]
@@ -29,7 +30,8 @@ def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
 
     def refer(tensor: Any) -> TensorReference:
         tensors.append((len(tensors), tensor))
-        return TensorReference(len(tensors) - 1)
+        stride = stride_of(tensor)
+        return TensorReference(len(tensors) - 1, None if stride is None else note(stride))
 
     return map_tensors(tree, refer), tensors
 
@@ -39,9 +41,9 @@ def references_of(tree: Any) -> Any:
     return split(normalise(tree))[0]
 
 
-def join(tree: Any, leaf: Callable[[int], Any]) -> Any:
-    """``tree`` with ``leaf(tid)`` for every reference. Tensors that are inline already (mixed files) stay."""
-    return map_tensors(tree, lambda reference: leaf(reference.tid), TensorReference)
+def join(tree: Any, leaf: Callable[[TensorReference], Any]) -> Any:
+    """``tree`` with ``leaf(reference)`` for every reference. Tensors that are inline already (mixed files) stay."""
+    return map_tensors(tree, leaf, TensorReference)
 
 
 def info(tensors: Iterable[tuple[int, Any]], expert: Collection[int] = ()) -> dict[int, dict[str, Any]]:

@@ -19,6 +19,7 @@ from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.safetensors import read_header
+from nxd_ckpt.formats.strides import noted, stored_stride, strided, with_stride
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Path,
@@ -100,7 +101,7 @@ class TagFiles:
 
     def object(self, file: str) -> Any:
         """All of a small file, tensors included. Raises as :meth:`tree` and :meth:`read`."""
-        return self._parse(file, 0, None, self._read)
+        return self._parse(file, 0, None, lambda stub: strided(self._read(stub), stored_stride(stub)))
 
     def tree(self, file: str, start: int = 0, nbytes: int | None = None) -> Any:
         """What a ``torch.save`` file holds, a TensorStub or (xser) a TensorReference for each tensor.
@@ -185,7 +186,7 @@ class TagFiles:
                     f"{self.key(tensor_file)}: {names.info_file(file) if info else file} says {dtype} {shape}, "
                     f"found {stub.dtype} {stub.shape}: the tag mixes files of two saves"
                 )
-            return stub
+            return with_stride(stub, noted(reference.noted))
 
         return map_tensors(tree, follow, TensorReference)
 

@@ -24,12 +24,12 @@ def test_split_numbers_every_tensor_depth_first() -> None:
     assert {"b": {"w": TensorReference(0), "step": TensorReference(1)}, "a": [TensorReference(2), 7]} == references
     assert [0, 1, 2] == [tid for tid, _ in tensors]
     assert tensors[0][1] is tensors[2][1] is tied
-    assert comparable(tree) == comparable(join(references, dict(tensors).__getitem__))
+    assert comparable(tree) == comparable(join(references, lambda reference: dict(tensors)[reference.tid]))
 
 
 def test_join_leaves_inline_tensors() -> None:
     """A mixed file, as the offline converter writes, holds references and tensors."""
-    joined = join({"x": torch.ones(2), "y": TensorReference(5)}, lambda tid: torch.zeros(tid))
+    joined = join({"x": torch.ones(2), "y": TensorReference(5)}, lambda reference: torch.zeros(reference.tid))
     assert comparable({"x": torch.ones(2), "y": torch.zeros(5)}) == comparable(joined)
 
 

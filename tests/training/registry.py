@@ -109,9 +109,6 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "decoupled": partial(torch.optim.NAdam, decoupled_weight_decay=True),
 }
 
-DIFFERS = {"SOAP": "optimizer/state/0/Q/0: expected stride", "GaLore": "projection/basis: expected stride"}
-"""State of another shape than its parameter comes back contiguous."""
-
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     **schedules.SCHEDULERS,
     "LambdaLR": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -242,8 +239,6 @@ class Case:
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     scheduler: Callable[[Any], Any] | None = None
     groups: Callable[[Model], Any] = Model.parameters
-    differs: str = ""
-    """The one difference that a resume makes, which docs/troubleshooting.md tells of."""
     soak: bool = False
     """Left to ``make soak``."""
 
@@ -284,7 +279,7 @@ CASES: dict[str, Case] = {
         for layout, place in LAYOUTS.items()
     },
     **{name: Case(optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()},
-    **{name: Case(optimizer=optimizer, differs=DIFFERS.get(name, "")) for name, optimizer in OWN.items()},
+    **{name: Case(optimizer=optimizer) for name, optimizer in OWN.items()},
     **{name: Case(scheduler=scheduler) for name, scheduler in SCHEDULERS.items()},
     **{name: Case(partial(Mixed, dtype=dtype)) for name, dtype in DTYPES.items()},
     **{name: Case(model) for name, model in MODELS.items() if name != "sparse gradients"},

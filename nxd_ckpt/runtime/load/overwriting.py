@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
 from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.formats.strides import stored_stride, strided
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors
 from nxd_ckpt.runtime.load.delivery import Delivery
 from nxd_ckpt.runtime.tag.reading import Leaf
@@ -43,7 +43,7 @@ def fill_model(
     """
     own = [name for name in names if model.owns(name)]
     if own:
-        model.load_own({name: map_tensors(tree[name], delivery, (TensorStub, Assembly)) for name in own}, strict)
+        model.load_own({name: _with_strides(tree[name], delivery) for name in own}, strict)
         names = [name for name in names if not model.owns(name)]
     # All of it before the first read: while threads read, asking a tensor anything takes ten times as long.
     destinations = {name: model.destination(name) for name in names}
@@ -53,7 +53,7 @@ def fill_model(
             continue
         # Extra state: a module may look at its parameters when it is given that, and may replace them.
         delivery.finish()
-        model.assign(name, map_tensors(tree[name], delivery, (TensorStub, Assembly)))
+        model.assign(name, _with_strides(tree[name], delivery))
         destinations = {name: model.destination(name) for name in names}
 
 
@@ -64,8 +64,13 @@ def nbytes_of(leaf: Leaf) -> int:
 
 def _assign(model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tensor | None, delivery: Delivery) -> None:
     if destination is None and model.is_on_host(name):
-        model.assign(name, delivery(leaf))  # at once: it may share memory with what comes next
+        model.assign(name, _with_strides(leaf, delivery))  # at once: it may share memory with what comes next
     elif destination is None:
-        delivery.then(leaf, partial(model.assign, name))
+        delivery.then(leaf, lambda value: model.assign(name, strided(value, stored_stride(leaf))))
     else:
         delivery.into(leaf, destination)
+
+
+def _with_strides(tree: Any, delivery: Delivery) -> Any:
+    """``tree`` with its tensors, read, with the strides that they had."""
+    return map_tensors(tree, lambda leaf: strided(delivery(leaf), stored_stride(leaf)), (TensorStub, Assembly))

@@ -7,13 +7,15 @@ from typing import Any
 
 from nxd_ckpt.adapters.dtensor import Placed
 from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.formats.strides import dense, stride_of, with_stride
 from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.runtime.tag.reading import Leaf
 
 
 def local_part(leaf: Leaf, placed: Placed) -> Leaf:
-    """What this rank holds of the tensor that ``leaf`` stands for."""
-    return part_of(leaf, placed.pieces, placed.local_shape)
+    """What this rank holds of the tensor that ``leaf`` stands for; dense, in the order of dimensions that is noted."""
+    part, stride = part_of(leaf, placed.pieces, placed.local_shape), stride_of(leaf)
+    return part if stride is None else with_stride(part, stride._replace(steps=dense(stride.steps, part.shape)))
 
 
 def part_of(leaf: Leaf, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Leaf:

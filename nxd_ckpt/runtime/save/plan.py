@@ -34,6 +34,7 @@ from nxd_ckpt.core.mesh_record import MeshRecord
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.strides import stride_in_content
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.layout import names
@@ -284,7 +285,9 @@ def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...
     if topology.rank == 0:
         objects += [(names.SCHEDULER, state.scheduler), (names.USER_CONTENT, state.user_content)]
     objects.append((names.rank_content_file(topology.rank), state.rank_content))
-    return tuple(PlannedFile(key, image_of(value)) for key, value in objects if value is not None)
+    return tuple(
+        PlannedFile(key, image_of(value, stride_of=stride_in_content)) for key, value in objects if value is not None
+    )
 
 
 def _covered(state: SaveState) -> set[str]:

@@ -17,6 +17,7 @@ from nxd_ckpt.adapters.parameters import form_of
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image
+from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
 from nxd_ckpt.runtime.save.plan import SavePlan, SaveState, plan_objects, plan_save
 from nxd_ckpt.runtime.save.planned_file import PlannedFile
@@ -92,7 +93,7 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
 def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Any], Image]:
     """How to pickle ``tree`` into the file later. What that needs to know of its tensors is recorded now."""
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
-    leaves = {number: Assembly(*form_of(tensor), ()) for number, tensor in tensors.items()}
+    leaves = {number: Assembly(*form_of(tensor), (), stride_of(tensor)) for number, tensor in tensors.items()}
     now, contents = map_tensors(tree, lambda tensor: leaves[id(tensor)], torch.Tensor), planned.contents
     storages: dict[int, int] = {}
     if planned.image.storages:  # else a file of references, in which no tensor lies

@@ -17,7 +17,8 @@ from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, TensorStub, by_digest
+from nxd_ckpt.formats.strides import noted
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, TensorReference, TensorStub, by_digest
 from nxd_ckpt.layout import names
 from nxd_ckpt.layout.files import TagFiles
 from nxd_ckpt.layout.tag import restore_types
@@ -104,11 +105,14 @@ class MeshTrees:
         record = self._record(leader)
         tensors = [one for one in record.tensors if one.name.startswith(_PREFIXES[directory])]
 
-        def whole(tid: int) -> Assembly:
+        def whole(reference: TensorReference) -> Assembly:
+            tid = reference.tid
             if tid >= len(tensors):
                 raise MalformedFile(f"{self.files.where(file)}: tensor {tid} is not in the index of rank {leader}")
-            tensor = tensors[tid]
-            return DeferredAssembly(tensor.dtype, tensor.shape, lambda wanted: self._fragments(record, tensor, wanted))
+            tensor, stride = tensors[tid], noted(reference.noted)
+            return DeferredAssembly(
+                tensor.dtype, tensor.shape, lambda wanted: self._fragments(record, tensor, wanted), stride
+            )
 
         tree: dict[str, Any] = xser.join(self.files.tree(file), whole)
         return tree

@@ -20,6 +20,7 @@ from nxd_ckpt.core.plan import Cut, CutIndex, Read
 from nxd_ckpt.core.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.strides import dense, stride_of
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.runtime.tag.opened import OpenTag
 
@@ -270,7 +271,10 @@ def assembled(
         stub = stubs[reads[0].holder]
         if stub.shape == shape:
             return stub
-    return Assembly(dtype, shape, tuple(chain.from_iterable(_fragments(stubs[read.holder], read) for read in reads)))
+    fragments = tuple(chain.from_iterable(_fragments(stubs[read.holder], read) for read in reads))
+    # Of other sizes, the order of dimensions is what is left of the strides.
+    stride = next((stride for stub in stubs.values() if (stride := stride_of(stub)) is not None), None)
+    return Assembly(dtype, shape, fragments, stride and stride._replace(steps=dense(stride.steps, shape)))
 
 
 def _fragments(held: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Fragment]:

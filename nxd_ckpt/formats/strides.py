@@ -1,0 +1,138 @@
+"""The strides that saved tensors had in memory. Files hold every tensor row-major; what it was is noted beside it.
+
+In a torch file the note is a Python attribute of the tensor, as torch pickles such: ``torch.load`` gives the tensor
+with that attribute. In a file of references it is an attribute of the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from nxd_ckpt.core.limits import DIMENSIONS, check_sizes, shown
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    NotedStub,
+    TensorStub,
+    allocated,
+    contiguous_stride,
+    copy_values,
+    dtype_name,
+)
+
+LeafT = TypeVar("LeafT", bound=TensorStub | Assembly)
+
+ATTRIBUTE, AS_PARAMETER = "live_stride", "as_parameter"
+
+_SPARSENESS = 4
+"""How many times its elements a tensor may span in memory; one with larger gaps comes back dense."""
+
+
+class Stride(NamedTuple):
+    """Strides in elements. ``as_parameter`` says that they follow from the parameter that the state is of: a load gives
+    those of the live one."""
+
+    steps: tuple[int, ...]
+    as_parameter: bool = False
+
+
+def note(stride: Stride) -> dict[str, Any]:
+    """The attributes that note the stride in a file."""
+    return {ATTRIBUTE: stride.steps} | ({AS_PARAMETER: True} if stride.as_parameter else {})
+
+
+def noted(attributes: object) -> Stride | None:
+    """The stride that the attributes of a saved tensor note. Raises MalformedFile for what is none."""
+    steps = attributes.get(ATTRIBUTE) if isinstance(attributes, Mapping) else None
+    if steps is None or not isinstance(attributes, Mapping):
+        return None
+    return Stride(check_sizes(steps, "the stride of a live tensor"), attributes.get(AS_PARAMETER) is True)
+
+
+def stride_of(leaf: Any) -> Stride | None:
+    """What is noted of a leaf of a tree."""
+    stride: Stride | None = getattr(leaf, ATTRIBUTE, None)
+    return stride
+
+
+def with_note(tensor: torch.Tensor, stride: Stride) -> torch.Tensor:
+    """Another object for the same memory, which has the note: the caller's own stays as it is."""
+    alias = tensor.detach()
+    setattr(alias, ATTRIBUTE, stride)
+    return alias
+
+
+def stride_in_content(tensor: Any) -> Stride | None:
+    """The stride to note of a tensor that no live one will tell about: if it is not row-major."""
+    if stride_of(tensor) is not None:
+        return stride_of(tensor)
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type in ("xla", "meta"):
+        return None
+    return Stride(tensor.stride()) if tensor.stride() != contiguous_stride(tuple(tensor.shape)) else None
+
+
+def stored_stride(leaf: Any) -> Stride | None:
+    """What is noted of a leaf, or what ``torch.save`` kept of it; None for a tensor that was row-major."""
+    stride = stride_of(leaf)
+    if stride is None and isinstance(leaf, TensorStub) and leaf.stride != contiguous_stride(leaf.shape):
+        return Stride(leaf.stride)
+    return stride
+
+
+def fitted(steps: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """These strides, if a tensor of ``shape`` can have them; else the dense ones of the same order of dimensions.
+
+    Elements may share memory only along dimensions of stride 0.
+    """
+    if len(steps) != len(shape) or not math.prod(shape):
+        return contiguous_stride(shape)
+    reach = 0  # of the dimensions of smaller strides
+    for step, size in sorted((step, size) for step, size in zip(steps, shape, strict=True) if step and size > 1):
+        if step <= reach:
+            return dense(steps, shape)
+        reach += step * (size - 1)
+    return steps if reach < _SPARSENESS * math.prod(shape) + DIMENSIONS else dense(steps, shape)
+
+
+def dense(steps: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides without gaps of a tensor of ``shape`` whose dimensions are in the order of ``steps``."""
+    order = sorted(range(len(shape)), key=lambda dim: -steps[dim]) if len(steps) == len(shape) else range(len(shape))
+    tight = contiguous_stride(tuple(shape[dim] for dim in order))
+    return tuple(tight[place] for place in _inverse(list(order)))
+
+
+def strided(value: torch.Tensor, stride: Stride | None) -> torch.Tensor:
+    """A contiguous CPU tensor's values in memory of that stride, as far as it fits."""
+    shape = tuple(value.shape)
+    steps = contiguous_stride(shape) if stride is None else fitted(stride.steps, shape)
+    if steps == value.stride():
+        return value
+    memory = allocated(shape, dtype_name(value.dtype), steps)
+    fill(memory, value)
+    return memory
+
+
+def fill(memory: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` into ``memory``; along its dimensions of stride 0, which have one value, once."""
+    at = tuple(slice(0, 1) if step == 0 else slice(None) for step in memory.stride())
+    copy_values(memory[at], value[at])
+
+
+def with_stride(leaf: LeafT, stride: Stride | None) -> LeafT:
+    """The leaf with that note. Raises MalformedFile unless it has a step for each dimension."""
+    if stride is None:
+        return leaf
+    if len(stride.steps) != len(leaf.shape):
+        raise MalformedFile(f"a tensor of shape {shown(leaf.shape)}, noted with the stride {shown(stride.steps)}")
+    if isinstance(leaf, TensorStub):
+        return NotedStub(leaf.file, leaf.offset, leaf.dtype, leaf.shape, leaf.stride, leaf.storage, stride)  # type: ignore[return-value]
+    return replace(leaf, live_stride=stride)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda place: order[place])
