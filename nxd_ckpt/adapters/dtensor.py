@@ -18,7 +18,9 @@ from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
 """What torch.compile, FSDP and activation checkpointing put between a module's name and those of its children."""
 
 
@@ -161,7 +163,8 @@ def canonical(names: Iterable[str], where: str) -> dict[str, str]:
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a parameter without those of torch.compile's, FSDP's and activation checkpointing's wrappers."""
+    """The name of a parameter without those of the wrappers of torch.compile, FSDP, activation checkpointing and
+    Lightning."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

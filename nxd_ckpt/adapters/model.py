@@ -21,6 +21,7 @@ from nxd_ckpt.adapters.parameters import (
     materialize,
     memory_for,
     memory_of,
+    overlapping,
     own_stride,
     refuse_unsupported,
     spec_of,
@@ -32,12 +33,14 @@ from nxd_ckpt.adapters.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.adapters.torch_xla import copy_in
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.suggestions import listed, prefix_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 
 logger = logging.getLogger(__name__)
+
+_LOOSE = "load with strict=False to take the names that both have"
 
 _WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
 """Parameters and buffers of a lazy module before its first batch, or its load."""
@@ -154,7 +157,7 @@ class ModelAdapter:
         self._incompatible = missing, unexpected
         if missing or unexpected:
             if strict:
-                _raise_key_mismatch(missing, unexpected)
+                _raise_key_mismatch(missing, unexpected, len(missing) == len(self._live))
             logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
         names = [name for name in saved if name in self._live or self.takes_any(name)]
         for name in names:
@@ -451,7 +454,9 @@ class DictModel(ModelAdapter):
     def validate(
         self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
     ) -> list[str]:
-        return super().validate(saved, strict, ignores) if self._live else list(saved)
+        names = super().validate(saved, strict, ignores) if self._live else list(saved)
+        _refuse_overlaps({name: self._tensors[name] for name in names if name in self._tensors})
+        return names
 
     def assign(self, name: str, value: Any) -> None:
         """As for modules, but a value without a live tensor is stored as it is, and belongs to this dict from then
@@ -482,14 +487,25 @@ def _without_replication(name: str, prefixes: Iterable[str]) -> str:
 def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[str, str]:
     """For each live name that is not among the ``saved`` ones, the one that is it but for the names of wrappers.
 
-    Those are of torch.compile, activation checkpointing, FSDP and data parallelism, on either side.
+    Those are of torch.compile, activation checkpointing, FSDP, Lightning and data parallelism, on either side, stacked
+    in any way. A name that stands for another one already, or could stand for two, is none of these.
     """
-    plain: dict[str, list[str]] = {}
-    for name in saved:
-        plain.setdefault(without_wrappers(name).removeprefix("module."), []).append(name)
-    lost = [name for name in live if name not in saved]
-    alike = {name: plain.get(without_wrappers(name).removeprefix("module."), []) for name in lost}
-    return {name: others[0] for name, others in alike.items() if len(others) == 1}
+    live, saved = set(live), set(saved)
+    lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
+    return {
+        names[0]: spare[plain][0]
+        for plain, names in lost.items()
+        if len(names) == 1 and len(spare.get(plain, ())) == 1
+    }
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names by what they are without any wrapper's; data parallelism calls what it wraps ``module``."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        plain = ".".join(part for part in without_wrappers(name).split(".") if part != "module")
+        found.setdefault(plain, []).append(name)
+    return found
 
 
 def _state_with_identity(model: Any) -> dict[str, Any]:
@@ -535,6 +551,17 @@ def _stride_to_note(path: Path, tensor: torch.Tensor) -> Stride | None:
     return own_stride(tensor, None) if len(path) > 1 or _is_extra_state(str(path[0])) else None
 
 
+def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedState for two that share some of their memory and are not the same tensor, which are tied."""
+    local = {name: local_of(tensor) for name, tensor in tensors.items()}
+    pair = overlapping({name: tensor for name, tensor in local.items() if has_address(tensor)})
+    if pair is not None:
+        raise UnsupportedState(
+            f"model/{pair[0]} and model/{pair[1]} share some of their memory, and are not one tensor: what is loaded "
+            "into one would change the other; load into clones"
+        )
+
+
 def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
@@ -569,11 +596,11 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
         )
 
 
-def _raise_key_mismatch(missing: list[str], unexpected: list[str]) -> NoReturn:
+def _raise_key_mismatch(missing: list[str], unexpected: list[str], all_missing: bool) -> NoReturn:
     lines = ["the names in the checkpoint and in the model differ"]
     if missing:
         lines.append(f"missing from the checkpoint: {listed(missing, unexpected)}")
     if unexpected:
         lines.append(f"unexpected in the checkpoint: {listed(unexpected, missing)}")
-    lines.append("load with strict=False to take the names that both have")
+    lines.append(prefix_advice(missing, unexpected, all_missing) or _LOOSE)
     raise KeyMismatch("; ".join(lines))

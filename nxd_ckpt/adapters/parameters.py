@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,43 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
         seen = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
         place = local.device, local.data_ptr(), local.dtype, seen
     return place if local is tensor else ("local", place)
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Two of these tensors, all with an address, that share some of their memory; those that are the same memory seen
+    the same way are one."""
+    different = {memory_of(tensor): name for name, tensor in reversed(tensors.items())}
+    spans = sorted((*_span(tensors[name]), name) for name in different.values())
+    open_: list[tuple[tuple[str, int], int, str]] = []
+    for device, begin, end, name in spans:
+        open_ = [one for one in open_ if one[0] == device and one[1] > begin]
+        for _, _, other in open_:
+            if _share_elements(tensors[other], tensors[name]):
+                return other, name
+        open_.append((device, end, name))
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
+    """The device, and the first and last byte in memory."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return (tensor.device.type, tensor.device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
+
+
+def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors whose spans of memory overlap have a byte in common; columns of one matrix have none."""
+    (_, first, end), (_, begin, last) = _span(one), _span(other)
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    start = min(first, begin)
+    marks = torch.zeros(max(end, last) - start, dtype=torch.uint8)
+    views = []
+    for tensor, offset in ((one, first), (other, begin)):
+        steps = (*(step * tensor.element_size() for step in tensor.stride()), 1)
+        views.append(marks.as_strided((*tensor.shape, tensor.element_size()), steps, offset - start))
+    views[0].fill_(1)
+    return bool(views[1].any())
 
 
 def memory_for(live: Any) -> torch.Tensor | None:
