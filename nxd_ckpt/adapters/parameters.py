@@ -80,7 +80,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
     """Two of these tensors, all with an address, that share some of their memory; those that are the same memory seen
     the same way are one."""
-    different = {memory_of(tensor): name for name, tensor in reversed(tensors.items())}
+    different = {memory_of(tensor): name for name, tensor in reversed(list(tensors.items()))}
     spans = sorted((*_span(tensors[name]), name) for name in different.values())
     open_: list[tuple[tuple[str, int], int, str]] = []
     for device, begin, end, name in spans:

@@ -99,7 +99,7 @@ def test_state_and_content_keep_their_strides(tmp_path: Path, xser: bool) -> Non
     content, own = {"user": odd_tensors()}, {"own": odd_tensors()}
     with Checkpointer(tmp_path) as checkpointer:
         for tag in ("a", "b"):
-            beside = {"user_content": content, "rank_content": own}
+            beside: Any = {"user_content": content, "rank_content": own}
             checkpointer.save(tag, model, optimizer, {"s": content}, use_xser=xser, **beside)
             optimizer.param_groups[0]["lr"] /= 2
         for tag in ("a", "b"):
