@@ -168,6 +168,30 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[str, str]:
+    """For each live name that is not among the ``saved`` ones, the one that is it but for the names of wrappers.
+
+    Those are of torch.compile, activation checkpointing, FSDP, Lightning and data parallelism, on either side, stacked
+    in any way. A name that stands for another one already, or could stand for two, is none of these.
+    """
+    live, saved = set(live), set(saved)
+    lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
+    return {
+        names[0]: spare[plain][0]
+        for plain, names in lost.items()
+        if len(names) == 1 and len(spare.get(plain, ())) == 1
+    }
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names by what they are without any wrapper's; data parallelism calls what it wraps ``module``."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        plain = ".".join(part for part in without_wrappers(name).split(".") if part != "module")
+        found.setdefault(plain, []).append(name)
+    return found
+
+
 @lru_cache(maxsize=64)
 def _mesh(mesh: Any) -> Mesh:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
+from nxd_ckpt.adapters.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of
 from nxd_ckpt.adapters.load_hooks import ModuleHooks, loads_as_a_whole, own_root
 from nxd_ckpt.adapters.parameters import (
     form_of,
@@ -482,30 +482,6 @@ def _without_replication(name: str, prefixes: Iterable[str]) -> str:
         if name.startswith(f"{prefix}module."):
             name = prefix + name.removeprefix(f"{prefix}module.")
     return name
-
-
-def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[str, str]:
-    """For each live name that is not among the ``saved`` ones, the one that is it but for the names of wrappers.
-
-    Those are of torch.compile, activation checkpointing, FSDP, Lightning and data parallelism, on either side, stacked
-    in any way. A name that stands for another one already, or could stand for two, is none of these.
-    """
-    live, saved = set(live), set(saved)
-    lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
-    return {
-        names[0]: spare[plain][0]
-        for plain, names in lost.items()
-        if len(names) == 1 and len(spare.get(plain, ())) == 1
-    }
-
-
-def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by what they are without any wrapper's; data parallelism calls what it wraps ``module``."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        plain = ".".join(part for part in without_wrappers(name).split(".") if part != "module")
-        found.setdefault(plain, []).append(name)
-    return found
 
 
 def _state_with_identity(model: Any) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 
 from nxd_ckpt import host
 from nxd_ckpt.adapters import torch_xla
-from nxd_ckpt.adapters.model import ModelAdapter, names_without_wrappers
+from nxd_ckpt.adapters.dtensor import names_without_wrappers
+from nxd_ckpt.adapters.model import ModelAdapter
 from nxd_ckpt.adapters.models import open_model
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
