@@ -107,19 +107,24 @@ class LocalStorage:
         return True
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        # One of those who try moves it aside; if it is not what was expected after all, it is moved back.
+        # One of those who try moves it aside. If it is not what was expected after all, it comes back at once: while it
+        # is away, somebody else may take its name. So nothing is moved that can be seen to be another one before.
         path = self._own(key)
         aside = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         try:
+            if _read(path, DOCUMENT) != expected:
+                return False
             os.rename(path, aside)
         except FileNotFoundError:
             return False
         try:
             found = _read(aside, DOCUMENT)
+            if found != expected:
+                self._put_back(aside, path)
+                return False
         finally:
             aside.unlink(missing_ok=True)
-        as_expected = found == expected
-        return self.link_new(key, data if as_expected else found) and as_expected
+        return self.link_new(key, data)
 
     def create(self, key: str, nbytes: int) -> Writer:
         path = self._own(key)
@@ -212,6 +217,17 @@ class LocalStorage:
         if self.durable:
             sync_path(folder)
 
+    def _put_back(self, aside: Path, path: Path) -> None:
+        """Give a file its name again, unless another one has it by now."""
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._claim(aside, path)
+
     def _claim(self, temporary: Path, path: Path) -> bool:
         """For file systems without links: whoever creates the name may replace it by the file that was written beside
         it."""
@@ -246,9 +262,12 @@ _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 
 def _read(path: Path, limit: int) -> bytes:
     fd, nbytes = open_regular(path)
-    with open(fd, "rb", buffering=0) as file, naming(path):
+    try:
         checked_length(nbytes, limit, str(path))
-        return file.readall()
+        with naming(path):
+            return b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
+    finally:
+        os.close(fd)
 
 
 def _refuse_links(folders: Sequence[Path]) -> None:

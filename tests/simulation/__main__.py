@@ -28,7 +28,11 @@ from tests.simulation.store_schedule import StoreSchedule
 CHUNK = 200
 """So many schedules run in one process."""
 
-PLACES: dict[str, Callable[[int], Schedule]] = {"disk": DiskSchedule.of, "store": StoreSchedule.of}
+PLACES: dict[str, Callable[[int], Schedule]] = {
+    "disk": DiskSchedule.of,
+    "local": DiskSchedule.of_system_calls,
+    "store": StoreSchedule.of,
+}
 """The schedule of a seed, by place."""
 
 

@@ -34,10 +34,11 @@ _COMMIT, _PUBLICATION, _SAVING, _VOTING, _WRITING = (
 _IDENTITY = "nxd_ckpt/runtime/tag/identity.py"
 _CHOOSING = "nxd_ckpt/runtime/tag/choosing.py"
 _DISK, _S3 = "nxd_ckpt/testing/simulation/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
+_LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
 
 
-_EVERY_STATE = "every state"
-"""A place: all states are looked at that a loss of power may leave, see ``crashes``."""
+_EVERY_STATE = {"every state": False, "every state, local": True}
+"""Places: all states are looked at that a loss of power may leave, see ``crashes``; with whether by system calls."""
 
 _SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
@@ -45,6 +46,7 @@ _SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "a reader at a swap": DiskSchedule.with_reader_at_a_swap,
     "lost replies": StoreSchedule.with_lost_replies,
     "lease": LeaseSchedule.of,
+    "lease, local": LeaseSchedule.of_system_calls,
 }
 
 
@@ -430,7 +432,12 @@ BREAKS += [
     ),
     Break(
         "An exchange puts its data there whatever it found.", "lease",
-        {_DISK: ("data if found == expected else found) and found == expected", "data)")},
+        {
+            _DISK: (
+                "            if self.read(key) != expected:\n                return False\n",
+                "            expected = self.read(key)\n",
+            )
+        },
     ),
     Break(
         "Whoever's lease it is is released.", "lease",
@@ -472,13 +479,86 @@ BREAKS += [
 ]
 
 
+BREAKS += [
+    Break(
+        "The real `fdatasync` is removed.", "local",
+        {_SYSTEM: ("        os.fdatasync(fd)\n", "        pass\n")},
+    ),
+    Break(
+        "The real `fsync` of directories is removed.", "local",
+        {_LOCAL: ("            sync_path(folder)\n", "            pass\n")},
+    ),
+    Break(
+        "A directory that is made is not synced into the one above it.", "every state, local",
+        {_LOCAL: ("        for folder in missing:\n            self._sync(folder.parent)\n", "")},
+    ),
+    Break(
+        "`O_EXCL` is dropped.", "lease, local",
+        {_FILES: ('"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_CREAT", "O_CLOEXEC"')},
+    ),
+    Break(
+        "`O_CREAT` is dropped.", "local",
+        {_FILES: ('"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_EXCL", "O_CLOEXEC"')},
+    ),
+    Break(
+        "A rename takes the place of the exchange of two names.", "local",
+        {_SYSTEM: ("_WORKING_DIRECTORY, _EXCHANGE = -100, 2", "_WORKING_DIRECTORY, _EXCHANGE = -100, 0")},
+        _replaces,
+    ),
+    Break(
+        "The exchange of two names is said to work where it does not.", "local",
+        {_SYSTEM: ("    if error in _CANNOT_EXCHANGE:\n        return False\n", "    return True\n")},
+        _renames_twice,
+    ),
+    Break(
+        "A file that must be new is renamed into place, not linked.", "lease, local",
+        {_LOCAL: ("            os.link(temporary, self", "            os.replace(temporary, self")},
+    ),
+    Break(
+        "Small files are written in place, not beside it.", "local",
+        {
+            _LOCAL: (
+                "        temporary = self._write_aside(key, data)\n        try:\n            os.replace",
+                "        self._own(key).unlink(missing_ok=True)\n        writer = self.create(key, len(data))\n"
+                "        with completed(writer):\n            writer.write_at(0, data)\n        return\n"
+                "        try:\n            os.replace",
+            )
+        },
+    ),
+    Break(
+        "A write that took less than it was given counts as done.", "local",
+        {_FILES: ("        view, offset = view[count:], offset + count\n", "        view = view[len(view) :]\n")},
+    ),
+    Break(
+        "A read that gave less than was asked for counts as done.", "local",
+        {_FILES: ("            left, offset = left - count, offset + count\n", "            left = 0\n")},
+    ),
+    Break(
+        "Who gives up a file removes whatever has its name by then.", "local",
+        {_FILES: ("own is None or os.path.samestat(own, self._path.lstat())", "True")},
+    ),
+    Break(
+        "A file that was moved aside, and is another one, does not come back.", "lease, local",
+        {_LOCAL: ("                self._put_back(aside, path)\n", "")},
+    ),
+    Break(
+        "A file is moved aside before anybody looks whether it is the one.", "lease, local",
+        {_LOCAL: ("            if _read(path, DOCUMENT) != expected:\n                return False\n", "")},
+    ),
+    Break(
+        "The time of a file is not set.", "local",
+        {_LOCAL: ("        os.utime(self._own(key), (seconds", "        dict(given=self._own(key), times=(seconds")},
+    ),
+]
+
+
 def schedules_until_noticed(number: int, limit: int) -> Found:
     """Run the schedules that may show it, from seed 0 on, until one fails, in this process and with its code."""
     gc.disable()
     logging.disable(logging.CRITICAL)
     one = BREAKS[number]
-    if one.place == _EVERY_STATE:
-        return _states_until_noticed()
+    if one.place in _EVERY_STATE:
+        return _states_until_noticed(_EVERY_STATE[one.place])
     runs = 0
     for seed in range(limit):
         schedule = _SCHEDULES[one.place](seed)
@@ -492,11 +572,11 @@ def schedules_until_noticed(number: int, limit: int) -> Found:
     return Found(None, runs)
 
 
-def _states_until_noticed() -> Found:
+def _states_until_noticed(local: bool) -> Found:
     """As many as are looked at, of all that a loss of power may leave, up to the save that shows it."""
     states = 0
     for work in SAVES:
-        count = enumerated(work)
+        count = enumerated(work, local=local)
         states += count.looked_at
         if count.failures:
             return Found(0, states)

@@ -18,6 +18,7 @@ import pytest
 
 from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint, worker_pool
 from nxd_ckpt.convert.locations import location_of, settle
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.simulation import DiskStorage
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, run_to_end
@@ -103,7 +104,7 @@ def _url(name: str) -> str:
 def _tools_on(stage: DiskStage) -> Iterator[None]:
     """Within, one conversion reads and writes the stage's disk, as the process whose task is running."""
 
-    def open_storage(*_: Any) -> DiskStorage:
+    def open_storage(*_: Any) -> Storage:
         assert stage.world.current is not None
         return stage.storage(stage.world.current.process)
 
@@ -113,7 +114,8 @@ def _tools_on(stage: DiskStage) -> Iterator[None]:
     name = SimpleNamespace(hex=f"{len(stage.jobs):012x}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nxd_ckpt.convert.locations.open_storage", open_storage)
-        patch.setattr("nxd_ckpt.convert.cp_files.sync", sync)
+        if stage.calls is None:
+            patch.setattr("nxd_ckpt.convert.cp_files.sync", sync)
         patch.setattr("nxd_ckpt.convert.conversion.versions", dict)
         patch.setattr("nxd_ckpt.runtime.save.session.uuid", SimpleNamespace(uuid4=lambda: name))
         patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once

@@ -60,9 +60,9 @@ class Moment(NamedTuple):
 class Recording(DiskStage):
     """Each ``every``-th moment of some work."""
 
-    def __init__(self, work: Work, seed: int, every: int = 1) -> None:
+    def __init__(self, work: Work, seed: int, every: int = 1, *, local: bool = False) -> None:
         world = World(f"{work.name} {seed}", lasts=400.0)
-        super().__init__(world, Disk(lambda: EPOCH + world.now), swaps=work.swaps)
+        super().__init__(world, Disk(lambda: EPOCH + world.now), swaps=work.swaps, local=local)
         self.moments: list[Moment] = []
         self.killed_before: str | None = None
         """The first system call whose name and path begin so never comes: all jobs end instead."""
@@ -70,7 +70,7 @@ class Recording(DiskStage):
         self._calls: int | None = None
 
     def go(self) -> None:
-        with inhabited(self.world), among(self.jobs, self.world):
+        with self.installed(), inhabited(self.world), among(self.jobs, self.world):
             self._work.prepare(self)
             self._calls = 0
             self._work.run(self)
@@ -104,12 +104,14 @@ class Count:
     failures: list[str] = field(default_factory=list)
 
 
-def enumerated(work: Work, interleavings: int = 1, every: int = 1, most: int | None = None) -> Count:
+def enumerated(
+    work: Work, interleavings: int = 1, every: int = 1, most: int | None = None, *, local: bool = False
+) -> Count:
     """Look at all states (at ``most`` so many) of each ``every``-th moment of the work, which is done in so many
-    interleavings."""
+    interleavings. ``local``: by the system calls of our own ``LocalStorage``."""
     count, seen = Count(work.name), defaultdict[str, Seen](Seen)
     for seed in range(interleavings):
-        recording = Recording(work, seed, every)
+        recording = Recording(work, seed, every, local=local)
         recording.go()
         for number, moment in enumerate(recording.moments):
             count.moments += 1
@@ -119,17 +121,17 @@ def enumerated(work: Work, interleavings: int = 1, every: int = 1, most: int | N
                     continue
                 count.looked_at += 1
                 try:
-                    _look_at(work, remains, moment.jobs)
+                    _look_at(work, remains, moment.jobs, local=local)
                 except Exception as error:
                     where = f"interleaving {seed}, moment {number * every} (before {moment.call})"
                     count.failures.append(f"{work.name}, {where}: {type(error).__name__}: {error}")
     return count
 
 
-def _look_at(work: Work, remains: Remains, jobs: Sequence[Job]) -> None:
+def _look_at(work: Work, remains: Remains, jobs: Sequence[Job], *, local: bool) -> None:
     world = World("the power is back", lasts=LATER + 400.0)
     world.now = LATER
-    stage = DiskStage(world, remains.disk(lambda: EPOCH + world.now), swaps=work.swaps)
+    stage = DiskStage(world, remains.disk(lambda: EPOCH + world.now), swaps=work.swaps, local=local)
     stage.jobs.extend(replace(job, world=world) for job in jobs)
-    with inhabited(world), among(stage.jobs, world):
+    with stage.installed(), inhabited(world), among(stage.jobs, world):
         work.look_at(stage)

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.layout.names import HIDDEN
-from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, Killed, Process
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
 from tests.simulation.schedule import Run, Schedule, drawn
 from tests.simulation.stage import disk_storage
@@ -41,6 +42,10 @@ class DiskSchedule(Schedule):
     """Whether ``at`` counts renames only: what a disk shows changes with them."""
     then: int | None = None
     """Power is lost, too, so many effects of the rank after the fault."""
+    local: bool = False
+    """Whether processes see the disk by our own ``LocalStorage``, whose system calls are simulated."""
+    links: bool = True
+    """Whether such a disk has hard links."""
 
     @property
     def is_harmless(self) -> bool:
@@ -58,6 +63,11 @@ class DiskSchedule(Schedule):
             one, two = fields["saves"]
             fields["saves"] = one, replace(two, overwrite=False)
         return DiskSchedule(seed, **fields)
+
+    @staticmethod
+    def of_system_calls(seed: int) -> DiskSchedule:
+        """The same, below ``LocalStorage``."""
+        return replace(DiskSchedule.of(seed), local=True, links=Random(f"links {seed}").random() < 0.7)
 
     @staticmethod
     def with_two_faults(seed: int) -> DiskSchedule:
@@ -95,9 +105,11 @@ class DiskRun(Run):
         self._effects_since: int | None = None
         """Those since the fault, of all kinds; None before it."""
         self._sync_failed = False
+        self.calls = SystemCalls() if schedule.local else None
 
-    def storage(self, process: Process) -> DiskStorage:
-        return disk_storage(self, self.disk, process, self._before, swaps=self.schedule.swaps)
+    def storage(self, process: Process) -> LocalStorage | DiskStorage:
+        swaps, links = self.schedule.swaps, self.schedule.links
+        return disk_storage(self, self.disk, process, self._before, swaps=swaps, links=links)
 
     def outside(self) -> DiskStorage:
         return DiskStorage(self.disk)

@@ -56,7 +56,8 @@ class Draining:
             job = Job(stage.world, "draining", [process], has_group=False)
             stage.jobs.append(job)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("nxd_ckpt.convert.cp_files.sync", DiskStorage.sync_file)
+                if stage.calls is None:
+                    patch.setattr("nxd_ckpt.convert.cp_files.sync", DiskStorage.sync_file)
                 drain = partial(job.do, save, partial(_drain, save, stage.storage(process)))
                 run_to_end(stage.world, [stage.world.spawn(process, drain)])
 

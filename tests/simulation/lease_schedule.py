@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -31,6 +31,11 @@ class LeaseSchedule(DiskSchedule):
         stalls = random.choice((0.0, 3.0)) * PATIENCE * random.random()
         return LeaseSchedule(seed, (), "nothing", 0, 0, comes=comes, stalls=stalls)
 
+    @staticmethod
+    def of_system_calls(seed: int) -> LeaseSchedule:
+        """The same, below ``LocalStorage``."""
+        return replace(LeaseSchedule.of(seed), local=True, links=seed % 2 == 0)
+
     def start(self) -> LeaseRun:
         return LeaseRun(self)
 
@@ -51,7 +56,7 @@ class LeaseRun(DiskRun):
 
     def go(self) -> None:
         """Raises AssertionError where two hold the lease, one loses it, or nobody gets that of a dead job."""
-        with inhabited(self.world):
+        with self.installed(), inhabited(self.world):
             dead = self.world.start_process("dead")
             run_to_end(self.world, [self.world.spawn(dead, partial(self._dies, dead))])
             jobs = [self.world.start_process(f"machine {number}") for number in range(len(self.schedule.comes))]

@@ -134,7 +134,7 @@ class Run(Stage):
 
     def go(self) -> None:
         """Raises AssertionError where a promise is broken."""
-        with inhabited(self.world), among(self.jobs, self.world):
+        with self.installed(), inhabited(self.world), among(self.jobs, self.world):
             schedule = self.schedule
             trains, machines = schedule.trains, schedule.machines
             first = self.launch("first", machines[:2], list(schedule.saves), trains=trains)

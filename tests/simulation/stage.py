@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from nxd_ckpt.runtime.tag.choosing import settled_tags
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.testing.simulation import Disk, DiskStorage, Process, Task, World
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.simulation import Disk, DiskStorage, Process, SystemCalls, Task, World
 from tests.simulation.job import Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
 
@@ -31,6 +33,12 @@ class Stage(ABC):
         self.promises = Promises(world)
         self.trace: list[tuple[float, int, str, str]] = []
         """The time, process, name and path of every system call, or request."""
+        self.calls: SystemCalls | None = None
+        """Where processes see the disk by our own ``LocalStorage``: the system calls that it makes."""
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Within, the system calls are those of the stage, if it has some."""
+        return nullcontext() if self.calls is None else self.calls.installed()
 
     @abstractmethod
     def storage(self, process: Process) -> Storage:
@@ -87,13 +95,17 @@ class Stage(ABC):
 
 
 class DiskStage(Stage):
-    """A disk. ``swaps``: whether the file system can exchange two names."""
+    """A disk. ``swaps``: whether the file system can exchange two names; ``local``: whether processes see it by our own
+    ``LocalStorage``."""
 
-    def __init__(self, world: World, disk: Disk, *, swaps: bool = True, has_group: bool = False) -> None:
+    def __init__(
+        self, world: World, disk: Disk, *, swaps: bool = True, has_group: bool = False, local: bool = False
+    ) -> None:
         super().__init__(world, has_group=has_group)
         self.disk, self.swaps = disk, swaps
+        self.calls = SystemCalls() if local else None
 
-    def storage(self, process: Process) -> DiskStorage:
+    def storage(self, process: Process) -> LocalStorage | DiskStorage:
         return disk_storage(self, self.disk, process, self.before, swaps=self.swaps)
 
     def outside(self) -> DiskStorage:
@@ -103,7 +115,9 @@ class DiskStage(Stage):
         """See :data:`Before`."""
 
 
-def disk_storage(stage: Stage, disk: Disk, process: Process, before: Before, *, swaps: bool) -> DiskStorage:
+def disk_storage(
+    stage: Stage, disk: Disk, process: Process, before: Before, *, swaps: bool, links: bool = True
+) -> LocalStorage | DiskStorage:
     """The disk as a process sees it."""
     world, trace, pid = stage.world, stage.trace, process.pid
 
@@ -114,4 +128,6 @@ def disk_storage(stage: Stage, disk: Disk, process: Process, before: Before, *, 
             stage.notice()
         before(process, call, path)
 
+    if stage.calls is not None:
+        return LocalStorage(stage.calls.mount(disk, turn, swaps=swaps, links=links))
     return DiskStorage(disk, turn, swaps=swaps)

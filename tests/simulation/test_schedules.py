@@ -59,7 +59,7 @@ def test_a_seed_is_replayed_exactly(place: str, fault: str) -> None:
     assert traces[0] == traces[1]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SLICE)
 def test_the_promises_hold_where_saves_share_files(place: str) -> None:
     """The same with ``dedup=True``; ``python -m tests.simulation --dedup`` runs more of them."""
     assert [] == counted(place, range(SLICE[place] // BATCH), dedup=True).failures
@@ -98,7 +98,7 @@ TAKEN_OVER = {
 """What is saved by a job that another one takes over."""
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SLICE)
 def test_the_promises_hold_where_another_job_takes_over(place: str) -> None:
     """Rank 0 stands still, and wakes when the other one has taken over: before one in eleven of its calls, now joined
     by a process group, now not."""
@@ -110,7 +110,7 @@ def test_the_promises_hold_where_another_job_takes_over(place: str) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("tags", ["ab", "ax", "ba", "bx"])
 @pytest.mark.parametrize("saves", TAKEN_OVER)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SLICE)
 def test_the_promises_hold_whatever_instant_another_job_takes_over_at(place: str, saves: str, tags: str) -> None:
     """Before each call of rank 0, those included that only look. The other job saves tags of these names."""
     for at in range(1, CALLS[place] * len(TAKEN_OVER[saves])):
@@ -132,7 +132,7 @@ def taken_over(place: str, saves: str, tags: str, at: int, *, has_group: bool) -
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SLICE)
 def test_the_promises_hold_under_a_million_schedules(place: str) -> None:
     """``SCHEDULES=n`` in the environment runs another number of them."""
     total = run_all(place, SLICE[place], int(os.environ.get("SCHEDULES", "1000000")), os.cpu_count() or 1)

@@ -4,6 +4,7 @@
 ``World``                 a scheduler with a clock: tasks of processes, in an order that a seed decides
 ``inhabited``             within, time and threads of ``nxd_ckpt`` are those of a world
 ``Disk``, ``DiskStorage``  a POSIX file system that knows what a crash leaves of it, and a storage on it
+``SystemCalls``           those that the real ``LocalStorage`` makes, on such a disk
 ``crash_states``          every state in which a loss of power may leave such a disk, each as ``Remains``; ``Seen``
 ``store.ObjectStore``,     a service like S3, and the product's own S3 storage on it, by way of a network that may lose
 ``store_client``          requests and replies; needs boto3
@@ -14,6 +15,7 @@
 from nxd_ckpt.testing.simulation.crash_states import Remains, Seen, crash_states
 from nxd_ckpt.testing.simulation.disk import Change, Disk, File, Folder, contents
 from nxd_ckpt.testing.simulation.disk_storage import DiskStorage
+from nxd_ckpt.testing.simulation.system_calls import SystemCalls
 from nxd_ckpt.testing.simulation.threads import EPOCH, inhabited
 from nxd_ckpt.testing.simulation.world import Killed, Process, Stuck, Task, World
 
@@ -29,6 +31,7 @@ __all__ = [
     "Remains",
     "Seen",
     "Stuck",
+    "SystemCalls",
     "Task",
     "World",
     "contents",

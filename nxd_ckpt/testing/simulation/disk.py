@@ -139,12 +139,14 @@ class Disk:
         self.link(Folder(), path)
 
     def rename(self, source: str, target: str) -> None:
-        """As rename(2): it replaces a file. Raises FileNotFoundError, FileExistsError for a directory."""
+        """As rename(2): it replaces a file, or a directory that is empty by another one. Raises FileNotFoundError,
+        FileExistsError for what cannot be replaced."""
         (old, old_name), (new, new_name) = self._place(source), self._place(target)
         node = old.names.get(old_name)
         if node is None:
             raise _error(errno.ENOENT, source)
-        if isinstance(new.names.get(new_name), Folder) or (isinstance(node, Folder) and new_name in new.names):
+        replaced = new.names.get(new_name)
+        if replaced is not None and (isinstance(node, Folder) != isinstance(replaced, Folder) or replaced.names):
             raise _error(errno.EEXIST, target)
         self._change(f"rename {source} -> {target}", Edit(old, old_name, None), Edit(new, new_name, node))
 

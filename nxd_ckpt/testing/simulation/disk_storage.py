@@ -92,14 +92,19 @@ class DiskStorage:
         return True
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        aside = self._aside(key)
+        aside, path = self._aside(key), self._path(key)
         try:
-            self._call("rename", key, lambda: self.disk.rename(self._path(key), aside))
+            if self.read(key) != expected:
+                return False
+            self._call("rename", key, lambda: self.disk.rename(path, aside))
         except FileNotFoundError:
             return False
-        found = bytes(self.disk.file(aside).data)
+        moved = self.disk.file(aside)
+        if is_other := bytes(moved.data) != expected:
+            with suppress(FileExistsError):
+                self._call("link", key, lambda: self.disk.link(moved, path))
         self._discard(aside)
-        return self.link_new(key, data if found == expected else found) and found == expected
+        return not is_other and self.link_new(key, data)
 
     def make_dir(self, key: str) -> None:
         made = self._make_folders(self._path(key))
