@@ -254,6 +254,12 @@ class TensorReference:
         return f"TensorReference({getattr(self, 'tid', '?')})"
 
 
+class UnfinishedReference(TensorReference):
+    """A reference of NxD's in a list: NxD writes those in dicts only as torch-xla's, and reads none but these."""
+
+    __slots__ = ()
+
+
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` -> "float32"."""

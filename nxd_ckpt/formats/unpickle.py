@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from operator import mul
 from typing import Any
@@ -29,6 +29,7 @@ from nxd_ckpt.formats.tensors import (
     StorageSpan,
     TensorReference,
     TensorStub,
+    UnfinishedReference,
     dtype_name,
     itemsize,
 )
@@ -126,8 +127,9 @@ class _Safe(Machine):
         found = self._parts.find(module, name)
         if found is not None:
             return found
-        if _is_reference(module, name):
-            return Call(self._reference)
+        kind = _reference_named(module, name)
+        if kind is not None:
+            return Call(partial(self._reference, kind))
         key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
         if key not in GLOBALS:
             raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
@@ -136,9 +138,9 @@ class _Safe(Machine):
     def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)
 
-    def _reference(self) -> TensorReference:
+    def _reference(self, kind: type[TensorReference]) -> TensorReference:
         """What torch-xla's class of that name makes; its state follows."""
-        made = TensorReference.__new__(TensorReference)
+        made = kind.__new__(kind)
         self.references.append(made)
         return made
 
@@ -151,16 +153,18 @@ class _Trusting(pickle.Unpickler):
         self._parts = parts
 
     def find_class(self, module: str, name: str) -> Any:
-        if _is_reference(module, name):
-            return TensorReference
-        return self._parts.find(module, name) or super().find_class(module, name)
+        return _reference_named(module, name) or self._parts.find(module, name) or super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)
 
 
-def _is_reference(module: str, name: str) -> bool:
-    return name == "TensorReference" and module.startswith(("torch_xla.", "neuronx_distributed.", "nemo."))
+def _reference_named(module: str, name: str) -> type[TensorReference] | None:
+    """What stands for other programs' class of that name, if it is a reference."""
+    if name == "_InternalTensorReference" and module.startswith("neuronx_distributed."):
+        return UnfinishedReference
+    known = module.startswith(("torch_xla.", "neuronx_distributed.", "nemo."))
+    return TensorReference if name == "TensorReference" and known else None
 
 
 class _Parts:

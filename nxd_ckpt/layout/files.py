@@ -25,6 +25,7 @@ from nxd_ckpt.formats.tensors import (
     Path,
     TensorReference,
     TensorStub,
+    UnfinishedReference,
     dtype_name,
     iter_tensors,
     map_tensors,
@@ -56,6 +57,11 @@ class MissingTensor:
     file: str
     dtype: str | None
     shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class UnfinishedTensor(MissingTensor):
+    """A leaf that NxD referred to in a way that it reads back itself in no load; see UnfinishedReference."""
 
 
 class TagFiles:
@@ -173,6 +179,8 @@ class TagFiles:
                 tensor_file = elsewhere.get(path, tensor_file)
             dtype = dtype_name(about["dtype"]) if "dtype" in about else None
             shape = tuple(about["shape"]) if "shape" in about else None
+            if isinstance(reference, UnfinishedReference):
+                return UnfinishedTensor(".".join(map(str, path)), tensor_file, dtype, shape)
             if not self.has(tensor_file):
                 return MissingTensor(".".join(map(str, path)), tensor_file, dtype, shape)
             known = None if self._known is None else self._known.tensor(tensor_file)

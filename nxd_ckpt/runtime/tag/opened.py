@@ -30,6 +30,7 @@ from nxd_ckpt.runtime.tag.verification import (
     changed_tensors,
     check_bytes,
     refuse_missing,
+    refuse_unfinished,
     verify_tensors,
 )
 from nxd_ckpt.storage.base import Storage
@@ -119,7 +120,9 @@ class OpenTag:
         self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
-        return self._verified_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+        tree = self._verified_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+        refuse_unfinished(self.where, tree)
+        return tree
 
     @cached_property
     def mesh(self) -> MeshTrees | None:

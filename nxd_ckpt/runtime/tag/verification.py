@@ -13,10 +13,10 @@ from typing import Any
 
 from nxd_ckpt import host
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
-from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.layout.files import MissingTensor, UnfinishedTensor
 from nxd_ckpt.runtime.progress import Counter
 from nxd_ckpt.storage.base import Storage
 
@@ -173,9 +173,21 @@ def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
     ]
 
 
+def refuse_unfinished(where: str, tree: Any) -> None:
+    """Raise UnsupportedState for references that NxD left in lists."""
+    for path, leaf in iter_tensors(tree, UnfinishedTensor):
+        raise UnsupportedState(
+            f"{where}: the reference to tensor {_named(path)!r} ({leaf.file}) lies in nested lists, where "
+            "neuronx-distributed's use_xser=True leaves references unfinished, and reads none back: such state (LBFGS "
+            "keeps lists) does not load. Load without it (optimizer=None), and save it with "
+            "use_xser=False, or with nxd_ckpt"
+        )
+
+
 def refuse_missing(where: str, tree: Any) -> None:
-    """Raise PartLost, naming tensor and file, if a leaf of ``tree``, of which nothing is ever left out, is in no
-    file."""
+    """Raise PartLost, naming tensor and file, if a leaf of ``tree``, of which nothing is ever left out, is in no file;
+    UnsupportedState as :func:`refuse_unfinished`."""
+    refuse_unfinished(where, tree)
     for path, leaf in iter_tensors(tree, MissingTensor):
         raise PartLost(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
 
